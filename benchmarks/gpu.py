@@ -205,7 +205,8 @@ def compare(
     [row] = make_rows(56 if toy else STEP.pixels, 1)
     prompt = processor(row.messages, row.images)
     shape = (2, 6) if toy else (8, 256)
-    completions = torch.randint(256, shape, generator=torch.Generator().manual_seed(0))  # no control tokens
+    # ids below 256 are not control tokens
+    completions = torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
     ours = build(model_config, dtype)
     logps, gradients = logps_and_gradients(packed, ours, ours, prompt, completions, len(completions))
     norm = sum(g.float().square().sum() for g in gradients).sqrt()

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before importing transformers: use no network
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before importing transformers, to use no network
 # before importing torch, with minivlmrl's value
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
@@ -232,7 +232,8 @@ def assert_agreement(model: VisionLanguageModel, processor: Processor, trainer, 
     """
     prompts = [processor(row.messages, row.images) for row in rows]
     generator = torch.Generator().manual_seed(0)
-    completions = torch.randint(256, (len(rows), NUM_GENERATIONS, NEW_TOKENS), generator=generator)  # no control tokens
+    # ids below 256 are not control tokens
+    completions = torch.randint(256, (len(rows), NUM_GENERATIONS, NEW_TOKENS), generator=generator)
     ours, _ = per_token_logps(model, pack(prompts, [[*map(Completion, group)] for group in completions], model.config))
     theirs, input_ids, pixel_values = score_with_trl(trainer, rows, completions.flatten(0, 1))
     assert torch.equal(input_ids[::NUM_GENERATIONS], torch.stack([prompt.input_ids for prompt in prompts]))

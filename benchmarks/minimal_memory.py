@@ -130,7 +130,7 @@ def index(x, places):
 
 
 def run(layer, *arguments):
-    """Do the same as minimal.run on a GPU, but on the CPU, because fake tensors are there."""
+    """Imitate minimal.run on a GPU with fake tensors, which are on the CPU."""
     if torch.is_grad_enabled():
         return checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
     return layer(*arguments)

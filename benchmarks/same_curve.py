@@ -21,7 +21,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before importing transformers: use no network
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before importing transformers, to use no network
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import common  # noqa: E402

@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before importing transformers: use no network
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before importing transformers, to use no network
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402

@@ -24,11 +24,7 @@ COMMANDS = {  # {command: (module:function, help text)}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command and return its exit status.
-
-    Args:
-        arguments: command name and its arguments, default: sys.argv[1:].
-    """
+    """Run a command and return its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if isinstance(sys.stdout, io.TextIOWrapper):  # Windows pipes cannot encode Unicode
         sys.stdout.reconfigure(errors="replace")

@@ -142,7 +142,6 @@ class error_phase(AbstractContextManager):
     """Add a training phase, such as "forward", to errors raised in the block; the innermost phase wins.
 
     Args:
-        name: phase name, shown in the message.
         rows: dataset rows used in the block; the message names the longest row.
     """
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from minivlmrl.errors import UserError, pluralize
 from minivlmrl.json_files import read_json
 
-SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)  # file name without folders
+SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-ADAPTER_CONFIG = "adapter/adapter_config.json"  # file in adapter checkpoints
+ADAPTER_CONFIG = "adapter/adapter_config.json"
 RUN_CONFIG = "config.yaml"  # all run options, saved in output_dir
 # options that affect generation, saved beside the weights
 INFERENCE_CONFIG = "minivlmrl.yaml"
@@ -182,7 +182,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
             folder.rename(replaced)
         new.rename(folder)
     except BaseException as error:
-        remove(new)  # the disk may be full
+        remove(new)  # free disk space, because the disk may be full
         if replaced.is_dir() and not folder.exists():
             replaced.rename(folder)
         if isinstance(error, OSError | SafetensorError):

@@ -23,9 +23,7 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
     """Parse JSON; NaN and Infinity become None.
 
     Args:
-        text: JSON string, or UTF-8 bytes.
-        decode: function that parses the string.
-        arguments: more arguments for `decode`.
+        decode: function that parses the string, called with `arguments`.
     Raises:
         UserError: not JSON, or nested too deeply.
     """

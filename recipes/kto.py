@@ -30,7 +30,7 @@ class KTOOptions(TrainingOptions):
 @dataclass
 class KTOBatch(AnswerBatch):
     labels: Tensor | None = None  # (R,) True for good answers
-    others: MicroBatch | None = None  # prompts with answers from other rows, to estimate the KL
+    others: MicroBatch | None = None  # prompts paired with answers from other rows, to estimate the KL
 
     def counts(self, names):
         """Return metric weights, such as the number of good answers."""

@@ -38,7 +38,7 @@ def _load_module(file: str) -> ModuleType:
                 f"{path} does not exist. A code file named in a recipe must be beside the recipe or in the working "
                 f"folder, {os.getcwd()}; for one named on the command line, the working folder is searched first."
             )
-        USER_FILES.add(path)  # register before running: the file may fail
+        USER_FILES.add(path)  # before running the file, which may fail
         return run_file(path)
     try:
         module = importlib.import_module(file)
@@ -53,7 +53,7 @@ def _load_module(file: str) -> ModuleType:
 
 
 def code_files() -> set[str]:
-    """Return user Python files: loaded by a recipe, or imported from the same folders."""
+    """Return the user's Python files: those that a recipe names, and modules imported from the same folders."""
     folders = tuple(os.path.join(os.path.dirname(file), "") for file in USER_FILES)
     files = {*USER_FILES}
     for name, module in [*sys.modules.items()]:
@@ -82,7 +82,7 @@ def recipes_folder() -> Path:
 
 def run_file(path: str) -> ModuleType:
     """Execute a Python file once, as a module, and return the module."""
-    # the module is named after its path, so that pickle finds it on all ranks; dots would mean packages
+    # name the module after its path, so that pickle finds it on all ranks; escape dots, which separate packages
     name = path.removesuffix(".py").replace(".", "%2e")
     if name in sys.modules:
         return sys.modules[name]
@@ -90,7 +90,7 @@ def run_file(path: str) -> ModuleType:
     module.__file__ = path
     sys.modules[name] = module
     if os.path.dirname(path) not in sys.path:
-        sys.path.append(os.path.dirname(path))  # lets user files import from their own folder
+        sys.path.append(os.path.dirname(path))  # user files may import from their own folder
     try:
         exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
     except BaseException:
@@ -109,11 +109,10 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
     """Parse "name(option=value)"; return the named object, and the options as a dict.
 
     Option values are Python literals. Only names with a colon load code from outside minivlmrl; config/loading.py
-    rejects such names in a recipe found beside a model.
+    rejects such names in a recipe found next to a model.
 
     Args:
         kind: for error messages, such as "reward".
-        text: name, with or without options.
         table: {name: object or "package.module:name"}.
     """
     name, options = split_options(text)
@@ -183,7 +182,7 @@ def load_function(
         option, text, table: option name, value and built-in functions; see resolve_object.
         section: stage options, passed to parameters with the same names.
         positional, names: see with_arguments.
-        convert: adapts functions with another signature.
+        convert: wrapper for functions with another signature.
     """
     with error_context(f"grpo.{option} {text}"):
         function, options = resolve_object(option, text, table)
@@ -200,11 +199,11 @@ def with_arguments(
     """Wrap `function` so that it ignores unknown keyword arguments.
 
     Args:
-        positional: names of the positional arguments, which `function` may call differently.
-        names: possible keyword arguments.
+        positional: names of the positional arguments; parameters of `function` may have other names.
+        names: names of the keyword arguments that callers pass.
         options: {name: value} for the remaining parameters.
     Raises:
-        UserError: a parameter would get no value, or another argument's.
+        UserError: a parameter would get no value, or the value of another argument.
     """
     parameters = parameters_of(function)
     by_position = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -231,13 +230,13 @@ def with_arguments(
 
 
 def own_signature(function: Callable) -> inspect.Signature:
-    """Return a function's signature without following __wrapped__; for modules, forward's."""
+    """Return a function's signature without following __wrapped__; for a module, the signature of forward."""
     function = getattr(function, "forward", function)
     return inspect.signature(inspect.unwrap(function, stop=inspect.isfunction), follow_wrapped=False)
 
 
 def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
-    """Return function parameters; for wrappers with **kwargs, also the wrapped function's."""
+    """Return a function's parameters; for a wrapper with **kwargs, also those of the wrapped function."""
     own = {**own_signature(function).parameters}
     if not any(p.kind is p.VAR_KEYWORD for p in own.values()):
         return own

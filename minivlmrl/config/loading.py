@@ -45,8 +45,8 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
     Args:
         recipe: path, or name in the folder `recipes`.
         overrides: such as "--seed=1", "--grpo.learning_rate=1e-4", or two strings "--seed" and "1"; values are YAML.
-        is_found: recipe found beside a model, not named by the user. If a found recipe names a Python file, load_config
-            raises UserError before any code runs.
+        is_found: True if the recipe was found next to a model, not named by the user. If such a recipe names a Python
+            file, load_config raises UserError before any code runs.
     """
     overrides = _join_values(overrides)
     path = _find_recipe(recipe)
@@ -73,7 +73,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
             overridden = _apply(override, overridden, hints)
         config = _build_run(config_class, overridden, "command line", resolver)
     except ValueError:
-        # if the recipe is invalid without overrides, blame it, not the command line
+        # if the recipe is invalid even without overrides, report the recipe, not the command line
         _build_run(config_class, values, recipe)
         raise
     resolver.check()
@@ -110,20 +110,20 @@ def _find_recipe(recipe: str | Path) -> Path:
 
 
 def _stages(values: dict, where: str | Path) -> list[str]:
-    """Read only `stages`, because user stages add sections to the recipe."""
+    """Read option `stages` before all others, because user-defined stages add sections to the recipe."""
     with error_context(where):
         return read_value(list[Code], values.get("stages", []), "stages", json=False)
 
 
 @cache
 def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
-    """Return a RunConfig subclass with a section for each user stage."""
+    """Return a RunConfig subclass with sections for user-defined stages."""
     if not algorithms:
         return RunConfig
     sections = {}
     for algorithm in algorithms:
         name = algorithm.stage
-        if not (isinstance(name, str) and name.isidentifier() and name != "eval"):  # eval: the held-out rows
+        if not (isinstance(name, str) and name.isidentifier() and name != "eval"):  # "eval" names the held-out rows
             raise UserError(f"stages: {algorithm.__name__}.stage is {name!r}, but it must be a name such as my_stage")
         if name in sections or name in dir(RunConfig()):
             raise UserError(
@@ -145,10 +145,10 @@ class Resolver:
         self.recipe = recipe
         self.typed = typed
         self.is_found = is_found
-        self.unknown: list[str] = []  # Python code in a recipe found beside a model
+        self.unknown: list[str] = []  # Python code that a recipe found next to a model would run
 
     def check(self):
-        """Raise UserError if a recipe found beside a model would run a Python file."""
+        """Raise UserError if a recipe found next to a model would run a Python file."""
         if self.unknown:
             raise UserError(
                 f"{self.recipe} was found automatically and would run the code {self.unknown[0]}; read the code, "
@@ -160,14 +160,14 @@ class Resolver:
         if hint in (Code, RewardName):
             located = self._code(text, hint is RewardName, is_typed)
             name, options = split_options(located)
-            # reject quoted strings in a recipe found beside a model: in "name(url='...')", the string could be a URL, a
-            # file or a function
+            # reject quoted strings in a recipe found next to a model: in "name(url='...')", the string could be a URL,
+            # a file or a function
             if self.is_found and not is_typed and (":" in name or re.search("['\"]", options)):
                 self.unknown.append(located)
             return located
         if hint is RecipePath:
             return self._find(text, is_typed)
-        if hint is FilePath and os.path.exists(text):  # a missing path is a Hub repository id
+        if hint is FilePath and os.path.exists(text):  # otherwise, the text is a Hub repository id
             return str(Path(text).resolve())
         return text
 
@@ -186,8 +186,8 @@ class Resolver:
 
     def _find(self, file: str, is_typed: bool) -> str:
         beside = self.recipe.parent
-        folders = [Path(), beside] if is_typed else [beside, Path()]  # folders in search order
-        # a copied built-in recipe may still name files such as shapes_model.json
+        folders = [Path(), beside] if is_typed else [beside, Path()]
+        # a copy of a built-in recipe may name files in the recipes folder, such as shapes_model.json
         ours = [recipes_folder().parent, recipes_folder()]
         existing = [folder for folder in folders + ours if os.path.exists(folder / file)]
         return os.path.abspath((existing or folders)[0] / file)
@@ -196,7 +196,7 @@ class Resolver:
 def _join_values(arguments: Sequence[str]) -> list[str]:
     """Join options and values: ["--seed", "1", "--x=2"] -> ["--seed=1", "--x=2"]."""
     joined = []
-    takes_value = False  # whether the last option still needs a value
+    takes_value = False
     for argument in arguments:
         is_option = argument.startswith("--")
         if takes_value and not is_option:
@@ -220,7 +220,7 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
 
 
 def _override_value(text: str, path: str, hint: TypeHint) -> Plain:
-    """Parse an override's value as YAML; for string options, 007 stays "007"."""
+    """Parse an override's value as YAML; string options keep values such as 007 as strings."""
     is_text = any(hint in (text_type, text_type | None) for text_type in TEXTS)
     where = f"command line: quote the value of {path}"
     with suppress(ValueError) if is_text else error_context(where):
@@ -258,7 +258,7 @@ def inference_yaml(config: RunConfig) -> str:
     for section, names in INFERENCE_OPTIONS.items():
         inference_options[section] = {name: values[section][name] for name in names}
     inference_options["sampling"] = values["sampling"]
-    if config.adapter.quantize:  # the adapter was trained on quantized weights
+    if config.adapter.quantize:
         inference_options["adapter"] = {"quantize": config.adapter.quantize}
     return yaml.safe_dump(inference_options, sort_keys=False)
 
@@ -272,7 +272,7 @@ def changed_prompts(trained: Path | None, config: RunConfig) -> list[str]:
     """Return the prompt options that differ from a trained model's recipe or minivlmrl.yaml."""
     data = read_section(trained, "data")
     names = ["prompt_template", "system_prompt", "chat_template_kwargs", "answer_format", "box_space"]
-    # null means the model folder's setting
+    # None means the model folder's setting
     sizes = ("min_pixels", "max_pixels")
     names += [name for name in sizes if None not in (data.get(name), getattr(config.data, name))]
     return [f"data.{name}" for name in names if name in data and data[name] != getattr(config.data, name)]

@@ -151,7 +151,7 @@ class RowOptions:
 
 @dataclass
 class FileOptions:
-    """A file in data.train."""
+    """A data file listed in data.train."""
 
     file: FilePath  # data file; see data/row_files.py
     # copies of each row per epoch; 0.5 uses every second row
@@ -248,7 +248,7 @@ class SamplingOptions:
     max_batch_tokens: Annotated[int, ">= 1"] | None = None
     # environment with tools for the model to call, as file.py:NAME; see docs/agents.md
     environment: Code | None = None
-    # past turns whose images stay in the prompt (see docs/agents.md); None keeps all images
+    # number of past turns whose images stay in the prompt (see docs/agents.md); None keeps all images
     history: Annotated[int, ">= 1"] | None = None
     cuda_graph: Literal["auto", "never"] = "auto"  # auto runs decode steps as a CUDA graph on a GPU
     # engine for rollouts: the trained model (native), vLLM (docs/use.md), or your own class
@@ -556,7 +556,7 @@ class RunConfig:
                 f"rewards are {self.rewards}; at least one weight must not be 0, because otherwise nothing is learned"
             )
 
-    if not TYPE_CHECKING:  # pyright must report unknown fields
+    if not TYPE_CHECKING:  # hidden from pyright, so that it reports unknown fields
 
         def __getattr__(self, name: str):
             raise AttributeError(

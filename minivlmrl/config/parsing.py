@@ -54,7 +54,7 @@ def parse_yaml(text: str | bytes) -> Any:
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = re.sub(r'in "<[a-z ]+>", ', "in ", str(error))  # PyYAML's name for a string
+        reason = re.sub(r'in "<[a-z ]+>", ', "in ", str(error))  # PyYAML writes <unicode string> instead of a file name
         raise UserError(f"the text is not valid YAML ({reason})") from error
 
 
@@ -82,7 +82,7 @@ def check_values(cls: type[Dataclass], values: Mapping[str, Plain], where: str) 
 
 
 def read_value(hint: TypeHint, value: Plain, name: str, json: bool) -> Any:
-    """Check and convert a value by its type hint; `name` is for errors, as in "grpo.beta"."""
+    """Check and convert a value by its type hint; errors contain `name`, such as "grpo.beta"."""
     return Reader(json).read(hint, value, name)
 
 
@@ -96,8 +96,8 @@ class Reader:
     Args:
         json: True for JSON files: ignore unknown keys, convert no strings. False for recipes: accept "1e-4" as a float,
             because YAML reads it as a string, and accept a string as a list with one item.
-        change_text: (type, string, field path) -> new string, for keys and values with a string type in
-            config/types.py. In the path, slashes replace dots in keys.
+        change_text: function (type, string, option path) -> new string, for keys and values with a string type in
+            config/types.py. A dot in a key becomes a slash in the path.
         root: dataclass for the whole file, for suggestions if a key is unknown.
         dashes: "--" to suggest command-line options, otherwise "".
     """
@@ -176,7 +176,7 @@ class Reader:
             return self.read(choices[0], value, name)
         for choice in choices:
             if choice is Code and ":" not in str(value):
-                continue  # without a colon, a string is not Code
+                continue
             with suppress(ValueError):
                 return self.read(choice, value, name)
         raise self._wrong_choice(hint, value, name, f"of type {type_text(hint)}")
@@ -194,7 +194,7 @@ class Reader:
         key_hint, item_hint = typing.get_args(hint)
         expected = f"of type {type_text(hint)}"
         keys: Plain = [value] if type(value) is str else value
-        if item_hint is Finite and type(keys) is list:  # reward names without weights
+        if item_hint is Finite and type(keys) is list:  # a list of reward names without weights
             weights = ", ".join(f"{key}: 1.0" for key in keys)
             given = f'"--{name}={{{weights}}}"' if self.dashes else f"{name}: {{{weights}}}"
             expected += f"; write {given}"
@@ -229,7 +229,7 @@ class Reader:
 
 
 def _unknown_key(root: type, section: type, prefix: str, key: str, value: Plain, dashes: str) -> str:
-    """Return the message for an unknown key, which may be TRL's name or in another section."""
+    """Return the error message for an unknown key, which may be a TRL option or belong to another section."""
     paths = [option.path for option in options_of(root)]
     if "." in key and key in paths:  # recipes use sections instead of dotted names
         parent, _, name = key.rpartition(".")
@@ -260,7 +260,7 @@ class Option(NamedTuple):
     """A recipe option, such as grpo.beta."""
 
     path: str  # command-line name, such as "seed" or "grpo.beta"
-    name: str  # option name within its section
+    name: str
     hint: TypeHint
     default: Plain
     declared_in: type  # dataclass that declares the field, possibly a base class
@@ -283,7 +283,7 @@ def type_text(hint: TypeHint) -> str:
     """Describe a type hint, such as "int, >= 1" or "'k1' or 'k3'"."""
     if hint is Code:
         return "file.py:name"
-    hint = getattr(hint, "__supertype__", hint)  # NewType("Code", str) -> str
+    hint = getattr(hint, "__supertype__", hint)
     origin = typing.get_origin(hint)
     inside = typing.get_args(hint)
     if origin is Annotated:

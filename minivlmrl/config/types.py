@@ -13,9 +13,9 @@ RewardName = NewType("RewardName", str)  # reward name, or Code: see rewards/reg
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 # the merger projects vision tower outputs to decoder embeddings
 Part = Literal["vision", "merger", "language", "embeddings"]
-Frozen = NewType("Frozen", str)  # Part, or layers that match LAYERS
+Frozen = NewType("Frozen", str)  # a Part, or a layer range that matches LAYERS
 LAYERS = re.compile(r"(layers|visual\.blocks)\.(\d+)(?:-(\d+))?")  # layers such as "layers.0-11" and "visual.blocks.7"
-BoxSpace = Literal["original", "resized", "thousandths", "unit"]  # units of box coordinates
+BoxSpace = Literal["original", "resized", "thousandths", "unit"]
 Count = Annotated[int, ">= 1"]
 Finite = Annotated[float, "(-inf, inf)"]
 # limit on min_pixels: patches of 2**25 pixels take 2 GB

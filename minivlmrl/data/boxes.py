@@ -27,7 +27,7 @@ FOUR = COMMA.join([NUMBER] * 4)
 GROUP = rf"(?:\[\s*{FOUR}\s*\]|{PAIR}\s*(?:,\s*)?{PAIR})"
 GROUPS = re.compile(rf"{FOUR}|{GROUP}(?:\s*(?:,\s*)?{GROUP})*", re.ASCII)
 MARKED_BOX = re.compile(rf"\[\s*{FOUR}\s*\]|{PAIR}\s*,\s*{PAIR}")  # [1, 2, 5, 6] or (1, 2), (5, 6)
-KEYS = ("bbox_2d", "bbox", "Position")  # JSON keys for a box
+KEYS = ("bbox_2d", "bbox", "Position")
 QWEN2 = re.compile(r"<\|object_ref_start\|>[^<]*<\|object_ref_end\|>|<\|box_start\|>|<\|box_end\|>")
 
 
@@ -69,7 +69,7 @@ class Box:
         return is_finite and self.x2 > self.x1 and self.area > 0  # a positive area implies y2 > y1
 
     def inside(self) -> bool:
-        """Return True if the box is inside its image; tolerance: 1e-6 times the image size."""
+        """Return True if the box is inside its image, with a tolerance of 1e-6 times the image size."""
         numbers = zip(self.numbers, self.extent * 2, strict=True)
         return all(-1e-6 * side <= number <= side + 1e-6 * side for number, side in numbers)
 
@@ -120,7 +120,7 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
     """Parse bounding boxes from a text in one of these formats:
 
         {"bbox_2d": [1, 2, 5, 6], "label": "cat"}    Qwen2.5-VL's JSON; other keys are ignored
-        {'Position': [1, 2, 5, 6]}                   the same with key Position or bbox
+        {'Position': [1, 2, 5, 6]}                   key Position or bbox instead of bbox_2d
         [{"bbox_2d": [1, 2, 5, 6]}, [7, 7, 8, 9]]    JSON list with objects or lists
         [1, 2, 5, 6] [7, 7, 8, 9.5]                  one or more lists, with or without commas
         (1, 2), (5, 6)                               corners of one or more boxes
@@ -131,7 +131,7 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
 
     Returns:
         (x1, y1, x2, y2) per box, finite; see Box.valid and Box.inside.
-        Empty if a group of numbers is not a box, or if there are other words, which could negate it ("not [1, 2, 5,
+        Empty if some numbers are not a box, or if the text has other words, which could negate a box ("not [1, 2, 5,
         6]").
 
     Source: key "bbox_2d" from Qwen2.5-VL's cookbook.
@@ -159,5 +159,5 @@ def json_items(text: str) -> list[Plain]:
 
 
 def value_of(item: dict) -> Plain:
-    """Return the value under "bbox_2d", or under another box key."""
+    """Return the box in a JSON object, from key "bbox_2d", "bbox" or "Position"."""
     return next((item[key] for key in KEYS if key in item), None)

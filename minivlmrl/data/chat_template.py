@@ -17,7 +17,7 @@ class RewrittenTurnsError(UserError):
 
 START = SpecialToken("<|im_start|>")
 END = SpecialToken("<|im_end|>")
-# stop tokens, for turns and documents
+# stop tokens: end of a turn, end of a document
 ENDS = (END, SpecialToken("<|endoftext|>"))
 # image and video placeholders; compare with `is`, because the user text "<|image_pad|>" == IMAGE
 IMAGE = SpecialToken("<|image_pad|>")
@@ -94,11 +94,11 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
                 f"the chat template does not render the thought of the answer {truncate(turn, 80)}; write "
                 "it into the content, as <think>...</think>, or remove it"
             )
-        start, role, *inside, newline = render_message(turn)  # `inside`: message content and <|im_end|>
+        start, role, *inside, newline = render_message(turn)
         flagged += [(start, False), (role, False)]
         flagged += [(piece, is_trained(turn)) for piece in inside]
         flagged.append((newline, False))
-    return join_flagged(flagged[2:-1])  # the prompt ends with the first <|im_start|>assistant\n
+    return join_flagged(flagged[2:-1])  # drop <|im_start|>assistant\n, which the prompt contains
 
 
 def join_text(pieces: list[str]) -> list[str]:

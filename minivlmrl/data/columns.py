@@ -21,15 +21,15 @@ VALUES = {  # {column: type with bounds}
 
 
 class LayoutError(UserError):
-    """The row has another project's layout, which `minivlmrl convert` can read."""
+    """A row has the columns of another project; `minivlmrl convert` may be able to convert it."""
 
 
 class EmptyColumnError(LayoutError):
-    """A value is missing; in another project's layout, it may be in another column."""
+    """A required column has no value; another project's data may have the value in a different column."""
 
 
 def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
-    """Rename columns, all at once so that two names can be swapped; NaN (from pandas) becomes None."""
+    """Rename columns, and replace NaN (from pandas) by None; two columns can swap names."""
     row = {name: value if value == value else None for name, value in row.items()}  # NaN != NaN
     renamed = {theirs: ours for theirs, ours in renamed.items() if theirs != ours and theirs in row}
     columns = row | dict.fromkeys(renamed)
@@ -49,8 +49,6 @@ def missing_column(name: str, columns: dict, cure: str) -> UserError:
     """Return the error for a missing value: a LayoutError if the row may have another project's layout.
 
     Args:
-        name: column that is missing or None in the row.
-        columns: the row's columns.
         cure: advice for the message, such as how to rename the column.
     """
     given = sorted(other for other, value in columns.items() if value is not None)

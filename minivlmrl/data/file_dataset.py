@@ -1,7 +1,7 @@
 """Datasets that read rows from data files.
 
-Opening a file parses and checks all rows once, and collects RowFacts. Every access parses a row again, so changes to a
-Row are not kept.
+Opening a file parses and checks all rows once, and collects RowFacts. Every access to a row parses it again, so changes
+to a Row object are lost.
 """
 
 import re
@@ -56,7 +56,7 @@ class RowFile:
         self.columns: list[str] = []
         self.given: set[str] = set()  # columns with a value in at least one row
         self.unread: set[str] = set()  # columns that no stage or reward reads
-        # cache for row_sizes.measure, with one processor: {line: {answer names: size}}
+        # sizes cached by row_sizes.measure, for one processor: {line: {answer names: size}}
         self.sizes: dict[int, dict[tuple, Any]] = {}
         self.processor: Any = None
 
@@ -71,7 +71,7 @@ class RowFile:
             try:
                 row, media = checked_row(self.columns_of(line), required, known, self.options, self.folder)
             except ValueError as error:
-                # the file has minivlmrl's layout if an earlier row was read
+                # after a valid row, an empty column does not mean another project's layout
                 if not is_foreign(error) or (isinstance(error, EmptyColumnError) and self.given):
                     raise
                 advice = convert_advice(self.path, self.options.format, self.options.columns)
@@ -81,7 +81,7 @@ class RowFile:
         return row, media
 
     def read(self, line: int) -> tuple[Row, list[Media]]:
-        """Read a row without images and videos, and list their sources in order."""
+        """Read a row without loading its images and videos; return the row and their sources."""
         row, media = read_row(self.columns_of(line), self.options)
         row.where = self.source.where(line)
         row.columns = dict.fromkeys(self.columns) | row.columns | self.constants
@@ -109,7 +109,7 @@ class RowFile:
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """Facts about a row, known without reading it again."""
+    """Properties of a row, collected when its file is opened."""
 
     file: RowFile
     line: int  # row index in the file
@@ -118,10 +118,10 @@ class RowFacts:
     prompt_hash: int  # hash of the prompt and media file sizes
     media_fingerprint: int  # checksum of media file sizes and times, equal in all processes
     text_bytes: dict[str, int]  # {"prompt" or answer column: text length in bytes}
-    solution: Plain  # reference answer, checked before the first step
+    solution: Plain
     literal_tokens: tuple[str, ...]  # control tokens written as plain text, such as <|im_end|>
     boxes: dict[str, str]  # {answer column: first box in it}
-    box_space: str | None  # unit of box coordinates
+    box_space: str | None
     # (size or None if unknown, options) per image in prompt and answers
     images: tuple[tuple[Size | None, dict], ...]
 
@@ -139,8 +139,9 @@ class FileDataset(Sequence[Row]):
         required: columns that all rows must have; "problem" = any prompt column.
         limit: maximum number of rows, None for all.
         constants: columns added to every row.
-        checks_files: check that image and video files exist; only on rank 0, because shared file systems are slow.
-        reads: more columns that a stage or reward reads, or None for all.
+        checks_files: whether to check that image and video files exist; only on rank 0, because shared file systems are
+            slow.
+        reads: further columns that a stage or reward reads, or None for all.
         options: see RowOptions.
     Raises:
         UserError: no rows, an invalid row, or a missing image or video file.
@@ -192,7 +193,7 @@ class FileDataset(Sequence[Row]):
         return facts.file.load(facts.line, fetch_image, load_video)
 
     def read(self, index: int) -> tuple[Row, list[Media]]:
-        """Read a row without images and videos, and list their sources in order."""
+        """Read a row without loading its images and videos; return the row and their sources."""
         facts = self.facts[index]
         return facts.file.read(facts.line)
 
@@ -253,8 +254,7 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
     """Return RowFacts for a row, and a list of missing media files.
 
     Args:
-        media: images and videos in the prompt.
-        checks_files: check that media files exist, and read their sizes.
+        checks_files: whether to check that media files exist, and read their sizes.
     """
     answers = {name: getattr(row, name) for name in ANSWERS}
     texts = {"prompt": repr(row.messages)} | {name: repr(answer) for name, answer in answers.items()}
@@ -318,7 +318,7 @@ def image_size(image: Media, folder: Path) -> Size | None:
     """Return an image's (width, height), or None if it is unreadable."""
     try:
         return read_header(image.sources[0], folder).size
-    except ValueError:  # using the row raises the error again
+    except ValueError:  # training on the row raises this error
         return None
 
 

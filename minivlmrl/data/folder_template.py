@@ -97,7 +97,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: str | Path, special_tokens=SPECIAL_TOKENS) -> "ChatTemplate | None":
-        """Load the chat template from a model folder; None if it has none or chat_template.render is equivalent."""
+        """Load a model folder's chat template; return None if there is none, or if chat_template.py renders it."""
         token_names = {}
         config_file = Path(folder) / "tokenizer_config.json"
         config = read_json(config_file) if config_file.is_file() else {}
@@ -144,7 +144,7 @@ class ChatTemplate:
         conversation, mark = self._marked([*messages, *turns])
         text = self._render(conversation, False)
         flagged = []
-        end = None  # end of the previous assistant turn
+        end = None
         for turn_number in range(len(messages), len(conversation)):
             if conversation[turn_number]["role"] != "assistant":
                 continue
@@ -202,7 +202,7 @@ class ChatTemplate:
         return template
 
     def _marked(self, messages: list[dict]) -> tuple[list[dict], str]:
-        """Insert a rare character into control tokens in messages, so that they stay text."""
+        """Insert a rare character into control tokens that messages contain, so that they stay plain text."""
         check_messages(messages)
         messages = _as_json(messages)
         if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):
@@ -211,7 +211,7 @@ class ChatTemplate:
         if "<function=" in self.text:  # the template renders parameters one by one, not as JSON
             _parse_arguments(messages)
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
-        # a Chinese character that is not used: templates may strip spaces and escape symbols
+        # use a Chinese character that occurs nowhere, because templates may strip spaces and escape symbols
         letters = map(chr, range(0x20000, sys.maxunicode))
         mark = next(a for a, b in pairwise(letters) if a not in all_text and b not in all_text)
         return _as_json(messages, lambda text: self.literal_tokens.sub(rf"\g<0>{mark}", text)), mark
@@ -244,7 +244,7 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
     """Return a chat template with fixed variables, such as enable_thinking.
 
     Args:
-        template: None for chat_template.render.
+        template: None for the built-in template in chat_template.py.
         values: data.chat_template_kwargs, such as {"enable_thinking": False}.
     """
     if not values:
@@ -264,7 +264,7 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
 
 
 def _literal_pattern(name: str) -> str:
-    """Return a regular expression for the first character of a control token written as plain text."""
+    """Return a regular expression that matches the first character of a control token written as plain text."""
     # also matches "<|im_ end|>", because templates may strip the space, and a message that ends with "<|im_"
     others = [re.escape(character) for character in name[1:]]
     endings = [*([*others[:length], "$"] for length in range(len(others))), others]

@@ -31,7 +31,7 @@ def load_image(file: str | Path | Image) -> Image:
         UserError: the aspect ratio exceeds 200, or the colors are unknown (see to_rgb).
     """
     image = file if isinstance(file, Image) else PIL.Image.open(file)
-    check_ratio(image.width, image.height)  # before decoding: very long images would take gigabytes
+    check_ratio(image.width, image.height)  # check before decoding: very long images would take gigabytes
     return to_rgb(PIL.ImageOps.exif_transpose(to_8_bits(image)))
 
 
@@ -61,7 +61,6 @@ def to_8_bits(image: Image) -> Image:
     if tags.get(ImageIFD.PhotometricInterpretation) == 0:
         gray = 255 - gray
     gray = PIL.Image.fromarray(np.where(pixels == image.info.get("transparency"), np.uint8(255), gray))
-    # keep the EXIF orientation
     gray.info = {name: value for name, value in image.info.items() if name != "transparency"}
     return gray
 
@@ -81,7 +80,7 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
     The new area is between min_pixels and max_pixels; the aspect ratio changes only by rounding.
 
     Args:
-        factor: image token side in pixels; the new height and width are multiples.
+        factor: image token side in pixels; the new height and width are multiples of it.
 
     Example: with factor 28 and max_pixels 1003520, height 1092 and width 1568 become 812 and 1176.
     Raises:
@@ -108,7 +107,7 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
 
 
 def patchify(frames: np.ndarray, patch_size: int, temporal_patch_size: int, merge_size: int) -> tuple[np.ndarray, Grid]:
-    """Split image or video frames into patches, in vision tower order.
+    """Split image or video frames into patches, in the order that the vision tower expects.
 
     Args:
         frames: (T, 3, H, W), where patch_size * merge_size divides H and W. The last frame is repeated until T is a

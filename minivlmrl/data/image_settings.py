@@ -33,7 +33,7 @@ def torch_resize_frames(
     return look_up((gray_levels - mean * scale) / (std * scale), np.stack(resized))
 
 
-# {data.resize_backend: function}
+# {data.resize_backend: resize function}
 RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Mean = Annotated[float, "(-1e6, 1e6)"]
@@ -153,7 +153,7 @@ def write_video_processor(processor: ImageProcessor, options: dict[str, float]) 
     """Build a video_preprocessor_config.json from data.video; {} if there are no options."""
     if not options:
         return {}
-    area = processor.factor**2  # area of one token
+    area = processor.factor**2
     low, high = area_bounds(processor, options, (MIN_FRAME_TOKENS * area, MAX_FRAME_TOKENS * area))
     content = {
         "video_processor_type": "Qwen2VLVideoProcessor",  # resizes like video.frame_size

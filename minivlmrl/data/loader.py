@@ -51,7 +51,7 @@ class Batches(Iterator[list[Row]]):
         self.max_ahead = MAX_AHEAD if options.image_workers else 0
         self.batches_consumed = batches_consumed
         self.next_batch = self.batch_rows(batches_consumed)
-        self.ahead: list[Future] = []  # next rows, being prepared
+        self.ahead: list[Future] = []  # rows of the next batch, in preparation
 
     def batch_rows(self, number: int) -> list[tuple[int, str]]:
         """Return (dataset index, seed string) for this rank's rows in a batch."""
@@ -112,8 +112,6 @@ class Batches(Iterator[list[Row]]):
 def readable_prompt(row: Row, processor: Processor, answers: Sequence[str]) -> Prompt:
     """Return a row's prompt, after checking that images in its answers can be decoded.
 
-    Args:
-        answers: Row fields that contain answers to train on.
     Raises:
         UserError: the prompt is invalid or an image unreadable.
     """
@@ -129,7 +127,6 @@ def next_readable(
 
     Args:
         use: function such as readable_prompt that raises UserError for an unreadable row.
-        skips: whether to skip unreadable rows.
     Returns:
         Row, result of `use`, and {index of skipped row: error}.
     """

@@ -50,7 +50,7 @@ def read_json(text: str, **options):
     """Parse an answer in JSON, or a Python literal with single quotes, possibly inside markup.
 
     Args:
-        options: for json.loads.
+        options: keyword arguments for json.loads.
     Raises:
         UserError: not JSON, or a repeated key.
     """

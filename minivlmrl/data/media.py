@@ -36,7 +36,6 @@ from minivlmrl.json_files import check_downloaded
 SOURCES = {kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in KINDS}
 # image object keys in Hugging Face, OpenAI and Anthropic formats
 SOURCE_KEYS = ("bytes", "path", "url", "type", "media_type", "data")
-# frame sampling options
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
 # unsafe formats: EPS runs Ghostscript, IPTC opens other files, WMF calls Windows functions
 PROGRAMS = "EPS", "IPTC", "WMF"
@@ -49,7 +48,7 @@ Source = str | Path | bytes
 
 
 def fetch_image(source: Source, folder: str | Path | None = None) -> Image:
-    """Load an image as RGB from a file, data URI or bytes.
+    """Load an image as RGB.
 
     Args:
         source: path, file:// URL, data URI or bytes.
@@ -119,11 +118,11 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
 class Media:
     """An image or video in a row: source and options."""
 
-    kind: str  # "image" or "video"
+    kind: str
     # path, data URI or bytes; a video may be a list of frames
     source: str | bytes | list[str]
     options: dict[str, float]  # fields of ImageOptions or VideoOptions
-    column: str | None = None  # column that contains the source, None if a message part does
+    column: str | None = None  # column that contains the source, None for a source in a message part
 
     @property
     def sources(self) -> Sequence[str | bytes]:
@@ -148,7 +147,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
         if kind in row_media:
             raise UserError(f"the row has both columns {kind!r} and {name!r}; use only one of them")
         if name == "video" or not isinstance(entries, list):
-            entries = [entries]  # in column `video`, a list contains frames
+            entries = [entries]  # a list in column `video` contains the frames of one video
         with error_context(f"column {name!r}"):
             row_media[kind] = [replace(_media(entry, kind), column=name) for entry in entries]
     return row_media
@@ -196,12 +195,12 @@ def place_media(
 
 
 def _with_common(item: Media, common_options: dict) -> dict:
-    """Return an image's own options, else the common ones; for a video, merge both."""
+    """Return an image's own options, or the common options if it has none; for a video, merge both."""
     if item.kind == "image":
         return item.options or common_options
-    # with nframes or a list of frames, there is nothing to sample
+    # nframes in a row overrides all common sampling options
     ignored = SAMPLING_OPTIONS if "nframes" in item.options else ()
-    if isinstance(item.source, list):  # fps is the frame rate of a list of frames
+    if isinstance(item.source, list):  # a list of frames is not sampled, but fps is its frame rate
         ignored = {*SAMPLING_OPTIONS} - {"fps"}
     return {name: common_options[name] for name in common_options if name not in ignored} | item.options
 

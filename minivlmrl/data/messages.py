@@ -11,7 +11,7 @@ from minivlmrl.errors import UserError, pluralize, truncate
 
 MARK = re.compile("<(image|video)>")
 KINDS = ("image", "video")
-BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # beginnings of JPEG, PNG, WebP and GIF files
+BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # beginnings of JPEG, PNG, WebP and GIF files, in base64
 ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
 # maximum characters per message: `tokenizers` encodes a million per second, but fails on ten million
 MAX_TEXT = 2**20
@@ -22,7 +22,7 @@ LOSS_KEYS = ("loss", "loss_mask", "weight", "train")
 
 
 def content_parts(message: dict) -> list[dict]:
-    """Return the content as a list of parts; a string becomes one part."""
+    """Return a message's content as a list of parts; a string becomes one part."""
     content = message.get("content") or []
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
@@ -31,7 +31,7 @@ def part_kind(part: dict) -> str | None:
     """Return a part's kind: "image", "video" or "text"; None if unclear.
 
     Args:
-        part: {"type": "image"}, or a dict with the key image or image_url; the same for videos; or {"type": "text",
+        part: {"type": "image"}, or a dict with key image or image_url (likewise for videos), or {"type": "text",
             "text": str}, where type is optional. Keys with value None count as missing.
     """
     if not isinstance(part, dict):
@@ -75,8 +75,6 @@ def conversation(
 
     Args:
         media: number of images and videos, such as {"image": 2, "video": 1}.
-        prompt_template: text in which {problem} is replaced by the question.
-        system_prompt: system message text, or None for no message.
     """
     turns = as_turns(problem, "user")
     if prompt_template != "{problem}":

@@ -42,7 +42,7 @@ def read_row(columns: dict, options: RowOptions) -> tuple[Row, list[Media]]:
             conversation, media = place_media([*prompt, *as_turns(answers[name])], row_media, options)
             messages = conversation[: len(prompt)]
             answers[name] = take_images(conversation[len(prompt) :], media)
-    if not showing:  # no answer contains images
+    if not showing:
         with error_context(f"column {place!r}"):
             messages, media = place_media(prompt, row_media, options)
     messages = add_system_prompt(messages, options.system_prompt)
@@ -127,7 +127,7 @@ def shared_turns(answers: Answers, columns: dict) -> list[dict]:
 
 
 def column_of(answer: str, place: str) -> str:
-    """Return an answer's column: `completion`, ..., or `messages` for prompt and answer together."""
+    """Return the column of an answer, such as `completion`, or `messages` for prompt and answer in one column."""
     return place if (answer, place) == ("completion", "messages") else answer
 
 

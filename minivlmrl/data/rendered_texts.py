@@ -10,7 +10,7 @@ from minivlmrl.config.types import Plain
 from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, part_kind
 from minivlmrl.errors import truncate
 
-# leading reasoning; <think> is missing if the prompt ends with it
+# reasoning at the start of an answer, without <think> if the prompt ends with this tag
 THOUGHT = re.compile(r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<think>).)*?</think>)*", re.DOTALL)
 
 
@@ -20,7 +20,7 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
     Templates may change whitespace and order, and may escape tool call arguments as JSON.
 
     Args:
-        history: number of first messages, whose reasoning templates may drop.
+        history: number of messages at the start whose reasoning templates may drop.
     Returns:
         End of an error message, such as "message 2 completely: the text 'Hi' of the role 'user' is missing or changed";
         None if nothing is missing.

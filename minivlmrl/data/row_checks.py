@@ -1,13 +1,4 @@
-"""Check rows once, when their file is opened.
-
-check_columns    value types and turns
-check_prompts    exactly one prompt per row
-check_texts      strings with lists, tags or markup from other projects
-check_question   after read_row: questions without text or images
-check_answers    after read_row: empty answers, and pairs of identical answers
-check_required   columns that a stage or reward needs
-check_unread     images and videos that the model would not see
-"""
+"""Check rows once, when their file is opened: conversations, texts, answers, and columns that no stage reads."""
 
 import ast
 import json
@@ -84,7 +75,6 @@ def checked_row(
         columns: columns after renaming.
         required: columns that the row must have; "problem" stands for any prompt column.
         known: columns that a stage, reward or data.columns reads.
-        folder: base folder for relative paths.
     Raises:
         UserError: the row is invalid.
         LayoutError: the row has another project's layout.
@@ -148,7 +138,7 @@ def check_prompts(columns: dict, template: str):
 
 
 def declares_tools(value: Plain) -> bool:
-    """Return True for a list of tools such as {"type": "function", "function": {...}}, also as JSON string."""
+    """Return True for a list of tools such as {"type": "function", "function": {...}}, or such a list as a string."""
     items = literal_list(value) if isinstance(value, str) else value
     keys = {"function", "parameters", "input_schema"}
     return isinstance(items, list) and any(isinstance(item, dict) and keys & item.keys() for item in items)
@@ -300,7 +290,7 @@ def check_question(columns: dict, media: Sequence[Media]):
 def check_answers(row: Row, columns: dict):
     """Raise UserError for an empty answer, an answer without loss, or a pair of identical answers."""
     place = next((name for name in PROMPTS if columns.get(name) is not None), "chosen")
-    contents = {}  # {answer column: turns, each with its joined text}
+    contents = {}  # {answer column: turns with their text parts joined}
     for name in ANSWERS:
         answer = getattr(row, name)
         if answer is None:
@@ -310,7 +300,7 @@ def check_answers(row: Row, columns: dict):
         with error_context(f"column {column_of(name, place)!r}"):
             try:
                 check_ends(turns)
-            except ValueError as error:  # prompt plus whole conversations, which `minivlmrl convert` can read
+            except ValueError as error:  # the answer may be a whole conversation, which `minivlmrl convert` can read
                 raise LayoutError(error) from error
             for turn in turns:
                 if turn["role"] == "assistant" and not text_of(turn).strip() and not turn.get("tool_calls"):
@@ -344,11 +334,11 @@ def check_required(row: Row, required: Collection[str]):
 def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Collection[str]):
     """Raise UserError if a column contains an image or video that the model would not see.
 
-    Images in nested values are found, as path, URL, data URI, base64 string or bytes.
+    Nested values are searched for paths, URLs, data URIs, base64 strings and bytes.
 
     Args:
         media: images and videos that the model sees.
-        known: columns for rewards, which may contain other images.
+        known: columns that a stage or reward reads, which may contain other images.
     """
     sources = [source for item in media for source in item.sources]
     for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:

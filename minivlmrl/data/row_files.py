@@ -32,7 +32,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
     """Open a data file, a folder, or one split in a folder, such as "folder@train".
 
     Raises:
-        UserError: missing or unreadable file, or several candidates in the folder.
+        UserError: missing or unreadable file, or several data files in the folder.
     """
     path, split = split_of(path)
     if isdir(path):  # os.path, because pathlib raises OSError for long names
@@ -171,7 +171,7 @@ class Lines:
     def split_list(self, content: str) -> list[tuple[int, str]]:
         """Return (line number, JSON string) for each item in a JSON list."""
         rows = []
-        separator = SEPARATOR.search(content)  # matches the opening bracket first, then commas
+        separator = SEPARATOR.search(content)
         start = 0
         line_number = 1
         while separator and separator[1] != "]":

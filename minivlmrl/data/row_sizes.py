@@ -31,8 +31,9 @@ class RowSize:
     frames: int = 1  # images plus video frame pairs, assumed equally large
     answer_tokens: int | None = None  # tokens in the longest given answer, None = no answer
     longest: int = 0  # tokens in the longest training sequence
-    where: str = ""  # file and line, for error messages
-    media: str = ""  # image and video sizes, for error messages
+    # for error messages: file and line, image and video sizes
+    where: str = ""
+    media: str = ""
     has_videos: bool = False
     index: int = 0  # row index in the dataset
 
@@ -56,7 +57,7 @@ class PatchCounter(ImageProcessor):
 
     def tokens(self, size: Size, options: dict) -> int:
         """Return the number of tokens for this image size."""
-        _, grid = self(SimpleNamespace(size=size), **options)  # pyright: ignore[reportArgumentType]  # reads the size
+        _, grid = self(SimpleNamespace(size=size), **options)  # pyright: ignore[reportArgumentType]
         return self.num_tokens(grid)
 
 
@@ -108,7 +109,7 @@ def measure(rows: FileDataset, index: int, processor: Processor, answers: Sequen
         file.processor = processor
         file.sizes = {}
     sizes = file.sizes.setdefault(facts.line, {})
-    if not answers and sizes:  # prompt already measured with answers
+    if not answers and sizes:  # the row was already measured with answers
         size = next(iter(sizes.values()))
         return replace(size, answer_tokens=None, longest=size.prompt_tokens, index=index)
     if tuple(answers) not in sizes:
@@ -148,12 +149,12 @@ def image_tokens(facts: RowFacts, counter: PatchCounter) -> float:
         return math.inf
     try:
         return sum(counter.tokens(size, options) for size, options in facts.images if size is not None)
-    except ValueError:  # using the row raises the error again
+    except ValueError:  # training on the row raises this error
         return math.inf
 
 
 def text_bytes(facts: RowFacts, answers: Sequence[str] = ()) -> int:
-    """Return the bytes in prompt and answers."""
+    """Return the text length of prompt and answers, in bytes."""
     return sum(facts.text_bytes[name] for name in ("prompt", *answers))
 
 

@@ -36,7 +36,7 @@ class Prompt:
 class ToolUse:
     """A sampled completion's environment and tool call counts."""
 
-    environment: Any = None  # interface: extras/agents/environment.py
+    environment: Any = None  # an Environment; see extras/agents/environment.py
     num_calls: int = 0
     num_failed: int = 0
     cut: bool = False  # completion ended by a tool result that was too long
@@ -66,7 +66,7 @@ class Completion:
     tool_use: ToolUse = field(default_factory=ToolUse)
     extra: dict = field(default_factory=dict)  # values logged with log_extra, as in TRL
     turns: "Sequence[Completion]" = ()  # one Completion per assistant turn, if each turn has its own prompt
-    prompt: Prompt | None = None  # the turn's own prompt, if the completion is one turn
+    prompt: Prompt | None = None  # for a Completion in `turns`: its own prompt
 
     def __post_init__(self):
         if self.policy_mask is None:
@@ -74,11 +74,7 @@ class Completion:
 
     @property
     def sampled_logps(self) -> Tensor:
-        """Log-probs (C,), for sampled completions.
-
-        Raises:
-            AssertionError: the completion is a demonstration, which has no log-probs.
-        """
+        """Log-probs (C,) of a sampled completion; AssertionError for a demonstration, which has none."""
         assert self.logps is not None, "a demonstrated answer has no log-probabilities"
         return self.logps
 
@@ -94,7 +90,7 @@ class Row:
     # demonstration for SFT, a string or turns; images in turns are functions that decode the file
     completion: str | list[dict] | None = None
     chosen: str | list[dict] | None = None  # better answer in a pair
-    rejected: str | list[dict] | None = None  # worse answer
+    rejected: str | list[dict] | None = None  # worse answer in a pair
     # one per video part in the prompt, in order
     videos: "Sequence[Video | VideoFile]" = field(default_factory=list)
     where: str = ""  # file and line, for error messages

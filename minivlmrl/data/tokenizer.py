@@ -28,7 +28,7 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# other files that may list added tokens
+# files besides tokenizer.json that may list added tokens
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKEN_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 SPECIAL_FIELDS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
@@ -40,8 +40,8 @@ class Tokenizer:
     """Convert text to token ids and back.
 
     `special_tokens` maps all control tokens to ids. `structure` contains control tokens that text never produces:
-    "<|im_end|>" in text is encoded as ordinary characters. Others, such as "<tool_call>" and "<|box_start|>", become
-    control tokens, as in transformers.
+    "<|im_end|>" in text is encoded as ordinary characters. Text such as "<tool_call>" and "<|box_start|>" becomes a
+    control token, as in transformers.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
@@ -108,7 +108,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise UserError(f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, {advice}")
     listed = listed_tokens(Path(path).parent)
     try:
-        read_json(Path(path))  # clear errors for Git LFS pointers and invalid JSON
+        read_json(Path(path))  # raises clear errors for Git LFS pointers and invalid JSON
         backend = tokenizers.Tokenizer.from_file(str(path))
         vocabulary = backend.get_vocab()
         unknown = [token.content for token in listed if token.content not in vocabulary]

@@ -26,7 +26,7 @@ MAX_VIDEO_PIXELS = 2**31
 class Video:
     """Frames sampled from a video, with their frame rate."""
 
-    frames: Sequence[PIL.Image.Image]  # frames of equal size
+    frames: Sequence[PIL.Image.Image]  # all frames have the same size
     fps: float  # sampled frames per second
     # frame times in seconds, None = constant frame rate
     seconds: Sequence[float] | None = None
@@ -76,7 +76,7 @@ class Video:
 class VideoFile:
     """Video file that is read when the processor is known, because model families sample different frames."""
 
-    load: Callable[..., Video]  # load_video with all arguments except frame_factor and defaults
+    load: Callable[..., Video]  # load_video with source and options bound; takes frame_factor and defaults
 
     def read(self, processor: ImageProcessor) -> Video:
         if processor.videos is None:
@@ -95,8 +95,6 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, de
 
     Args:
         source: video file, given as in media.fetch_image, or a list of images to use as frames.
-        folder: base folder for relative paths.
-        frame_factor: the number of sampled frames is a multiple of this.
         defaults: frame sampling options for a video file, used if `sampling` has none.
         sampling: options for extras/video_files.sample_indices. A list of images allows only fps, images per second
             (default 2), called `sample_fps` in qwen-vl-utils 0.0.14.
@@ -149,9 +147,10 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
     """Compute the resized height and width of video frames, in pixels.
 
     Args:
-        options: min_pixels and max_pixels bound the area of a frame in pixels (default: 128 and 768 tokens),
-            total_pixels that of all frames (default: 115200 tokens). A frame may use twice its share of total_pixels,
-            because two frames form one temporal patch. Alternatively, resized_height and resized_width, as for images.
+        options: min_pixels and max_pixels bound the area of a frame in pixels (default: 128 and 768 tokens).
+            total_pixels bounds the area of all frames (default: 115200 tokens). A frame may use twice its share of
+            total_pixels, because two frames form one temporal patch. resized_height and resized_width set a fixed
+            size, as for images.
 
     Source: fetch_video in qwen-vl-utils, for a video file. Lists of frames are resized once here, but twice in
     qwen-vl-utils 0.0.14.

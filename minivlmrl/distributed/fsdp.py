@@ -70,7 +70,7 @@ class Sharding:
     def shard(self, model: VisionLanguageModel):
         """Shard a model in place, on any device, including meta."""
         has_packed_weights = not all(p.is_floating_point() for p in model.parameters())
-        if has_packed_weights and torch.__version__ < "2.13":  # integer parameters: pytorch issue 177844
+        if has_packed_weights and torch.__version__ < "2.13":  # pytorch issue 177844
             raise UserError(
                 f"adapter.quantize: torch {torch.__version__} cannot shard the integer weights of "
                 "a quantized model; install torch 2.13, or remove sharding and model.compute_dtype"
@@ -162,11 +162,11 @@ def make_mesh(num_shards: int, world: World) -> DeviceMesh:
     device = world.device.type
     if num_shards == world.size:
         return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
-    # init_device_mesh would use PyTorch's default timeout
+    # not init_device_mesh, which uses PyTorch's default timeout
     ranks = torch.arange(world.size).view(-1, num_shards)
     limit = timedelta(seconds=world.timeout)
     groups = []
-    for ranks_of_groups in (ranks.T, ranks):  # groups that share a shard, then groups that form a replica
+    for ranks_of_groups in (ranks.T, ranks):  # first the ranks with the same shard, then the ranks of a replica
         group, _ = dist.new_subgroups_by_enumeration(ranks_of_groups.tolist(), timeout=limit)
         groups.append(group)
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=("replicate", "shard"))

@@ -38,7 +38,7 @@ class World:
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # timeout of collective operations, in seconds
     max_wait: float | None = None  # timeout of `barrier`, in seconds; None = no limit
-    store: Store | None = None  # tells other ranks about late and failed ranks
+    store: Store | None = None  # where ranks announce errors and count barriers
     # whether `shutdown` destroys the process group; False if vLLM destroys it
     ends_group: bool = True
 
@@ -126,8 +126,6 @@ class World:
         Args:
             work: called with a World of saving ranks only.
             alone: whether a single rank can do the work.
-        Returns:
-            True if the work was done.
         """
         if self.size == 1:
             work(self)
@@ -138,12 +136,12 @@ class World:
         errors = [f"error of rank {rank}" for rank in range(self.size)]
         own = str(self.rank)
         store.set(errors[self.rank], "")
-        # rank 0 waits less, so that it saves: only rank 0 knows log file lengths
+        # rank 0 waits less, so that rank 0 saves: only rank 0 knows the log file lengths
         limit = timedelta(seconds=LAST_ERRORS + min(self.rank, 1))
-        with suppress(dist.DistError):  # DistError after `limit`: another rank has no error
+        with suppress(dist.DistError):  # DistError: after `limit`, a rank has reported no error
             store.wait(errors, limit)
             own = "all"
-        workers = store.compare_set("ranks that save", "", own).decode()  # only the first rank sets this value
+        workers = store.compare_set("ranks that save", "", own).decode()  # the first rank decides
         if workers == "all":
             work(self)
         elif not alone:
@@ -158,11 +156,7 @@ class World:
         return True
 
     def run_on_all_ranks(self, work: Callable[[], Value], name: str = "do its part") -> Value:
-        """Call `work` on every rank, without a time limit; errors are raised on all ranks.
-
-        Returns:
-            the result on this rank.
-        """
+        """Call `work` on every rank, without a time limit; errors are raised on all ranks."""
         if self.size == 1:
             return work()
         future: Future[Value] = Future()

@@ -56,7 +56,7 @@ def save_model(
             unused = world.run_on_rank_zero(lambda: unused_tensors(model), "read the weights of the base") or {}
         sizes = {name: size_in_file(weight, model.save_dtype) for name, weight in weights.items()}
         sizes |= {name: tensor.nbytes for name, tensor in unused.items()}
-        # use rank 0's division into files: other ranks lack `unused`
+        # use rank 0's list of files, because other ranks lack `unused`
         files = world.gather_objects(divide(sizes, max_shard_size))[0]
         new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder)), f"open {folder}")
         new_folder = new_folder or Path(folder)
@@ -112,9 +112,6 @@ def divide(sizes: Mapping[str, int], max_shard_size: int) -> dict[str, list[str]
     Args:
         sizes: {tensor name: bytes}.
         max_shard_size: maximum bytes per file; a larger tensor gets its own file.
-
-    Returns:
-        {file: tensor names}.
     """
     shards = []
     shard = []

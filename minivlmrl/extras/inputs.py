@@ -53,7 +53,7 @@ def check_inputs(trainer: Trainer, step: Step) -> list[str]:
 
     Tokens and patches are compared with the data file; gradients are checked only without FSDP.
     """
-    found: dict[str, list[str]] = {}  # {problem: rows}
+    found: dict[str, list[str]] = {}
     for batch in step.micro_batches:
         problems = list(compare_with_rows(trainer, batch.group))
         if not trainer.config.uses_fsdp:

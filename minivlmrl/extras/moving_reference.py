@@ -42,7 +42,7 @@ class MovingReference(Callback):
         is_due = (number + 1) % self.config.ref_model_sync_steps == 0
         if trainer.reference is not None and is_due:
             for theirs, ours in zip(*parameters_of(trainer.reference), strict=True):
-                if theirs is not ours:  # frozen weights are shared
+                if theirs is not ours:  # policy and reference share frozen weights
                     theirs.lerp_(ours.to(theirs.dtype), self.config.ref_model_mixup_alpha)
 
 

@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunConfig:
-    if not folder.is_dir():  # replay a recipe from its start: output_dir may have another run
+    if not folder.is_dir():  # replay a recipe from its start, because output_dir may contain another run
         return load_config(folder, ["--resume=never", *overrides])
     overrides = [f"--output_dir={folder}", *overrides]
     return load_config(recipe or folder / "config.yaml", overrides, is_found=recipe is None)

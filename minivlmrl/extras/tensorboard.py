@@ -23,7 +23,7 @@ def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
     folder = Path(config.output_dir) / "tensorboard"
 
     @cache
-    def writer() -> SummaryWriter:  # called with the first values: a run that never begins deletes nothing
+    def writer() -> SummaryWriter:  # opened at the first metrics, so that a run that fails earlier deletes no files
         if not steps:
             shutil.rmtree(folder, ignore_errors=True)
         return closing.enter_context(SummaryWriter(str(folder), purge_step=steps + 1))

@@ -25,7 +25,7 @@ def load(source: Source, folder, sampling: dict, frame_factor: int, defaults: di
         return sample(file, with_defaults(sampling, defaults) | {"frame_factor": frame_factor})
     except Exception as error:  # damaged files can make PyAV raise any exception
         error_text = str(error) or type(error).__name__
-        if hasattr(error, "strerror"):  # error from the operating system or FFmpeg
+        if hasattr(error, "strerror"):
             reason = getattr(error, "strerror", None) or error_text
             error_text = f"the file cannot be read as a video ({reason})"
         raise UserError(f"{name}: {error_text}") from error

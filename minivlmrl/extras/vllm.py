@@ -26,7 +26,7 @@ from torch import Tensor
 
 # run vLLM in the training process, which has the weights
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # do not bind our threads to cores
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # do not bind threads to cores
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
@@ -94,7 +94,7 @@ class Sampling:
 
     def __init__(self, sample_token: TokenSampler, num_rows: int):
         self.sample_token = sample_token
-        # per decode step: rows, ids, log-probabilities, ends; all (r,)
+        # (rows, token ids, log-probabilities, whether the completion ends) per decode step, all (r,)
         self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self.counts = torch.zeros(num_rows, dtype=torch.long)  # sampled tokens per row
         self.ended: list[str] = []  # requests that ended in the latest step
@@ -112,7 +112,7 @@ class Sampling:
 class TokenChooser:
     """Logits processor that samples with minivlmrl, and makes vLLM select the sampled tokens."""
 
-    sampling: Sampling | None = None  # class attribute, because vLLM creates the object
+    sampling: Sampling | None = None  # a class attribute, because vLLM creates the TokenChooser
 
     def __init__(self, vllm_config, *_):
         self.rows: dict[int, int] = {}  # {slot in vLLM's batch: row index}
@@ -125,7 +125,7 @@ class TokenChooser:
         builtin.process_dict_updates(self.rows, batch_update, row_of_request)
 
     def add_request(self, slot: int, params) -> bool:  # called by vLLM's V2 model runner
-        self.rows[slot] = (params.extra_args or {}).get("row", -1)  # vLLM's warmup requests have no row: -1
+        self.rows[slot] = (params.extra_args or {}).get("row", -1)  # row -1 for vLLM's warmup requests
         return True
 
     def apply(self, logits: Tensor, context=None) -> Tensor:
@@ -202,7 +202,7 @@ class VLLMSampler(Sampler):
         self.llm.llm_engine.reset_encoder_cache()
         completions = super().__call__(prompts, num_generations, keys)
         if self.sleeps:
-            self.llm.sleep(level=2)  # free weights and KV cache
+            self.llm.sleep(level=2)
         return completions
 
     def sample_with(

@@ -16,8 +16,8 @@ checkpoint    state_dict      before a checkpoint is saved
 error         on_error        before completed steps are saved
 end           on_run_end      even after an error or a signal
 
-Default callbacks watch a run without changing its numbers: they check recipe, rows and memory, write report.html, and
-warn if training does not learn or the loss ignores an input. Default callbacks need the folder extras/.
+Default callbacks monitor a run without changing its results: they check recipe, rows and memory, write report.html, and
+warn if training does not learn or the loss ignores an input. They are in the folder extras/, which is optional.
 To add a callback: `run_training(config, [*default_callbacks(config), MyCallback()])`.
 """
 
@@ -78,14 +78,14 @@ class Callback:
     def after_step(self, trainer: Trainer, number: int):
         """Update state that changes with every step, such as a moving reference model.
 
-        A checkpoint contains both the weight and the state update, or neither.
+        A checkpoint contains the weights and this state after the same step.
 
         Args:
-            number: step in this stage, from 0.
+            number: step in the stage, from 0.
         """
 
     def on_step_end(self, trainer: Trainer, step: Step, number: int, values: dict):
-        """Run code after an optimizer step; `values` has its metrics."""
+        """Run code after a step was logged with metrics `values`."""
 
     def on_evaluation(self, stage: str, steps_done: int, num_rows: int):
         """Run code after an evaluation was added to evaluations.jsonl."""
@@ -137,7 +137,7 @@ def harmless(hook: Callable) -> Callable:
     return call
 
 
-WATCHERS = {  # {what the callback watches: class in extras/}
+WATCHERS = {  # {what is monitored: callback class in extras/}
     "recipe": "check.preflight:Preflight",
     "out of memory": "memory.out_of_memory:OutOfMemoryReport",
     "memory": "memory.memory_check:MemoryCheck",
@@ -148,7 +148,7 @@ WATCHERS = {  # {what the callback watches: class in extras/}
 
 
 def default_callbacks(config: RunConfig) -> Callbacks:
-    """Build the default callbacks: WATCHERS, if the folder extras/ exists, and callbacks that options require."""
+    """Build the callbacks in WATCHERS, if the folder extras/ exists, and those that recipe options need."""
     names = dict(WATCHERS) if has_extras() else {}
     if not (config.check_memory and config.model.path):
         names.pop("memory", None)

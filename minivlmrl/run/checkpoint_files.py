@@ -17,8 +17,8 @@ from minivlmrl.errors import require
 from minivlmrl.files import flush_file, save_tensors
 from minivlmrl.model.checkpoint import check_finite
 
-BLOCK = 2**16  # bytes per block in sampled_blocks
-FILE_SIZE = 2**30  # approximate file size in bytes; files are built in CPU memory
+BLOCK = 2**16  # bytes per hashed block
+FILE_SIZE = 2**30  # approximate size of a checkpoint file in bytes
 
 
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
@@ -89,7 +89,7 @@ def read_rows(name: str, shards: list[tuple[int, int, Path]], start: int, end: i
         low = max(start, first)
         high = min(end, first + num_rows)
         if low < high:
-            # close the file after every read, to free memory
+            # reopen the file for every read: closing it frees memory
             with safe_open(file, framework="pt") as handle:
                 parts.append(handle.get_slice(f"{first}:{name}")[low - first : high - first])
     return torch.cat(parts)

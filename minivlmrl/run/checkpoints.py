@@ -41,7 +41,7 @@ from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
 from minivlmrl.trainers.base import Trainer
 
 COMPLETE = "complete.json"
-UPDATE = "optimizer"  # phase in which an error can leave weights partly updated
+UPDATE = "optimizer"  # after an error in this phase, weights may be partly updated
 NUM_KEPT_STATES = 2  # checkpoints to keep: two, in case the newest is damaged
 
 
@@ -49,7 +49,7 @@ def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return {name: tensor} with weights and optimizer moments for a checkpoint."""
     modules = nn.ModuleDict(trainer.modules())
     reshard(modules)
-    # skip base weights below adapters, which a resumed run loads or initializes again
+    # with LoRA, skip the frozen base weights: a resumed run loads or initializes them again
     base_ids = shared_base(trainer.policy)
     named_tensors = {}
     for name, parameter in modules.named_parameters():
@@ -68,7 +68,7 @@ def state_folders(folder: Path) -> list[Path]:
 
 
 def remove_state(folder: Path):
-    """Delete a checkpoint; if it is a symbolic link, only the link."""
+    """Delete a checkpoint folder, or only the link if it is a symbolic link."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -100,19 +100,19 @@ def check_resume(config: RunConfig) -> list[Path]:
 class Resumed(NamedTuple):
     """Starting point of a new or resumed run."""
 
-    folder: Path | None  # checkpoint to load, None = a new run
+    folder: Path | None  # checkpoint to load, None for a new run
     state: TrainerState
-    saved: list[Path]  # checkpoints in output_dir
-    stamps: dict[Path, tuple[int, ...]]  # file_stamps of the checkpoint before reading
+    saved: list[Path]
+    stamps: dict[Path, tuple[int, ...]]  # {file: size and times} in the checkpoint, to detect later changes
 
     def newer(self) -> list[Path]:
-        """Return checkpoints newer than the starting point, to delete once the run has begun."""
+        """Return checkpoints newer than the loaded one; the run deletes them when it begins."""
         return [path for path in self.saved if self.folder is None or int(path.name) > self.state.steps]
 
 
 def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> Resumed:
-    """Select the checkpoint for option `resume`, and compare its recipe and files with this run's."""
-    media = datasets if world.is_main else {}  # only rank 0 has read media files
+    """Select the checkpoint to resume from, and compare its recipe and files with those of this run."""
+    media = datasets if world.is_main else {}  # only rank 0 has checked image and video files
     recipe, files = recipe_options(config), fingerprints(config, media)
     new = TrainerState(config.seed, config.stage_names, recipe=recipe, files=files, num_log_lines={})
     # use rank 0's list, because ranks may see different checkpoints on a shared file system
@@ -129,7 +129,7 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
     if world.is_main:
         stage = new.stages[state.stage]
         print(f"resuming from {folder}: {pluralize(state.step, 'step')} of {stage} done", flush=True)
-    # --resume=auto requires the same rows; --resume=FOLDER accepts others
+    # --resume=auto requires the same dataset rows; --resume=FOLDER also accepts changed rows
     same_rows = config.resume == "auto"
     if not same_rows:
         state.rows = 0
@@ -151,11 +151,7 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
 def select_checkpoint(
     resume: str | None, saved: list[Path], world: World
 ) -> tuple[Path, TrainerState, dict] | tuple[None, None, dict]:
-    """Return the newest readable checkpoint that option `resume` selects, its TrainerState and its file_stamps.
-
-    Args:
-        saved: checkpoints in output_dir, oldest first.
-    """
+    """Return the newest undamaged checkpoint that option `resume` selects, its TrainerState and its file stamps."""
     candidates = [] if resume in (None, "never") else [Path(resume)]
     if resume == "auto":
         candidates = saved[::-1]
@@ -182,7 +178,7 @@ def read_checkpoint(folder: Path, world: World) -> TrainerState | None:
     """Return a checkpoint's TrainerState; if damaged, print why and return None.
 
     Raises:
-        UserError: temporarily unreadable, for example because a network drive fails.
+        UserError: the checkpoint cannot be read now, for example because a network drive fails.
     """
 
     def check() -> TrainerState:
@@ -211,7 +207,7 @@ def load_checkpoint(folder: Path, stamps: dict, trainer: Trainer, optimizer: Opt
     """Copy a checkpoint's tensors into weights and optimizer.
 
     Args:
-        stamps: file_stamps from before the checksums were read, to detect later changes.
+        stamps: {file: size and times} from before the checksums were verified, to detect later changes.
     """
     try:
         with unchanged(folder, since=stamps):
@@ -237,7 +233,7 @@ def read_tensors(folder: Path, trainer: Trainer, optimizer: Optimizer):
 
 
 def save_checkpoint(folder: Path, state: TrainerState, trainer: Trainer, optimizer: Optimizer, world: World):
-    """Write a checkpoint on the ranks in `world`; delete all but the two newest."""
+    """Write a checkpoint from the ranks in `world`, and delete all but the two newest checkpoints."""
     draft = folder.with_name(folder.name + ".partial")
     with error_phase("save"):
         named_tensors = tensors(trainer, optimizer)
@@ -275,7 +271,7 @@ def save_checkpoint(folder: Path, state: TrainerState, trainer: Trainer, optimiz
 
 
 class CheckpointManager:
-    """Decide when a checkpoint is saved."""
+    """Decide when to save a checkpoint."""
 
     def __init__(
         self, config: RunConfig, resumed: Resumed, signals: StopSignals, log: MetricsLog, callbacks: Callbacks
@@ -287,10 +283,9 @@ class CheckpointManager:
         self.world = log.world
         self.state = log.state
         self.callbacks = callbacks
-        # optimizer steps at the last checkpoint, 0 if output_dir has none
         self.saved_steps = self.state.steps if resumed.saved else 0
         self.saved_time = clock()
-        self.can_save = True  # no checkpoint is saved in the middle of a rollout
+        self.can_save = True  # False in the middle of a rollout, because checkpoints contain no completions
         self.trainer: Trainer | None = None
 
     def begin_stage(self, trainer: Trainer, optimizer: Optimizer):
@@ -315,18 +310,14 @@ class CheckpointManager:
         minutes = self.config.checkpoint_minutes
         every_steps = self.config.checkpoint_steps
         is_late = self.world.is_main and 0 < 60 * minutes <= clock() - self.saved_time
-        if self.world.sum(is_late)[0]:  # all ranks follow rank 0's clock
+        if self.world.sum(is_late)[0]:
             return True
         if every_steps and steps // every_steps > self.saved_steps // every_steps:
             return True
         return stage_ends and bool(every_steps or minutes)
 
     def ensure_saved(self, world: World):
-        """Save a checkpoint for the current step, unless one exists.
-
-        Args:
-            world: ranks that save together.
-        """
+        """Save a checkpoint for the current step from the ranks in `world`, unless one exists."""
         state = self.state
         if self.saved_steps == state.steps or self.trainer is None:
             return
@@ -345,11 +336,10 @@ class CheckpointManager:
 
     @contextmanager
     def saved_on_error(self) -> Iterator[None]:
-        """Save a checkpoint after an error between weight updates, and add a note on how to continue."""
+        """If a `with` block fails between weight updates, save a checkpoint; note in the error how to continue."""
         try:
             yield
         except (Exception, SystemExit) as error:
-            # whether the current stage has begun in this process
             stage = self.config.stage_names[self.state.stage]
             has_stepped = self.state.steps > 0 and self.trainer is not None and self.trainer.stage == stage
             if has_stepped or isinstance(error, Preempted):
@@ -363,11 +353,7 @@ class CheckpointManager:
             raise
 
     def try_to_save(self, error: BaseException) -> bool:
-        """Save a checkpoint after an error, on all ranks or, if every rank holds all weights, on one.
-
-        Returns:
-            True if the checkpoint was saved.
-        """
+        """Save a checkpoint after an error, with FSDP from all ranks, otherwise from one; return True on success."""
         try:
             return self.world.run_after_error(self.ensure_saved, alone=not self.config.uses_fsdp)
         except Exception as failure:

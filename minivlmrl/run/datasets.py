@@ -18,7 +18,7 @@ from minivlmrl.rewards.registry import held_out_rewards, required_columns, train
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
 
-# {kind of training rows: required columns, in addition to the prompt}
+# {kind of training rows: required columns besides the prompt}
 NEEDS = {
     "prompts": (),
     "demonstrations": ("completion",),
@@ -40,10 +40,8 @@ def load_datasets(
     All ranks read the rows. Only rank 0 looks for missing image and video files, but all ranks raise the error.
 
     Args:
-        stages: {stage: key in NEEDS}.
-        reward_columns: columns required in training rows, except in data.train files that list their own rewards.
-        eval_columns: columns required in held-out rows.
-        world: ranks, None = a single process.
+        stages: {stage: kind of training rows}, such as {"dpo": "pairs"}.
+        reward_columns: columns that training rewards need; ignored for data.train files that list their own rewards.
         reads: columns that a stage or a reward may read, None = any.
     """
     world = world or World()
@@ -56,7 +54,7 @@ def columns_read(config: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[
     """Return the columns that stages, rewards or evaluations read.
 
     Returns:
-        column names; None for all columns with an environment, a user's stage, or a reward with **columns
+        column names, or None (all columns) with an environment, a user-defined stage or a reward with **columns
     """
     is_scored = any(trainer.needs == "prompts" for trainer in stages.values())
     rewards = [
@@ -82,7 +80,7 @@ def _load_datasets(
     check_sources(options, stages)
     if options.task is not None:
         return load_task(config, stages)
-    # stages with the same file share its rows, so that they are parsed once
+    # stages with the same file share one dataset, so that the file is parsed only once
     shared: dict[str | None, list[str]] = {}
     for stage in stages:
         shared.setdefault(options.files.get(stage, options.train_file), []).append(stage)
@@ -103,7 +101,7 @@ def _load_datasets(
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(options.eval_file, eval_columns, options.eval_rows)
-    if stages:  # without stages (evaluation only), the file may already have the new column names
+    if stages:  # without stages (evaluation only), the file may already have the renamed columns
         _check_renamed(options.columns, datasets)
     return {name: datasets[name] for name in [*stages, "eval"] if name in datasets}
 
@@ -153,11 +151,10 @@ def load_task(config: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset
 def _open_section(
     config: RunConfig, section: FileOptions, columns: set[str], scores: set[str], open_file: Callable[..., FileDataset]
 ) -> FileDataset:
-    """Open a file in data.train.
+    """Open a file listed in data.train.
 
     Args:
-        columns: columns required by stages.
-        scores: columns required by all rewards in the recipe, empty if no stage uses rewards.
+        scores: columns that all rewards in the recipe need, empty if no stage uses rewards.
     """
     for name in section.rewards:
         if name not in config.rewards:
@@ -185,11 +182,11 @@ def _open_file(
     """Open a data file.
 
     Args:
-        rewards: reward names for the rows, empty = all.
+        rewards: names of the rewards for rows from this file, empty = all rewards.
         changed_options: options that override section `data`.
     """
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
-    # constants override an unrelated column `row_rewards`
+    # constants override a file's own column named row_rewards
     constants = {"row_rewards": rewards or None}
     required = ("problem", *sorted(columns))
     return FileDataset(path, required, limit, constants, checks_files, reads, **options | changed_options)

@@ -24,8 +24,8 @@ from minivlmrl.trainers.offline import split
 
 BATCH_SIZE = 64  # maximum rows per rank and batch
 BATCH_TOKENS = 16384  # maximum sampling.max_batch_tokens in evaluations
-UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # sampling options that leave probabilities unchanged
-# {kind of training rows: metric on held-out answers}
+UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # sample from the model's full distribution
+# {kind of training rows: evaluation metric that needs no sampling}
 ANSWER_METRICS = {"demonstrations": "eval/loss", "pairs": "eval/pair_accuracy"}
 
 
@@ -43,7 +43,7 @@ def evaluate(
         steps: global_step and max_steps for reward functions.
     """
     rewards = [replace(reward, log=RewardLog(*steps)) for reward in held_out_rewards(config)]
-    # without top_p or repetition_penalty, so that accuracies stay comparable between runs
+    # no top_p or repetition_penalty, so that accuracies are comparable between runs
     sampling = replace(evaluation_sampling(config.sampling), **UNFILTERED)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
     if config.data.eval_without_images:
@@ -79,8 +79,8 @@ def metrics_by_name(rewards: Sequence[str], means: dict[str, list]) -> dict[str,
 
 def noise(before: float, after: float, num_rows: int) -> float:
     """Return two standard errors of the difference between two means of values in [0, 1]."""
-    # Upper bound on the variance: that of 0-or-1 values with the same mean. One correct and one wrong answer are added,
-    # because otherwise 0 correct out of 30 would have zero variance.
+    # The variance is at most that of a Bernoulli variable with the same mean. Add one correct and one wrong answer, so
+    # that 0 correct out of 30 has a variance above zero.
     means = [(value * num_rows + 1) / (num_rows + 2) for value in (before, after)]
     return 2 * math.sqrt(sum(mean * (1 - mean) for mean in means) / num_rows)
 
@@ -92,11 +92,7 @@ def lowered_metrics(config: RunConfig) -> set[str]:
 
 
 def check_best_metric(config: RunConfig, needs: Collection[str]):
-    """Raise UserError if no evaluation measures best_metric.
-
-    Args:
-        needs: kinds of training rows in all stages.
-    """
+    """Raise UserError if no evaluation measures best_metric."""
     rewards = config.eval_rewards
     ways = ["sampled", "greedy", *(IMAGE_ABLATIONS if config.data.eval_without_images else ())]
     names = [*metrics_by_name(rewards, dict.fromkeys(ways, [0.0] * len(rewards)))]
@@ -111,9 +107,9 @@ def gray_images(row: Row, _rows: Dataset) -> dict[str, list]:
 
 
 def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
-    """Return the next row's images and videos, repeated or truncated to the same number.
+    """Return images and videos of the next row that has some, repeated or truncated to this row's number.
 
-    Images are resized to this row's image sizes, so boxes keep their units.
+    Images are resized to this row's image sizes, so box coordinates keep their units.
     """
     others = {}
     for name in ("images", "videos"):
@@ -142,7 +138,7 @@ def generate_for_rows(
     Rows are split among ranks, but every rank yields all results.
 
     Args:
-        key: seed for sampling, together with the row index.
+        key: sampling seed, combined with the row index.
         describe: (row, completions, rewards) -> result for the row; `rewards` has a list of numbers per completion.
         images: function in IMAGE_ABLATIONS that replaces the images, None = keep them.
     """
@@ -166,7 +162,7 @@ def generate_for_rows(
         rewards_of_rows = scores.view(len(batch), count, len(rewards)).tolist()
         described = [describe(*answer) for answer in zip(batch, completions, rewards_of_rows, strict=True)]
         all_ranks = world.gather_objects(described)
-        # interleave: of two ranks, rank 0 has rows 0, 2, 4, ..., rank 1 rows 1, 3, 5, ...
+        # restore the row order: with two ranks, rank 0 has rows 0, 2, 4, ..., rank 1 has rows 1, 3, 5, ...
         in_order = chain.from_iterable(zip(*all_ranks, strict=True))
         yield list(in_order)[: len(numbers)]
         bar.update(len(numbers))

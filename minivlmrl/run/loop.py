@@ -29,8 +29,6 @@ from minivlmrl.trainers.registry import find_trainers
 def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None) -> int:
     """Train a model according to a recipe, in one process or as one of several ranks.
 
-    Fast checks run first, slow work last.
-
     Args:
         callbacks: defaults to `default_callbacks(config)`.
     Returns:
@@ -88,7 +86,7 @@ def train_stages(
         steps_done = state.step if number == first else 0
         with error_phase("load"):
             trainer = trainers[stage](config, results.model, results.processor, results.world, steps_done)
-        if number > first:  # load the trainer first, so that an out-of-memory error loses no step
+        if number > first:  # after loading the trainer, so that an out-of-memory error loses no step
             state.begin_stage(number)
         state.check_rows(len(datasets[stage]))
         optimizer = build_optimizer(trainer.trained, trainer.options, config.optimizer)
@@ -141,11 +139,11 @@ def train_stage(
     stage, options = trainer.stage, trainer.options
     log, state, callbacks = results.log, results.state, results.callbacks
     batches = Batches(rows, trainer, state.batches_consumed)
-    steps = trainer.steps(batches)  # a generator that samples nothing yet
+    steps = trainer.steps(batches)  # a generator: samples only when a step is requested
     callbacks.on_stage_begin(trainer, optimizer, state)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
     for number in range(state.step, options.max_steps + 1):
-        # evaluate after saving, so that no step is lost if the evaluation is killed
+        # evaluate after saving a checkpoint, so that no step is lost if the evaluation is killed
         results.evaluate_if_due(trainer, number)
         if number == options.max_steps:
             break
@@ -154,7 +152,7 @@ def train_stage(
                 step = next(steps)
             callbacks.on_step_begin(trainer, optimizer, step, number, batches)
             metrics = optimizer_step(trainer, step, optimizer, number)
-            with error_phase(UPDATE):  # `after_step` is part of the update
+            with error_phase(UPDATE):  # state changed by `after_step` must match the weights
                 callbacks.after_step(trainer, number)
         except FloatingPointError as error:
             raise UserError(
@@ -196,9 +194,9 @@ def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: i
 
 
 def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: int) -> dict[str, float]:
-    """Add up gradients over micro-batches, and return metrics over all ranks."""
+    """Accumulate gradients over micro-batches, and return metrics reduced over all ranks."""
     world = trainer.world
-    parts = []  # metrics per micro-batch, with their weights: tokens or answers
+    parts = []  # (metrics, token or answer counts to weight them) per micro-batch
     # if only the vision tower is trained, a micro-batch without images has no gradient
     trains_texts = any(p.requires_grad and "visual." not in name for name, p in trainer.trained.named_parameters())
 

@@ -37,7 +37,7 @@ METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 SPEED_STEPS = 10  # steps to average for the printed speed
-MANY_STEPS = 50  # longer stages print only every tenth step
+MANY_STEPS = 50  # in stages with more steps, print only every tenth step
 # {metric: reduction over micro-batches}; other metrics are averaged
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum, **dict.fromkeys(CLIP_RATIOS, sum)}
 # {metric: (mean, number of tokens or answers)}
@@ -52,8 +52,8 @@ class MetricsLog(ExitStack):
         self.config = config
         self.world = world
         self.state = state
-        self.steps = state.steps  # optimizer steps, all stages
-        self.begin_time = 0.0  # stage start
+        self.steps = state.steps  # optimizer steps in all stages
+        self.begin_time = 0.0
         self.evaluated: dict[str, float] = {}
         self.bar = ProgressBar("", 0, is_main=False)  # no bar before a stage begins
         self.files = {}
@@ -62,7 +62,7 @@ class MetricsLog(ExitStack):
             self.trackers[name] = find_tracker(name)(config, self.steps, self)
 
     def open_files(self, resumed: Path | None = None):
-        """Create the log files; in a resumed run, truncate them to their length in the checkpoint."""
+        """Create the log files; in a resumed run, delete lines written after the checkpoint."""
         config = self.config
         self.completions = CompletionsLog(config, self.world, partial(self.write, COMPLETIONS), resumed)
         names = [*FILES, COMPLETIONS] if config.log_completions else FILES
@@ -80,7 +80,7 @@ class MetricsLog(ExitStack):
                 self.write(name, line)
 
     def __exit__(self, kind, error, traceback) -> bool | None:
-        """Close callbacks, trackers and files; an error while closing does not hide an earlier error."""
+        """Close callbacks, trackers and files; an error in closing does not hide an earlier error."""
         try:
             return super().__exit__(kind, error, traceback)
         except (Exception, SystemExit) as failure:
@@ -99,7 +99,7 @@ class MetricsLog(ExitStack):
         self.num_lines[name] += 1
 
     def track(self, values: dict[str, float]):
-        """Send metrics to the trackers, at the optimizer step counted over all stages. Drop trackers that fail."""
+        """Send metrics to the trackers, with the optimizer step over all stages; drop trackers that fail."""
         for name, log in [*self.trackers.items()]:
             try:
                 log(values, self.steps)
@@ -114,8 +114,7 @@ class MetricsLog(ExitStack):
         """Start a stage with a new progress bar.
 
         Args:
-            steps_done: optimizer steps before a resume.
-            seconds: training time before a resume.
+            steps_done, seconds: optimizer steps and training time before a resume.
         """
         self.trainer = trainer
         self.name = trainer.stage
@@ -212,7 +211,6 @@ class MetricsLog(ExitStack):
         """Log an evaluation on held-out rows.
 
         Args:
-            steps_done: optimizer steps in this stage before the evaluation.
             seconds: duration, not counted as training time.
         """
         self.begin_time += seconds
@@ -246,7 +244,7 @@ def encode(line: dict) -> bytes:
 
 
 def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
-    """Create a log file, or truncate it to its length in the resumed checkpoint; return the number of lines."""
+    """Create a log file, or delete its lines written after the resumed checkpoint; return the number of lines."""
     if resumed is None:
         path.write_bytes(b"")
         return 0
@@ -254,7 +252,7 @@ def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
     source = folder / path.name
     if source.is_file() and not (path.is_file() and source.samefile(path)):
         shutil.copyfile(file_inside(folder, path.name), path)
-    # None (keep all lines) if the checkpoint does not know this log file
+    # None (keep all lines) if the checkpoint has no line count for this log file
     num_lines = state.num_log_lines.get(path.name)
     path.touch()
     with path.open("rb+") as file:
@@ -272,8 +270,8 @@ def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
 def check_mismatch(config: RunConfig, metrics: dict[str, float]):
     """Raise UserError if log-probabilities from sampling and training differ.
 
-    The bound in nats is rollout.max_logp_mismatch for the largest difference in float32, and a tenth of it for the root
-    mean square in bfloat16.
+    In float32, rollout.max_logp_mismatch is the bound on the largest difference, in nats. In bfloat16, the bound on the
+    root mean square difference is a tenth of it.
     """
     name = "rollout/logp_mismatch"
     bound = config.rollout.max_logp_mismatch
@@ -290,7 +288,7 @@ def check_mismatch(config: RunConfig, metrics: dict[str, float]):
 
 
 def tokens_of(step: Step) -> int:
-    """Count this rank's tokens in a step: prompts once per group, and all completions, even those not trained on."""
+    """Count this rank's tokens in a step: a prompt once per group, and all completions, even dropped ones."""
     if not step.groups:
         return sum(len(batch.group.input_ids) for batch in step.micro_batches)
     prompts = sum(len(group[0].prompt.input_ids) for group in step.groups)

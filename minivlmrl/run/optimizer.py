@@ -42,7 +42,7 @@ def make_optimizer(parameters: list, options: TrainingOptions, section: Optimize
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
     """Create optimizer state by a step with zero gradients.
 
-    Weight decay in this step changes the weights, so load checkpoint weights only afterwards.
+    Weight decay in this step changes the weights, so load checkpoint weights after this call.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -72,7 +72,7 @@ def check_optimizer(section: OptimizerOptions):
 
 
 def group_numbers(optimizer: Optimizer) -> list[dict[str, float]]:
-    """Return numbers in each parameter group that are not the default, such as a step count."""
+    """Return the non-default numbers in every parameter group, such as a step count."""
     defaults = optimizer.defaults
     groups = []
     for group in optimizer.param_groups:
@@ -90,10 +90,10 @@ def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> fl
 
 
 def learning_rate(step: int, options: TrainingOptions) -> float:
-    """Return the learning rate for a step; the first step is 0.
+    """Return the learning rate for a step, counted from 0.
 
     The rate rises linearly over warmup_steps, then decays to min_lr_ratio * learning_rate at max_steps. In warmup, step
-    k has the rate of TRL's step k + 1, because TRL starts at 0. Later rates equal those of TRL.
+    k has the rate of TRL's step k + 1, because TRL's first rate is 0. After warmup, rates equal those of TRL.
 
     Example: learning_rate 1, warmup_steps 2, max_steps 6 and linear decay give 0.5, 1, 1, 0.75, 0.5 and 0.25.
     """

@@ -28,7 +28,7 @@ def report_user_error(message: str):
 
 
 def lost_ranks(error: RuntimeError) -> str:
-    """Name the rank that ended or hangs after a failed collective; return "" if all ranks answer."""
+    """Return a message naming the rank that ended or hangs after a failed collective, "" if all ranks respond."""
     failures = []
 
     def ask():
@@ -40,7 +40,7 @@ def lost_ranks(error: RuntimeError) -> str:
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(6)
-    if asking.is_alive():  # other ranks hang in the barrier if rank 0 does not answer
+    if asking.is_alive():  # if rank 0 does not respond, other ranks hang in the barrier
         failures.append("Rank 0 failed to pass")
     if not failures:
         return ""

@@ -6,7 +6,7 @@ import sys
 import time
 from datetime import timedelta
 
-SECONDS = 0.5  # minimum time between updates
+SECONDS = 0.5  # minimum time between updates, in seconds
 
 
 def cut(line: str, width: int) -> str:
@@ -26,8 +26,6 @@ class ProgressBar:
         """Draw the bar.
 
         Args:
-            total: steps in the whole loop.
-            is_main: True on rank 0; other ranks show no bar.
             initial: steps done before a resume.
             leave: whether to leave the bar on the terminal at the end.
         """

@@ -23,7 +23,7 @@ from minivlmrl.run.trainer_state import Fingerprints, TrainerState
 # stage options that determine the rows per batch
 BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
 WEIGHTS = "model.path", "model.config", "adapter.path", "reference.path", "ppo.critic_path"  # weights in checkpoints
-BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # changed options reset the best evaluation
+BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # changing one of these resets the best evaluation
 
 
 class Change(NamedTuple):
@@ -43,11 +43,7 @@ def recipe_options(config: RunConfig) -> dict[str, object]:
 
 
 def fingerprints(config: RunConfig, datasets: Mapping[str, Dataset]) -> Fingerprints:
-    """Hash the files of a run.
-
-    Args:
-        datasets: rows whose images and videos are included.
-    """
+    """Hash the files of a run, including the image and video files of `datasets`."""
     found = Fingerprints()
     if config.adapter.r:
         model = config.model

@@ -161,7 +161,7 @@ class Results:
             if self.state.best is None or score > self.state.best:
                 self.state.best = score
                 self.save(trainer, self.folder / BEST)
-        # not a column in the printed table, because only some stages have a held-out loss
+        # omit from the printed table: only some stages have a held-out loss
         values.pop("eval/loss", None)
         return values
 

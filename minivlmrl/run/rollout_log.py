@@ -14,10 +14,10 @@ Fields of a completion:
 - rewards: {reward name: value}, and reward: weighted sum, with the grpo.soft_punish_cache penalty;
 - why: {reward name: reason for its value}, only for rewards that give a reason;
 - advantage;
-- tokens: [[text, log-probability in nats], ...], null for tokens from the prompt or a tool;
+- tokens: [[text, log-probability in nats], ...]; the log-probability is null for tokens from the prompt or a tool;
 - pictures: paths of images from an environment;
 - extra: other values logged by reward functions;
-- turns: text, tokens (a number) and shown (whether the prompt has an image) per agent turn.
+- turns: for agents, text, tokens (number of tokens) and shown (whether the prompt has an image) per turn.
 """
 
 import json
@@ -79,8 +79,8 @@ class CompletionsLog:
     """Log completions every log_completions optimizer steps, on rank 0.
 
     Args:
-        write: appends a line to completions.jsonl.
-        resumed: checkpoint folder to resume from, None = a new run.
+        write: function that appends a line to completions.jsonl.
+        resumed: checkpoint folder to resume from, None for a new run.
     """
 
     def __init__(self, config: RunConfig, world: World, write: Callable[[dict], None], resumed: Path | None):
@@ -124,7 +124,7 @@ class CompletionsLog:
     ) -> tuple[list[dict], dict[str, bytes]]:
         """Return this rank's log lines, and images for rank 0 to write, {path: bytes}."""
         lines = []
-        pictures = {}  # {path: PIL image}
+        pictures = {}
         for group, line in islice(zip(step.groups, logged, strict=True), self.num_prompts):
             row = group[0].row
             for sample, described in zip(group, line["completions"], strict=True):
@@ -254,7 +254,7 @@ def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
 
 
 def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, float | None]]:
-    """Yield token texts of a completion, with log-probabilities in nats."""
+    """Yield (text, log-probability in nats) for the tokens of a completion."""
     if processor.template and processor.template.generation_prefix:
         yield processor.template.generation_prefix, None
     stream = DecodeStream(skip_special_tokens=False)
@@ -263,5 +263,5 @@ def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, 
     logps = completion.logps.tolist()
     is_sampled = completion.policy_mask.tolist()
     for token_id, logp, by_policy in zip(token_ids, logps, is_sampled, strict=True):
-        text = stream.step(processor.tokenizer.backend, token_id) or ""  # no text before a character is complete
+        text = stream.step(processor.tokenizer.backend, token_id) or ""  # "" inside a character of several tokens
         yield text, round(logp, 4) if by_policy else None

@@ -265,7 +265,7 @@ def check_positions(
 def filter_long_rows(
     config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
 ) -> dict[str, Dataset]:
-    """Remove training rows with more than data.max_prompt_tokens tokens, including any answers."""
+    """Remove training rows whose prompt and answers have more than data.max_prompt_tokens tokens."""
     max_tokens = config.data.max_prompt_tokens
     if max_tokens is None:
         return datasets
@@ -284,7 +284,7 @@ def filter_long_rows(
 
 
 def limit_epochs(config: RunConfig, datasets: dict[str, Dataset]):
-    """Lower max_steps of stages that reach max_epochs earlier; config.yaml has the lower number."""
+    """Lower max_steps of stages that would exceed max_epochs; config.yaml shows the lowered value."""
     max_epochs = config.max_epochs or math.inf
     for stage in config.stage_names:
         section = getattr(config, stage)

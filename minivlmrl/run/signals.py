@@ -12,7 +12,7 @@ from minivlmrl.config.time_limit import shorten_limits
 from minivlmrl.distributed.process_group import World
 
 PREEMPTED = 75  # exit code after a stop signal: EX_TEMPFAIL in sysexits.h, retrying may help
-# signals within five seconds count as one, because scheduler and torchrun may both send one
+# seconds; signals within this time count as one, because scheduler and torchrun may both send one
 SAME_REQUEST = 5.0
 LAST_CALL = 10.0  # seconds that a reward or tool may still take after a signal
 

@@ -41,11 +41,11 @@ class Settings:
     declare_tools: bool = True
     # maximum tool calls per completion; further calls are ignored
     max_tool_calls: Annotated[int, ">= 0"] = 8
-    # time limit for one tool call
+    # time limit for one tool call, in seconds
     max_tool_seconds: Annotated[float, "(0, inf)"] = 30.0
-    # maximum length of one tool result
+    # maximum length of one tool result, in characters
     max_tool_characters: Annotated[int, ">= 1"] = 2**16
-    # maximum size of one tool result, summed over its images
+    # maximum size of one tool result, in pixels of all its images
     max_tool_pixels: Annotated[int, ">= 1"] = 2**26
 
 
@@ -97,7 +97,6 @@ def with_tools(processor: Processor, name: str) -> Processor:
             # Qwen2-VL and Qwen2.5-VL chat templates do not support tools
             values = template.token_names if template else {}
             template = ChatTemplate(WITH_TOOLS, name, processor.tokenizer.special_tokens, values)
-            # save the new template with the model
             files = processor.tokenizer.files
             files.pop("chat_template.json", None)
             files["chat_template.jinja"] = WITH_TOOLS.encode()
@@ -152,7 +151,7 @@ def settings_of(environment: Environment) -> Settings:
 def tools_of(environment: Environment) -> dict[str, Callable]:
     """Return an environment's tools as {name: bound method}."""
 
-    def is_method(member) -> bool:  # also a class method or one with functools.cache
+    def is_method(member) -> bool:  # True also for class methods and cached methods
         return inspect.isfunction(inspect.unwrap(getattr(member, "__func__", member)))
 
     tools = {}

@@ -88,7 +88,7 @@ def check_limits(parts: list[dict], images: list[Image], settings: Settings):
 
 def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, int]:
     """Compute the patch grid (frames, rows, columns) of an image."""
-    width, height = to_rgb(image).size  # to_rgb raises if the image is damaged
+    width, height = to_rgb(image).size
     height, width = smart_resize(
         height, width, image_processor.factor, image_processor.min_pixels, image_processor.max_pixels
     )
@@ -184,7 +184,7 @@ def read_parameter(hint, text: str):
         with suppress(ValueError):
             read_value(hint, choice, "", json=True)
             return choice
-    return value  # wrong type: validation will report it
+    return value  # validation reports the wrong type later
 
 
 def part(result) -> dict:

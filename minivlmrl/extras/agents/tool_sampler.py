@@ -80,7 +80,7 @@ class ToolEpisode:
 
     def new_calls(self, new_bytes: bytes, turn_ends: bool, text_ends: bool) -> list[Call]:
         """Append a token's bytes, and return the tool calls it completes."""
-        # a closing tag may span several tokens: also search the bytes before
+        # also search earlier bytes, because a closing tag may span several tokens
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += new_bytes
         if text_ends or not (turn_ends or self.closes_a_call(searched_from)):
@@ -103,7 +103,7 @@ class ToolEpisode:
         if self.done:
             return True
         ids = encode_answers(answers, pictures, turn_ended, processor)
-        # too long: end the completion, because images cannot be truncated
+        # end the completion if the result is too long, because images cannot be truncated
         if len(ids) >= tokens_left:
             self.tool_use.cut = True
             return True
@@ -300,7 +300,7 @@ class ReadingDecode(Decode):
         batch.position_ids += start.repeat_interleave(repeats)
         answer_attention = AnswerAttention(attention, rows, lengths)
         hidden = model(batch, answer_attention, batch.layout.last_index)
-        # 10 x 10 image tokens add 100 to `newest`, but 10 to the position id
+        # 10 x 10 image tokens take 100 cache positions, but only 10 position ids (M-RoPE)
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
         row_of_token = attention.rows[index].repeat_interleave(repeats)
@@ -347,7 +347,7 @@ def find_environment(sampler: Sampler) -> Callable[[], Environment]:
     if name is None:
         raise UserError("sampling.environment is not set, but a sampler with tools needs an environment")
     make = get_environment(name)
-    # ranks prefill tool results independently: each needs all weights
+    # ranks prefill tool results independently, so each rank needs all weights
     if not sampler.gather_weights:
         raise UserError(
             "rollout.gather_weights is false, which is not supported with sampling.environment; "

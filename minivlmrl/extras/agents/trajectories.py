@@ -117,8 +117,8 @@ class Episode(ToolEpisode):
 class TrajectorySampler(Sampler):
     """Sampler for multi-turn trajectories.
 
-    Sharded weights are gathered before
-    the first turn: gathering needs all ranks, and some may have no later turns.
+    Sharded weights are gathered before the first turn, because gathering needs all ranks, and some may have no later
+    turns.
     """
 
     def __init__(self, *arguments, **options):
@@ -219,7 +219,7 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
     for number, (prompt, turn_ids) in enumerate(zip(shown, written, strict=True)):
         is_new = number >= len(shown) - history
         ids.append(prompt.input_ids if is_new else without_ids(prompt.input_ids, vision_ids))
-        # drop sampled vision tokens: they have no image
+        # drop sampled vision tokens, which have no image
         ids.append(without_ids(turn_ids, vision_ids))
     newest = shown[-history:]
     seconds = [x.second_per_grid_ts for x in newest if x.second_per_grid_ts is not None]

@@ -37,7 +37,7 @@ from minivlmrl.run.setup import build_model
 def main(arguments: list[str]):
     options, overrides = build_parser().parse_known_args(arguments)
     config = inference_config(options, overrides)
-    # before loading weights: fail early on a wrong file name
+    # open the images before loading weights, to report a wrong file name early
     row = build_row(options, config.data)
     world = process_group.setup(torch.get_num_threads(), config.timeout, config.uses_fsdp)
     model, processor = build_model(config, world)

@@ -8,8 +8,7 @@ torchrun --no-python --nproc-per-node 8 minivlmrl evaluate ...  # on several GPU
 --model is a model or adapter folder. The recipe sets prompt template, image size, stopping rules, data.answer_format
 and evaluation rewards. top_k, top_p, min_p and repetition_penalty are ignored, as in evaluations during training. The
 default recipe is config.yaml from the training run, else minivlmrl.yaml beside the weights, else own_data.yaml with the
-prompt template {problem}. Adapter options are read from the adapter folder, except adapter.quantize, which is read from
-the training recipe.
+prompt template {problem}.
 """
 
 import argparse
@@ -92,7 +91,7 @@ def answer_file(tool: str, arguments: list[str]):
     lines = []
     for part in generate_for_rows(sample, rows, options.num_generations, rewards, key, describe):
         if world.is_main:
-            if not lines:  # remove the summary of earlier answers
+            if not lines:
                 summary_file(out).unlink(missing_ok=True)
             with out.open("ab" if lines else "wb") as file:
                 file.writelines(f"{json_text(line)}\n".encode() for line in part)
@@ -110,7 +109,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
     """Load the recipe with the model and data file from the command line."""
     is_adapter = is_adapter_folder(options.model)
     found_recipe = find_recipe(find_adapter(options.model) if is_adapter else options.model)
-    # no training recipe: use prompts unchanged
+    # without a training recipe, use prompts unchanged
     if not (found_recipe or options.recipe):
         overrides = ["--data.prompt_template={problem}", *overrides]
     recipe = options.recipe or found_recipe or recipes_folder() / "own_data.yaml"

@@ -46,7 +46,7 @@ def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterato
     """Check for evaluation images that are identical to training images."""
     if not isinstance(held_out, FileDataset) or not isinstance(rows, FileDataset):
         return
-    if rows_trained_on(held_out, rows):  # find_mistakes reports duplicate rows
+    if rows_trained_on(held_out, rows):  # find_mistakes already reports duplicate rows
         return
     held_out_images = pixel_hashes(held_out)
     num_shared = len(held_out_images & pixel_hashes(rows)) if held_out_images else 0

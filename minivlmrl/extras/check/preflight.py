@@ -57,7 +57,7 @@ class Preflight(Callback):
             try:
                 for find in (training_rewards, held_out_rewards):
                     find(config)
-            except Exception as error:  # only the second import of a user file failed
+            except Exception as error:  # a user file failed only when imported again
                 if world.is_main:
                     print(
                         f"the rewards were not tried, because a file cannot be imported twice: {truncate(error, 200)}"
@@ -99,7 +99,7 @@ def fresh_import() -> Iterator[None]:
     try:
         yield
     finally:
-        # include files that the trial imported: a resumed run compares all code files
+        # remember files that the trial imported, because a resumed run compares all code files
         USER_FILES.update(code_files())
         for name in loaded_modules():
             del sys.modules[name]
@@ -223,7 +223,7 @@ def boxes_of_several_images(config: RunConfig, datasets: dict[str, Dataset]) -> 
 
 
 def other_prompts(config: RunConfig) -> Iterator[str]:
-    """Yield a note for each model of the recipe that was trained with other prompts before."""
+    """Yield a note for every model in the recipe that was trained with other prompt options."""
     adapter = config.adapter.path
     model = find_adapter(adapter) if adapter else config.model.path
     folders = [model, config.reference.path, config.reward_model.path, config.ppo.critic_path]

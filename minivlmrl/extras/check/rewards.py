@@ -49,7 +49,7 @@ class Trial:
     """Reward functions to test, their weights, and the rows to test them on."""
 
     rewards: list[Reward]
-    weights: Tensor  # (K,)
+    weights: Tensor  # (K,), K reward functions
     rows: Sequence[Row]
     processor: Processor
     max_new_tokens: int = 64  # longest text, in tokens
@@ -313,7 +313,7 @@ def check_constant(
     frequency = num_equal / len(solutions)
     constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # a far better constant means unreadable correct answers, which other checks report
+    # if the constant answer scores far higher, correct answers are unreadable, which other checks report
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {truncate(format_completion(solution, trial.processor), 80)} scores "
@@ -358,7 +358,7 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 def check_cache(trial: Trial) -> Iterator[str]:
     """Check whether a reward caches values by completion text and ignores the solution."""
     solutions = [row.columns.get("solution") for row in trial.rows]
-    # answer format "whole": different texts are different answers
+    # with data.answer_format=whole, a different reasoning is a different answer
     if trial.processor.answer_format == "whole" or all(solution == solutions[0] for solution in solutions):
         return
     answers, rows = trial.right_answers(), [*trial.rows]

@@ -227,6 +227,6 @@ def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: in
 
 def sample_rows(rows: Sequence, count: int = NUM_ROWS) -> list:
     """Sample at most `count` rows, in dataset order."""
-    # random with a fixed seed: evenly spaced rows may all be of one kind
+    # random rows, because evenly spaced rows may all be of one kind; the seed is fixed
     row_indices = random.Random(0).sample(range(len(rows)), min(count, len(rows)))
     return [rows[index] for index in sorted(row_indices)]

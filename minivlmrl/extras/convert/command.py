@@ -39,7 +39,7 @@ from minivlmrl.extras.convert.sources import Rows, read_rows
 from minivlmrl.extras.convert.writers import WRITERS
 from minivlmrl.files import file_to_write
 
-SAMPLE = 100  # rows used to recognize the layout
+SAMPLE = 100  # number of rows used to recognize the layout
 BATCH = 100  # rows per parquet write
 UNREAD = "a column that a run refuses unless a reward reads it, for example {}"
 MISSING = "an image or video file that does not exist (data.image_root sets their folder), for example {}"
@@ -48,7 +48,7 @@ NO_QUESTION = "no question (problem, prompt or messages), for example {}: a run 
 
 @dataclass
 class ListedFile:
-    """Dataset in a YAML list of VLM-R1."""
+    """Dataset listed in a YAML file of VLM-R1."""
 
     json_path: str
     sampling_strategy: str = "all"
@@ -92,10 +92,10 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
         raise UserError(f"--out is {out}, which is the file that is converted; choose another name")
     dropped, changed = Counter(), Counter()
     names: set[str] = set()
-    noted: dict[str, list[str]] = defaultdict(list)  # {note: locations of rows}
+    noted: dict[str, list[str]] = defaultdict(list)
 
     def converted() -> Iterator[dict]:
-        for found in (dropped, changed, noted):  # reset counts: parquet makes two passes
+        for found in (dropped, changed, noted):  # writing parquet reads the rows twice, so reset the counts
             found.clear()
         for where, row in source_rows(path, options, names):
             with row_errors(where):
@@ -163,7 +163,7 @@ def notes_of(row: dict, num_images: int) -> Iterator[str]:
 
 
 def report_rows(noted: dict[str, list[str]], num_rows: int):
-    """Print notes, except NO_QUESTION if no row has a question: data.prompt_template may ask it."""
+    """Print notes, but not NO_QUESTION if all rows lack a question, which data.prompt_template may then contain."""
     for note, places in noted.items():
         if note != NO_QUESTION or len(places) < num_rows:
             print(f"{len(places)} of {num_rows} rows have {note.format(places[0])}", file=sys.stderr)
@@ -184,8 +184,8 @@ def row_errors(where: str) -> Iterator[None]:
 
 def check_new_row(row: dict, folder: Path) -> dict[str, str]:
     """Return {note: detail} if some runs refuse the row; raise UserError if all runs do."""
-    json.dumps(row, ensure_ascii=False, default=str).encode()  # raises for lone surrogates
-    # no prompt, as in an imagefolder: needs data.prompt_template in the recipe
+    json.dumps(row, ensure_ascii=False, default=str).encode()  # raises ValueError for lone surrogates
+    # rows without a prompt, as in an imagefolder, need data.prompt_template in the recipe
     options = RowOptions() if has_prompt(row) else RowOptions(prompt_template="What is it?")
     notes = {}
     try:

@@ -13,7 +13,7 @@ from minivlmrl.data.row_files import map_nested
 from minivlmrl.errors import UserError, error_context, pluralize, require, truncate
 from minivlmrl.json_files import parse_json
 
-Reader = Callable[["Columns"], "Columns | None"]  # returns None if the row has a different layout
+Reader = Callable[["Columns"], "Columns | None"]  # a reader returns None if the row has a different layout
 ANSWERS = ("response", "output", "suffix", "answer")
 # columns to drop once their content is in other columns
 BESIDE = (
@@ -27,7 +27,7 @@ SPEAKERS = {  # {speaker: role}
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "tool_response", "function"), "tool"),
 }
-KEPT_KEYS = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS, *LOSS_KEYS)  # turn keys to keep
+KEPT_KEYS = ("tool_calls", "name", "tool_call_id", *THOUGHT_KEYS, *LOSS_KEYS)
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 QUESTIONS = ("problem", "question", "query", "instruction", "prefix", "prompt")
 # answer columns that may hold a list as a string
@@ -35,7 +35,7 @@ ANSWER_TEXTS = ("completion", "chosen", "rejected")
 LISTS = ("messages", "conversations", "conversation", "history", *MEDIA, "options", "choices", "texts",
          *QUESTIONS, *ANSWER_TEXTS)  # fmt: skip
 PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}
-# key in `dropped` if boxes from `objects` were written into the text
+# reported once if boxes from `objects` were written into the text
 BOX_UNIT = "the unit of the boxes in `objects`, which are in pixels of the image file"
 TAGS = {"<ref-object>": "ref", "<bbox>": "bbox"}  # {ms-swift tag: its list in `objects`}
 RENDERED = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\s*|$)(?=<\|im_start\|>|\s*$)", re.DOTALL)
@@ -104,7 +104,7 @@ def read_lists(row: Columns):
             continue
         items = literal_list(value)
         if items is None or (name in ANSWER_TEXTS and not is_list_text(value, name)):
-            continue  # the answer itself may look like a list
+            continue  # keep answers that look like a list
         is_question = name in QUESTIONS and all(isinstance(item, str) for item in items)
         row[name] = items[0] if is_question and len(items) == 1 else items
     for name in ("image", "images"):
@@ -122,11 +122,11 @@ def read_conversations(row: Columns) -> Columns | None:
         rejected = read_turns(row.pop("rejected_conversations"), "rejected_conversations", row.dropped)
         return row.put(chosen=turns, rejected=rejected)
     answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-    if not answers or turns[-1]["role"] != "assistant":  # no final answer: all turns are the prompt
+    if not answers or turns[-1]["role"] != "assistant":  # without a final answer, all turns are the prompt
         return row.put(prompt=turns, **read_pair(row))
     if len(answers) == 1 or str(answers[0] or "").strip():
         row.setdefault("solution", answers[0])
-    if len(answers) == 1 and not str(answers[0]).strip():  # empty answer: the image does not show the object
+    if len(answers) == 1 and not str(answers[0]).strip():  # empty if the image does not show the object
         return row.put(prompt=turns[:-1], solution=row["solution"] or "")
     return split_pair(row, turns)
 
@@ -171,7 +171,7 @@ def read_question(asked: str) -> Reader:
         if asked not in row or "conversations" in row or has_prompt(row):
             return None
         question = row.pop(asked)
-        if extra := row.pop("input", None):  # Alpaca: second part of the question
+        if extra := row.pop("input", None):  # in Alpaca, `input` is the second part of the question
             question = f"{question}\n{extra}"
         turns = []
         history = row.pop("history", None) or []
@@ -248,7 +248,7 @@ READERS: dict[str, Reader] = {
     "prefix": read_question("prefix"),
     "question": read_question("question"),
     "rendered": read_rendered,
-    "ours": read_ours,  # last choice: minivlmrl's layout
+    "ours": read_ours,  # minivlmrl's own layout, tried last
 }
 
 
@@ -336,7 +336,7 @@ def add_choices(row: Columns):
             f"the choices {truncate(choices, 60)} seem to be images, which the prompt must show; see --format"
         )
     answer = str(row.get("answer", row.get("solution"))).strip()
-    # reject an index, as in AI2D, because it may start at 0 or 1
+    # reject an index as the answer, as in AI2D, because indices may start at 0 or 1
     is_choice = not answer.isdecimal() or answer in map(str, choices)
     require(is_choice, "the answer", answer, "a letter or one of the choices of the row; write it with --format")
     names = LETTERS[: len(choices)]
@@ -359,7 +359,7 @@ def fill_objects(row: Columns):
         return
     objects = row.pop("objects")
     objects = parse_json(objects) if isinstance(objects, str) else objects
-    if isinstance(objects, list):  # older files have a list of objects
+    if isinstance(objects, list):  # older ms-swift files have a list of objects
         objects = {
             "ref": [one["caption"] for one in objects],
             "bbox": [box for one in objects for box in one["bbox"]],

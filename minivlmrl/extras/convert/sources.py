@@ -69,7 +69,7 @@ def _read_folder(folder: Path) -> Rows:
         yield from _read_cells(files[0])
         return
     if files or any(folder.glob("*/*.parquet")):
-        yield from _read_rows(folder)  # reads rows or raises UserError
+        yield from _read_rows(folder)
         return
     images = sorted(path for path in folder.glob("[!.]*/[!.]*") if IMAGE_NAME.fullmatch(path.name))
     if not images:
@@ -86,7 +86,7 @@ def _read_saved(folder: Path) -> Rows:
     number = 0
     try:
         for listed in read_json(file)["_data_files"]:
-            file = folder / Path(listed["filename"]).name  # never read another folder
+            file = folder / Path(listed["filename"]).name  # read only files in this folder
             with pa.memory_map(str(file)) as source:
                 for batch in pa.ipc.open_stream(source):
                     for row in batch.to_pylist():

@@ -18,7 +18,7 @@ from minivlmrl.errors import UserError, truncate
 def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
     """Write a row for TRL.
 
-    Several answers are written as `messages`: TRL trains on a whole `completion`, including user turns between answers.
+    Several answers are written as `messages`, because TRL would train on all turns in `completion`, also user turns.
     """
     row, media, others = read(columns, folder)
     prompt, answers = turns_of(row, media)
@@ -114,7 +114,7 @@ def turns_of(row: Row, media: list[Media]) -> tuple[list[dict], dict[str, list[d
                 media += shown
             elif shown != media[len(media) - len(shown) :]:
                 raise UserError("the chosen and the rejected answer must show the same images in other layouts")
-    untrained = {"loss": False} if answers else {}  # exclude answers in the prompt from the loss
+    untrained = {"loss": False} if answers else {}
     return [turn | untrained if turn["role"] == "assistant" else turn for turn in row.messages], answers
 
 

@@ -125,7 +125,7 @@ FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 class StackedExperts:
     """Expert weights in a layer, stored as one tensor in weight files."""
 
-    experts: list[list[Weight]]  # per expert, the weights in FUSED
+    experts: list[list[Weight]]  # weights per expert, such as [gate_proj, up_proj]
     transposed: bool
 
     def stack(self, full: Callable[[Weight], Tensor]) -> Tensor:
@@ -144,7 +144,7 @@ class ExpertsFamily(Family):
         "experts": re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
     }
     not_quantized = (".mlp.gate",)  # NF4 skips routers
-    in_cuda_graphs = False  # token counts per expert vary
+    in_cuda_graphs = False  # shapes vary with the number of tokens per expert
     in_vllm = False
 
     def read_text(self, text: dict) -> dict:

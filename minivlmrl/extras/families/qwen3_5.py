@@ -90,13 +90,13 @@ class Layer(DecoderLayer):
     """Decoder layer with GatedAttention or GatedDeltaNet, depending on config.layer_types."""
 
     norm_type = CenteredRMSNorm
-    attention_type = None  # __init__ builds the attention
+    attention_type = None  # __init__ builds GatedAttention or GatedDeltaNet
 
     def __init__(self, model_config: Qwen3_5Config, index: int):
         super().__init__(model_config, index)
         if model_config.layer_types[index] == "linear_attention":
             self.linear_attn = GatedDeltaNet(model_config, index)
-        else:  # KV cache index: only attention layers count
+        else:  # index in the KV cache, which only attention layers use
             key_index = model_config.layer_types[:index].count("full_attention")
             self.self_attn = GatedAttention(model_config, key_index)
 
@@ -247,7 +247,7 @@ def _decode_recurrent_layer(attention: DecodeAttention, index: int, inputs: list
         row_inputs = [x[tokens].unflatten(0, (len(state[0]), -1)) for x in inputs]
         out, state_after = scan(row_inputs, state)
         for stored, changed in zip(state, state_after, strict=True):
-            stored.copy_(changed)  # in place: CUDA graphs keep the state's address
+            stored.copy_(changed)  # copy in place, because CUDA graphs keep the address of the state
         results.append(out.flatten(0, 1))
     return torch.cat(results)
 

@@ -234,7 +234,7 @@ class Videos:
         return join_text(laid_pieces), step_grids, step_seconds
 
 
-# settings in video_preprocessor_config.json that support only one value
+# {setting in video_preprocessor_config.json: its only supported value}
 VIDEO_FIXED = {**FIXED, "do_sample_frames": True, "cap_pixels_per_frame": False}
 
 

@@ -105,7 +105,7 @@ def row_text(row: RowSize) -> str:
 
 
 def find_gpu(text: str) -> tuple[float, Card | None]:
-    """Return memory in bytes, and the data sheet if the card is known."""
+    """Return GPU memory in bytes, and the data sheet if the card is known."""
     if text == "auto":
         if not torch.cuda.is_available():
             raise UserError("--gpu_memory auto needs a GPU, but PyTorch finds none; pass its memory in GB or its name")
@@ -113,7 +113,7 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
     card = find_card(text)
     if card is not None:
         return card.memory, card
-    if re.fullmatch(r"\d{1,3}(\.\d*)?", text):  # at most 3 digits of GB: 2080 would be a card
+    if re.fullmatch(r"\d{1,3}(\.\d*)?", text):  # size in GB; four digits, such as 2080, are a card name
         return float(text) * GB, None
     raise UserError(f"--gpu_memory is {text!r}, but it must be a number of GB, auto or one of {', '.join(CARDS)}")
 

@@ -169,7 +169,7 @@ class MemoryEstimator:
             return TrainedModels(model)
         if section.critic_path is not None:
             backbone = MemoryEstimator.from_folder(section.critic_path).build(config)
-        elif config.uses_fsdp:  # FSDP also copies the base weights
+        elif config.uses_fsdp:  # with FSDP, policy and critic do not share base weights
             backbone = copy.deepcopy(model)
         else:
             backbone = copy_model(model)
@@ -213,7 +213,7 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, config.adapter.dropout if train else 0.0, "memory")
-        # cached tensors would not be counted
+        # clear the cache, because cached tensors would not be counted
         vision_layout.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
@@ -233,13 +233,13 @@ class MemoryEstimator:
 
 
 def drop_gradient(parameter: nn.Parameter):
-    # do not count gradients as activations
+    # free gradients, so that they do not count as activations
     parameter.grad = None
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_options) -> Tensor:
     # unlike GPU kernels, attention on the meta device would store attention scores
-    mask = attn_mask if q.dtype == torch.float32 else None  # 16-bit kernels need no mask
+    mask = attn_mask if q.dtype == torch.float32 else None  # 16-bit attention kernels use no mask tensor
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(q, k, v, attn_mask=mask)[0]
 
@@ -250,7 +250,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class MemoryQuestion:
-    """Inputs of a memory estimate."""
+    """Inputs for a memory estimate."""
 
     config: RunConfig
     stage: str
@@ -389,7 +389,7 @@ def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
     if not question.config.uses_fsdp:
         return 0
     blocks = [computed_bytes(block, question.dtype) for block in model.blocks()]
-    # two blocks: FSDP prefetches the next one
+    # two blocks, because FSDP prefetches the next one
     return computed_bytes(model, question.dtype) - sum(blocks) + 2 * max(blocks)
 
 
@@ -404,7 +404,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
         prefill = estimator.prefill(config, policy, work)
     rows = work.prompts * work.num_generations
     keys_and_values = estimator.keys_and_values(dtype, work)
-    # the larger entry only: prefill activations are freed before logits are computed
+    # count only the larger entry, because prefill activations are freed before logits are computed
     after_prompts = {
         "prompts' forward": max(prefill - keys_and_values, 0),
         "logits": DRAW_BYTES * rows * estimator.config.vocab_size,
@@ -424,7 +424,7 @@ def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
     items = rollout_items(question, evaluation_sampling(question.config.sampling), evaluation_batch(question))
     if not question.trainer.answers:
         return items
-    # evaluations also score known answers
+    # evaluations also compute log-probs of given answers
     micro_batch = answers_batch(question, question.held_out, question.options.micro_batch_size)
     return max(items, score_items(question, micro_batch), key=lambda parts: sum(parts.values()))
 
@@ -443,7 +443,7 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     trained = trained_parameters(models)
     gradients = bytes_of(trained) * question.share
     if question.gpus > 1 and not config.uses_fsdp:
-        gradients *= 2  # all-reduce copies gradients
+        gradients *= 2  # all-reduce copies the gradients into buffers
     # factor 2: gathered weights and gathered gradients
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if config.sharding.once_per_step:

@@ -38,7 +38,7 @@ from minivlmrl.trainers.base import Trainer
 
 # {phase name in estimate.py: phase name in out_of_memory.py}
 MEASURED = {"rollout": "sampling", "score": "scoring", "train": "forward", "evaluation": "evaluation"}
-NUM_HEAVIEST = 64  # largest rows to measure
+NUM_HEAVIEST = 64  # number of largest rows to measure
 # model entries of a memory estimate
 MODELS = "weights", "reference", "critic", "policy"
 
