@@ -68,7 +68,7 @@ def user_error_message(error: BaseException) -> str | None:
         return None
     message = "; ".join([str(error), *getattr(error, "__notes__", ())])
     line = " ".join(message.split())
-    is_path = isinstance(error, OSError) and len(line) < 500  # truncation could drop the file name
+    is_path = isinstance(error, OSError) and len(line) < 500  # keep the file name, which truncation could drop
     return line if is_path else truncate_message(line)
 
 
@@ -123,7 +123,7 @@ def truncate_message(error: str | Exception) -> str:
     text = LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", text)
     if len(text) <= MAX_MESSAGE:
         return text
-    # keep the end, which says how to fix the error
+    # keep the end of the message, which says how to fix the error
     return f"{text[: MAX_MESSAGE // 2]} ... {text[-MAX_MESSAGE // 2 + 5 :]}"
 
 

@@ -63,10 +63,7 @@ def format_option(option: Option) -> str:
 
 @cache
 def comments_of(section: type) -> dict[str, str]:
-    """Return {field: comment above and beside it} for a dataclass.
-
-    The help page prints the comments in options.py, as pydoc does.
-    """
+    """Return {field: comment above and beside it} for a dataclass."""
     source = textwrap.dedent(inspect.getsource(section))
     texts = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -1,6 +1,6 @@
 """Load functions and classes named in recipes: "name", "file.py:name" or "package.module:name".
 
-"name(option=1)" passes option=1 to the function. Errors in user code keep their type and traceback.
+"name(option=1)" passes option=1 to the function.
 """
 
 import ast
@@ -38,7 +38,7 @@ def _load_module(file: str) -> ModuleType:
                 f"{path} does not exist. A code file named in a recipe must be beside the recipe or in the working "
                 f"folder, {os.getcwd()}; for one named on the command line, the working folder is searched first."
             )
-        USER_FILES.add(path)  # before running the file, which may fail
+        USER_FILES.add(path)  # register the file first, because running it may fail
         return run_file(path)
     try:
         module = importlib.import_module(file)
@@ -158,7 +158,7 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
         table: {name: "package.module:Class"}.
     """
     cls, options = resolve_object("stage", stage, table or {})
-    if options:  # options in parentheses would be ignored
+    if options:  # stages take no options in parentheses
         raise UserError(f"stages: {stage}: write the options {options} in the section of the stage")
     if not isinstance(cls, type) or not hasattr(cls, "stage") or not hasattr(cls, "config_type"):
         raise UserError(
@@ -250,7 +250,7 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty and p.kind is not p.POSITIONAL_ONLY}
     values = {}
     for name, value in options.items():
-        if name not in hints:  # otherwise **columns would swallow misspelled options
+        if name not in hints:  # a function with **columns would accept misspelled options
             names = ", ".join(hints) or "none"
             raise UserError(f"there is no option {name!r}; the options are: {names}{did_you_mean(name, hints)}")
         if typing.get_origin(hints[name]) is Annotated:

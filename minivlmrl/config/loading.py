@@ -123,7 +123,9 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
     sections = {}
     for algorithm in algorithms:
         name = algorithm.stage
-        if not (isinstance(name, str) and name.isidentifier() and name != "eval"):  # "eval" names the held-out rows
+        if not (
+            isinstance(name, str) and name.isidentifier() and name != "eval"
+        ):  # "eval" is reserved for held-out rows
             raise UserError(f"stages: {algorithm.__name__}.stage is {name!r}, but it must be a name such as my_stage")
         if name in sections or name in dir(RunConfig()):
             raise UserError(
@@ -167,7 +169,7 @@ class Resolver:
             return located
         if hint is RecipePath:
             return self._find(text, is_typed)
-        if hint is FilePath and os.path.exists(text):  # otherwise, the text is a Hub repository id
+        if hint is FilePath and os.path.exists(text):  # other texts are Hub repository ids
             return str(Path(text).resolve())
         return text
 

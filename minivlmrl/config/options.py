@@ -1,8 +1,7 @@
 """All recipe options, one dataclass per section.
 
 A recipe is a YAML file with RunConfig's fields. On the command line, `--grpo.beta=0.04` sets one option, and
-`python train.py --help grpo` prints a section with the comments below. Your own training stage declares its options in
-its own file.
+`python train.py --help grpo` prints a section with the comments below.
 """
 
 from dataclasses import dataclass, field

@@ -94,8 +94,8 @@ class Reader:
     "(0, 1]"].
 
     Args:
-        json: True for JSON files: ignore unknown keys, convert no strings. False for recipes: accept "1e-4" as a float,
-            because YAML reads it as a string, and accept a string as a list with one item.
+        json: True for JSON files, to ignore unknown keys and convert no strings. False for recipes, to accept "1e-4" as
+            a float, because YAML reads it as a string, and a string as a list with one item.
         change_text: function (type, string, option path) -> new string, for keys and values with a string type in
             config/types.py. A dot in a key becomes a slash in the path.
         root: dataclass for the whole file, for suggestions if a key is unknown.
@@ -172,7 +172,7 @@ class Reader:
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
         if type(value) in typing.get_args(hint):  # "7" stays a string for float | str
             return value
-        if len(choices) == 1:  # with a single type, the error is more specific
+        if len(choices) == 1:  # int | None: reading int gives a more specific error
             return self.read(choices[0], value, name)
         for choice in choices:
             if choice is Code and ":" not in str(value):

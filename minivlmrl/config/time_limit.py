@@ -22,7 +22,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     A timer sends SIGALRM, which also interrupts sleep, requests and regular expressions. There is no time limit on
     Windows or outside the main thread. C code that never returns, and code with its own SIGALRM handler, cannot be
-    stopped. A timer that was set before the block waits until the block ends.
+    stopped.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or not hasattr(signal, "SIGALRM"):

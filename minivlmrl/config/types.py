@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal, NewType
 
 Plain = Any  # any YAML or JSON value: None, bool, int, float, str, list, dict
 
-FilePath = NewType("FilePath", str)  # relative to the working directory, unless the option says otherwise
-RecipePath = NewType("RecipePath", str)  # relative to the recipe
-Code = NewType("Code", str)  # name, or "file.py:name" relative to the recipe
+FilePath = NewType("FilePath", str)  # path relative to the working directory, unless the option says otherwise
+RecipePath = NewType("RecipePath", str)  # path relative to the recipe's folder
+Code = NewType("Code", str)  # built-in name, or "file.py:name" with a path relative to the recipe's folder
 RewardName = NewType("RewardName", str)  # reward name, or Code: see rewards/registry.py
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]

@@ -65,7 +65,7 @@ class Box:
     @property
     def valid(self) -> bool:
         """Whether coordinates are finite and in order, with a positive area."""
-        is_finite = all(abs(number) < LIMIT for number in self.numbers)  # False for NaN
+        is_finite = all(abs(number) < LIMIT for number in self.numbers)  # comparisons with NaN are False
         return is_finite and self.x2 > self.x1 and self.area > 0  # a positive area implies y2 > y1
 
     def inside(self) -> bool:
@@ -152,7 +152,7 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
 
 
 def json_items(text: str) -> list[Plain]:
-    """Return the objects or lists in a JSON list; wrap other JSON in a list."""
+    """Parse JSON, and return its objects or lists; other values become a list with one item."""
     value = read_json(text, parse_int=float)
     is_several = isinstance(value, list) and all(isinstance(item, list | dict) for item in value)
     return value if is_several else [value]

@@ -13,7 +13,7 @@ from minivlmrl.errors import UserError, optional_dependency
 from minivlmrl.files import INFERENCE_CONFIG, weight_files
 
 REPOSITORY = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
-NETWORK_SECONDS = 5  # timeout per request to the Hub
+NETWORK_SECONDS = 5  # timeout per request to the Hub, in seconds
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "merges.txt", INFERENCE_CONFIG, "LICENSE*", "NOTICE*"]
 SETTINGS = ["*.json", "*.jinja", "merges.txt"]  # model files other than weights
 

@@ -135,9 +135,7 @@ class FileDataset(Sequence[Row]):
     """Rows from one data file, or from several files after mix().
 
     Args:
-        path: file or folder with rows.
         required: columns that all rows must have; "problem" = any prompt column.
-        limit: maximum number of rows, None for all.
         constants: columns added to every row.
         checks_files: whether to check that image and video files exist; only on rank 0, because shared file systems are
             slow.
@@ -318,7 +316,7 @@ def image_size(image: Media, folder: Path) -> Size | None:
     """Return an image's (width, height), or None if it is unreadable."""
     try:
         return read_header(image.sources[0], folder).size
-    except ValueError:  # training on the row raises this error
+    except ValueError:  # ignore the error here: training on the row raises it
         return None
 
 

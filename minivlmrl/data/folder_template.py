@@ -206,9 +206,9 @@ class ChatTemplate:
         check_messages(messages)
         messages = _as_json(messages)
         if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):
-            # Qwen3.8 would add an empty <think></think> before reasoning in the content
+            # the Qwen3.8 template would add an empty <think></think> before reasoning in the content
             messages = [_with_thought_apart(message) for message in messages]
-        if "<function=" in self.text:  # the template renders parameters one by one, not as JSON
+        if "<function=" in self.text:  # this template renders tool call arguments one by one, not as JSON
             _parse_arguments(messages)
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
         # use a Chinese character that occurs nowhere, because templates may strip spaces and escape symbols
@@ -265,7 +265,7 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
 
 def _literal_pattern(name: str) -> str:
     """Return a regular expression that matches the first character of a control token written as plain text."""
-    # also matches "<|im_ end|>", because templates may strip the space, and a message that ends with "<|im_"
+    # also match "<|im_ end|>", because templates may strip the space, and a message that ends with "<|im_"
     others = [re.escape(character) for character in name[1:]]
     endings = [*([*others[:length], "$"] for length in range(len(others))), others]
     patterns = [r"\s*".join(["", *ending]) for ending in endings]

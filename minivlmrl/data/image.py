@@ -167,7 +167,7 @@ class ImageProcessor:
     patch_size: int = 14
     temporal_patch_size: int = 2
     merge_size: int = 2
-    min_pixels: int = 56 * 56  # bounds on the image area after resizing
+    min_pixels: int = 56 * 56  # bounds on the image area after resizing, in pixels
     max_pixels: int = 28 * 28 * 16384
     # CLIP's mean and standard deviation, for pixel values from 0 to 1
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)

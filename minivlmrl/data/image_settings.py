@@ -37,7 +37,7 @@ def torch_resize_frames(
 RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Mean = Annotated[float, "(-1e6, 1e6)"]
-Std = Annotated[float, "[1e-6, 1e6)"]  # positive, because pixels are divided by it
+Std = Annotated[float, "[1e-6, 1e6)"]  # bounds for image_std, which divides pixel values
 # transformers image processors: Fast ones resize with torch, others with Pillow
 ProcessorType = Literal[
     "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLImageProcessorFast", "Qwen2_5_VLImageProcessor"
@@ -145,7 +145,7 @@ def area_bounds(processor: ImageProcessor, options: dict[str, Any], bounds: tupl
     if "resized_height" in options:
         limits = processor.min_pixels, processor.max_pixels
         height, width = smart_resize(options["resized_height"], options["resized_width"], processor.factor, *limits)
-        return height * width, height * width + 1  # + 1, because rounding could remove a token row
+        return height * width, height * width + 1  # max_pixels + 1, because rounding could remove a row of tokens
     return options.get("min_pixels", bounds[0]), options.get("max_pixels", bounds[1])
 
 
@@ -156,13 +156,13 @@ def write_video_processor(processor: ImageProcessor, options: dict[str, float]) 
     area = processor.factor**2
     low, high = area_bounds(processor, options, (MIN_FRAME_TOKENS * area, MAX_FRAME_TOKENS * area))
     content = {
-        "video_processor_type": "Qwen2VLVideoProcessor",  # resizes like video.frame_size
+        "video_processor_type": "Qwen2VLVideoProcessor",  # this processor resizes frames like video.frame_size
         **FIXED,
         **patch_settings(processor),
         "size": {"shortest_edge": low, "longest_edge": high},
         **write_sampling(options),
     }
-    if "total_pixels" in options:  # transformers allows 90 % of total_pixels
+    if "total_pixels" in options:  # transformers uses 90 % of max_video_tokens
         content |= {"cap_pixels_per_frame": True, "max_video_tokens": round(options["total_pixels"] / 0.9 / area)}
     return content
 

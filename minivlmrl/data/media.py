@@ -122,7 +122,7 @@ class Media:
     # path, data URI or bytes; a video may be a list of frames
     source: str | bytes | list[str]
     options: dict[str, float]  # fields of ImageOptions or VideoOptions
-    column: str | None = None  # column that contains the source, None for a source in a message part
+    column: str | None = None  # column that contains the image or video, None if a message part does
 
     @property
     def sources(self) -> Sequence[str | bytes]:
@@ -198,7 +198,7 @@ def _with_common(item: Media, common_options: dict) -> dict:
     """Return an image's own options, or the common options if it has none; for a video, merge both."""
     if item.kind == "image":
         return item.options or common_options
-    # nframes in a row overrides all common sampling options
+    # a row's nframes replaces the common options for frame sampling
     ignored = SAMPLING_OPTIONS if "nframes" in item.options else ()
     if isinstance(item.source, list):  # a list of frames is not sampled, but fps is its frame rate
         ignored = {*SAMPLING_OPTIONS} - {"fps"}

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from minivlmrl.data.tokenizer import Tokenizer
     from minivlmrl.data.video import Video, VideoFile
 
-# keys for a part's kind and content; other keys, such as max_pixels, are options
+# message part keys for kind and content; other keys, such as max_pixels, are options
 PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}
 AnyImage = TypeVar("AnyImage")
 AnyVideo = TypeVar("AnyVideo")
-VISION = ("<|vision_start|>", IMAGE, "<|vision_end|>")  # the model never generates these tokens
+VISION = ("<|vision_start|>", IMAGE, "<|vision_end|>")  # tokens without loss, which the model never generates
 
 
 @dataclass

@@ -1,9 +1,5 @@
 """Convert a row in a data file to a Row with prompt, images, videos and answers.
 
-split_answers   split turns into prompt and answers
-read_media      read columns image, images, video and videos
-place_media     assign images and videos to message parts
-
 Rows must have passed row_checks.check_columns.
 """
 

@@ -129,7 +129,9 @@ def check_prompts(columns: dict, template: str):
     if "{problem}" not in template:
         expected = f"a text that contains {{problem}}, because the row has {given}"
         require(not given, "data.prompt_template", template, expected)
-    if given == ["messages"] and columns["messages"][-1]["role"] == "assistant":  # prompt and answer are in one column
+    if (
+        given == ["messages"] and columns["messages"][-1]["role"] == "assistant"
+    ):  # `messages` contains prompt and answer
         given += [name for name in ["completion"] if columns.get(name) is not None]
     if len(given) > 1:
         raise LayoutError(

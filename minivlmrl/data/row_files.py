@@ -24,7 +24,7 @@ WRAPPERS = "data", "rows", "examples", "samples", "items", "train"  # JSON objec
 # files written by `minivlmrl convert`
 CONVERTED = re.compile(r"rows(_.+)?_(converted|trl|ms-swift|verl)\.\w+")
 SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # start, separator or end of a JSON list
-# decoder: rejects repeated keys, and converts NaN and Infinity to None
+# JSON decoder that rejects repeated keys, and converts NaN and Infinity to None
 ROW_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=lambda name: None)
 
 
@@ -220,7 +220,7 @@ class Arrow:
         self.folder = paths[0].parent
         # per row group: (path, first row index in file, open file, group index in file)
         self.groups = []
-        self.starts = [0]  # first row index of each group, then the total
+        self.starts = [0]  # first row index of each group, then the number of rows
         for path in paths:
             file_start = self.starts[-1]
             check_downloaded(path)
@@ -254,7 +254,10 @@ class Arrow:
             try:
                 table = self.read_group(file, group)
                 [row] = table.slice(index - self.starts[number], 1).to_pylist()
-            except (OverflowError, OSError) as error:  # for example, a year that Python does not support
+            except (
+                OverflowError,
+                OSError,
+            ) as error:  # pyarrow fails, for example, for years that Python does not support
                 raise UserError(f"the row cannot be read ({error})") from error
             return map_nested(row, str, NO_JSON_TYPES)
 

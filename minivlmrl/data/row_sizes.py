@@ -149,7 +149,7 @@ def image_tokens(facts: RowFacts, counter: PatchCounter) -> float:
         return math.inf
     try:
         return sum(counter.tokens(size, options) for size, options in facts.images if size is not None)
-    except ValueError:  # training on the row raises this error
+    except ValueError:  # ignore the error here: training on the row raises it
         return math.inf
 
 
@@ -170,7 +170,7 @@ def long_rows(
     counter = patch_counter(processor)
     indices = []
     for index, facts in enumerate(rows.facts):
-        # a token has at least one byte
+        # text has at most one token per byte
         if text_bytes(facts, answers) + image_tokens(facts, counter) + MARKUP > limit:
             indices.append(index)
     sizes = row_sizes(rows, indices, processor, answers, [] if skip_unreadable else None)

@@ -39,7 +39,7 @@ class ToolUse:
     environment: Any = None  # an Environment; see extras/agents/environment.py
     num_calls: int = 0
     num_failed: int = 0
-    cut: bool = False  # completion ended by a tool result that was too long
+    cut: bool = False  # whether a tool result that was too long ended the completion
 
     @property
     def counts(self) -> tuple[int, int, bool]:
@@ -56,7 +56,7 @@ class Completion:
     ids: Tensor  # (C,) int64, including the stop token
     # (C,) float32 log-probs at the sampling temperature (1 for greedy decoding); None = not sampled
     logps: Tensor | None = None
-    # ended by a stop token or stop string, not by max_new_tokens
+    # whether a stop token or stop string ended the completion, not max_new_tokens
     stopped: bool = True
     # (C,) bool, False for tokens from a tool or user; None if the policy generated all tokens
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
@@ -83,15 +83,15 @@ class Completion:
 class Row:
     """A training example: prompt, images, videos, columns and answers."""
 
-    messages: list[dict]  # prompt; see data/messages.py
-    images: Sequence[PIL.Image.Image]  # one per image part in the prompt, in order
+    messages: list[dict]  # prompt messages; see data/messages.py
+    images: Sequence[PIL.Image.Image]  # images, one per image part in the prompt
     # data columns such as problem and solution, which are passed to reward functions
     columns: dict = field(default_factory=dict)
     # demonstration for SFT, a string or turns; images in turns are functions that decode the file
     completion: str | list[dict] | None = None
     chosen: str | list[dict] | None = None  # better answer in a pair
     rejected: str | list[dict] | None = None  # worse answer in a pair
-    # one per video part in the prompt, in order
+    # videos, one per video part in the prompt
     videos: "Sequence[Video | VideoFile]" = field(default_factory=list)
     where: str = ""  # file and line, for error messages
     key: str = ""  # random seed for sampling

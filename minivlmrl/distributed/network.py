@@ -84,7 +84,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
         if is_out_of_memory(error):
             raise
         if "by peer" in str(error):  # gloo's "Connection closed by peer" or "reset by peer"
-            time.sleep(1)  # torchrun shows the first reported error
+            time.sleep(1)  # wait, because torchrun shows the first reported error
             raise UserError(
                 f"rank {rank} on {hosts[rank]} has lost the connection to another rank; look for an earlier error of "
                 "that rank, or a firewall that closes ports between the hosts"

@@ -38,7 +38,7 @@ class World:
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # timeout of collective operations, in seconds
     max_wait: float | None = None  # timeout of `barrier`, in seconds; None = no limit
-    store: Store | None = None  # where ranks announce errors and count barriers
+    store: Store | None = None  # torch.distributed store for errors and barrier counts
     # whether `shutdown` destroys the process group; False if vLLM destroys it
     ends_group: bool = True
 
@@ -68,7 +68,7 @@ class World:
         """Sum each value over all ranks."""
         if self.size == 1:
             return list(values)
-        # on the CPU: a GPU sum would wait for unfinished kernels
+        # sum on the CPU, because a GPU sum would wait for unfinished kernels
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
         return total.tolist()
@@ -138,10 +138,10 @@ class World:
         store.set(errors[self.rank], "")
         # rank 0 waits less, so that rank 0 saves: only rank 0 knows the log file lengths
         limit = timedelta(seconds=LAST_ERRORS + min(self.rank, 1))
-        with suppress(dist.DistError):  # DistError: after `limit`, a rank has reported no error
+        with suppress(dist.DistError):  # DistError if a rank reports no error within `limit`
             store.wait(errors, limit)
             own = "all"
-        workers = store.compare_set("ranks that save", "", own).decode()  # the first rank decides
+        workers = store.compare_set("ranks that save", "", own).decode()  # the first rank with an error decides
         if workers == "all":
             work(self)
         elif not alone:

@@ -17,7 +17,7 @@ from minivlmrl.distributed.weights import is_part
 from minivlmrl.kernels.nf4_unpack import GROUP
 from minivlmrl.model.nf4 import dequantize, dynamic_code, quantize
 
-SMALLEST = 4096  # minimum size for 8-bit moments; vectors always have float32 moments
+SMALLEST = 4096  # minimum number of values for 8-bit moments; vectors always have float32 moments
 PIECE = 2**24  # values to dequantize at a time
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # {moment: whether it can be negative}
 

@@ -36,7 +36,6 @@ def kto_loss(
         per_token_logps: (B, T), policy log-probabilities in nats, with gradient.
         mask: (B, T), 1 for answer tokens.
         labels: (B,) bool, True for good answers.
-        loss_type: "kto" or "apo_zero_unpaired", see above.
         beta: log-ratio factor, > 0.
         desirable_weight, undesirable_weight: weights for good and bad answers.
         ref_per_token_logps: (B, T), reference log-probabilities, without gradient.

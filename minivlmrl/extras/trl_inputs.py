@@ -49,7 +49,7 @@ class InputCheck(TrainerCallback):
         self.hooks: list[Any] = []
         self.is_done = False
         self.has_media = False
-        self.is_comparing = False  # whether the model runs with gray images
+        self.is_comparing = False  # whether the current forward pass has gray images
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if self.is_done or self.hooks or model is None:

@@ -2,22 +2,22 @@
 
 The loop calls these methods on all ranks, in this order:
 
-recipe        on_recipe       before the ranks connect
-ranks         on_setup        before rows and weights are loaded
-rows          on_rows         before the weights are loaded
-weights       on_model        before the output folder is written
-output        on_run_begin    after config.yaml and the log files were created
-stage         on_stage_begin  after a checkpoint was restored
-step          on_step_begin   after sampling, before the weight update
-              after_step      after the update, before any checkpoint
-              on_step_end     after the step was logged
-evaluation    on_evaluation   before the first stage, between steps, after stages
-checkpoint    state_dict      before a checkpoint is saved
-error         on_error        before completed steps are saved
-end           on_run_end      even after an error or a signal
+on_recipe       before the ranks connect
+on_setup        before rows and weights are loaded
+on_rows         before the weights are loaded
+on_model        before the output folder is written
+on_run_begin    after config.yaml and the log files were created
+on_stage_begin  after a checkpoint was restored
+on_step_begin   after sampling, before the weight update
+after_step      after the update, before any checkpoint
+on_step_end     after the step was logged
+on_evaluation   after an evaluation: before the first stage, between steps, after stages
+state_dict      before a checkpoint is saved
+on_error        after an error, before completed steps are saved
+on_run_end      at the end, even after an error or a signal
 
 Default callbacks monitor a run without changing its results: they check recipe, rows and memory, write report.html, and
-warn if training does not learn or the loss ignores an input. They are in the folder extras/, which is optional.
+warn if training does not learn or the loss ignores an input.
 To add a callback: `run_training(config, [*default_callbacks(config), MyCallback()])`.
 """
 

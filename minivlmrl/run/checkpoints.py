@@ -151,7 +151,7 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
 def select_checkpoint(
     resume: str | None, saved: list[Path], world: World
 ) -> tuple[Path, TrainerState, dict] | tuple[None, None, dict]:
-    """Return the newest undamaged checkpoint that option `resume` selects, its TrainerState and its file stamps."""
+    """Return the newest undamaged checkpoint that option `resume` selects, its TrainerState and file times."""
     candidates = [] if resume in (None, "never") else [Path(resume)]
     if resume == "auto":
         candidates = saved[::-1]

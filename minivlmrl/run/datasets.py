@@ -37,7 +37,7 @@ def load_datasets(
 ) -> dict[str, Dataset]:
     """Return {stage: dataset}, with held-out rows, if any, under "eval".
 
-    All ranks read the rows. Only rank 0 looks for missing image and video files, but all ranks raise the error.
+    Only rank 0 looks for missing image and video files, but all ranks raise the error.
 
     Args:
         stages: {stage: kind of training rows}, such as {"dpo": "pairs"}.
@@ -186,7 +186,7 @@ def _open_file(
         changed_options: options that override section `data`.
     """
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
-    # constants override a file's own column named row_rewards
+    # a constant, so that a file's own column named row_rewards is ignored
     constants = {"row_rewards": rewards or None}
     required = ("problem", *sorted(columns))
     return FileDataset(path, required, limit, constants, checks_files, reads, **options | changed_options)

@@ -50,7 +50,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
         with notify_on_error(callbacks):
             with error_phase("load"):
                 model, processor, datasets = prepare(config, trainers, world, callbacks)
-            # last check, because its error tells the user to delete earlier results
+            # run this check last, because its error tells the user to delete earlier results
             check_output_dir(config)
 
         # open the output folder
@@ -111,7 +111,9 @@ def begin_run(results: Results, resumed: Resumed):
         for folder in (*resumed.newer(), *results.folder.glob("states/*.partial")):
             remove_state(folder)
     log.open_files(resumed.folder)
-    if not log.world.gather_objects((results.folder / BEST).is_dir())[0]:  # a new folder has no best weights
+    if not log.world.gather_objects((results.folder / BEST).is_dir())[
+        0
+    ]:  # ignore the best evaluation if its weights are missing
         results.state.best = None
     results.write_config()
     for callback in results.callbacks:

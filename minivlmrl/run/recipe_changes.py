@@ -22,7 +22,8 @@ from minivlmrl.run.trainer_state import Fingerprints, TrainerState
 
 # stage options that determine the rows per batch
 BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-WEIGHTS = "model.path", "model.config", "adapter.path", "reference.path", "ppo.critic_path"  # weights in checkpoints
+# options that name weights that checkpoints contain
+WEIGHTS = "model.path", "model.config", "adapter.path", "reference.path", "ppo.critic_path"
 BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # changing one of these resets the best evaluation
 
 

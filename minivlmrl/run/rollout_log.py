@@ -263,5 +263,6 @@ def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, 
     logps = completion.logps.tolist()
     is_sampled = completion.policy_mask.tolist()
     for token_id, logp, by_policy in zip(token_ids, logps, is_sampled, strict=True):
-        text = stream.step(processor.tokenizer.backend, token_id) or ""  # "" inside a character of several tokens
+        # no text until all tokens of a character are decoded
+        text = stream.step(processor.tokenizer.backend, token_id) or ""
         yield text, round(logp, 4) if by_policy else None

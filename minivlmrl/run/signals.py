@@ -34,7 +34,7 @@ class StopSignals:
     def __init__(self, world: World):
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
         self.first: float | None = None  # time of the first signal
-        self.exit_code = 0  # PREEMPTED if a signal ended the run
+        self.exit_code = 0  # exit code of the run: PREEMPTED after a signal
         # a checkpoint contains no rollout, so stop only after a rollout's last update
         self.can_stop: Callable[[], bool] = lambda: True
 

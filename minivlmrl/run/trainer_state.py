@@ -25,7 +25,7 @@ class Fingerprints:
 class TrainerState:
     seed: int
     stages: list[str]
-    stage: Annotated[int, ">= 0"] = 0  # stage index
+    stage: Annotated[int, ">= 0"] = 0  # index of the current stage in `stages`
     step: Annotated[int, ">= 0"] = 0  # optimizer steps in the current stage
     steps: Annotated[int, ">= 0"] = 0  # optimizer steps in all stages
     batches_consumed: Annotated[int, ">= 0"] = 0  # batches of rows used in the current stage
@@ -33,13 +33,13 @@ class TrainerState:
     # evaluation metrics, such as {"after_sft": {"eval/accuracy_greedy": 0.4}}
     results: dict[str, dict[str, float]] = field(default_factory=dict)
     best: float | None = None  # best value of best_metric so far, negated if lower is better
-    seconds: dict[str, float] = field(default_factory=dict)  # training time per stage
+    seconds: dict[str, float] = field(default_factory=dict)  # training time per stage, in seconds
     recipe: dict = field(default_factory=dict)  # recipe options; see run/recipe_changes.py
     files: Fingerprints = field(default_factory=Fingerprints)
     # {log file: number of lines so far}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(kw_only=True)
-    # {log file: its line for the last step}; a resumed run adds the line if an error prevented writing it
-    # completions.jsonl is removed once its lines are written
+    # {log file: its line for the last step}; a resumed run adds the line if an error prevented writing it;
+    # completions.jsonl is left out once its lines are written
     last_lines: dict[str, dict] = field(default_factory=dict)
     optimizer: list[dict] = field(default_factory=list)  # non-default numbers in every parameter group
     logs: dict[str, str] = field(default_factory=dict)  # state of callbacks; see Callback.state_dict

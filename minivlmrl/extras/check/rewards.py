@@ -52,7 +52,7 @@ class Trial:
     weights: Tensor  # (K,), K reward functions
     rows: Sequence[Row]
     processor: Processor
-    max_new_tokens: int = 64  # longest text, in tokens
+    max_new_tokens: int = 64  # length of the longest text to score, in tokens
 
     def score_texts(self, texts: Iterable[str]) -> Tensor:
         """Return rewards, (rows, K), for one completion text per row."""
@@ -100,7 +100,7 @@ def check_demonstrations(trial: Trial) -> Iterator[str]:
         values = alone.score_texts(texts)
         mean = values.nanmean().item()
         highest = max(values.nan_to_num(0.0).max().item(), alone.score_answers(alone.right_answers()).nanmean().item())
-        if mean < 0.2 * highest:  # compared with the highest reward, because scales vary
+        if mean < 0.2 * highest:  # compare with the highest reward, because reward scales vary
             advice = "Check whether the labels are shuffled, or whether the reward expects a different format."
             if reward.name != "format" and processor.answer_format == "tags" and not has_tags:
                 advice = "Set data.answer_format: whole, or write the answers as <answer>...</answer>."
@@ -415,7 +415,7 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
         number = str(solution)
         choices = CHOICE.findall(text_of(row.messages[-1]))
         forms = [letter for letter, text in choices if normalize(text) == normalize(number)]
-        if not forms and number.isdecimal() and int(number) < len(choices):  # zero-based index, as in AI2D
+        if not forms and number.isdecimal() and int(number) < len(choices):  # zero-based choice index, as in AI2D
             forms = [choices[int(number)][0]]
         if marked := MARKED.fullmatch(number):
             forms.append(marked[marked.lastindex or 0].replace(",", ""))

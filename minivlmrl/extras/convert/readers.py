@@ -126,7 +126,7 @@ def read_conversations(row: Columns) -> Columns | None:
         return row.put(prompt=turns, **read_pair(row))
     if len(answers) == 1 or str(answers[0] or "").strip():
         row.setdefault("solution", answers[0])
-    if len(answers) == 1 and not str(answers[0]).strip():  # empty if the image does not show the object
+    if len(answers) == 1 and not str(answers[0]).strip():  # the answer is empty if the object is not in the image
         return row.put(prompt=turns[:-1], solution=row["solution"] or "")
     return split_pair(row, turns)
 
@@ -140,7 +140,7 @@ def read_messages(row: Columns) -> Columns | None:
     turns = read_turns(row.pop("messages"), "messages", row.dropped)
     answer = next((turn["content"] for turn in turns if turn["role"] == "assistant"), None)
     is_right = turns[-1]["role"] == "assistant" and "label" not in row  # with a KTO label, the answer may be wrong
-    if isinstance(answer, str) and answer.strip() and is_right:  # a tool call may have an empty content
+    if isinstance(answer, str) and answer.strip() and is_right:  # a turn with a tool call may have empty content
         row.setdefault("solution", answer)
     return split_pair(row, turns)
 

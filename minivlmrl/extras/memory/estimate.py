@@ -51,7 +51,7 @@ from minivlmrl.trainers.registry import find_trainer
 RESERVE = 3 * GB  # CUDA context, NCCL buffers, fragmentation
 # bytes per logit while sampling: logit and probability in float32, three int64 values
 DRAW_BYTES = 32
-TYPICAL_ROWS = (RowSize(),)  # default if row sizes are unknown
+TYPICAL_ROWS = (RowSize(),)  # assumed rows if the sizes are unknown
 
 
 @dataclass(frozen=True)
@@ -479,7 +479,7 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
         items["critic"] = bytes_of([*models.parameters(), *models.buffers()]) - weights
     if question.has_reference:
         items["reference"] = reference_bytes(question)
-    if not question.trainer.trains_policy:  # with adapters, policy and trained model share base weights
+    if not question.trainer.trains_policy:  # with adapters, policy and reward model share base weights
         items["policy"] = adapters or weights
     if question.trainer.samples_completions and "reward_model" in config.rewards:
         path = config.reward_model.path

@@ -23,8 +23,8 @@ class Card(NamedTuple):
     """GPU data sheet."""
 
     flops: float  # FLOPs per second, for dense bfloat16 matrix products
-    bandwidth: float  # bytes per second
-    memory: float  # memory, in bytes
+    bandwidth: float  # memory bandwidth, in bytes per second
+    memory: float  # memory size, in bytes
     before_ampere: bool = False  # compute capability below 8.0
 
 
@@ -75,7 +75,7 @@ CARDS = {
     "V100 32GB": Card(1.57e13, 9.0e11, 32e9, before_ampere=True),
     "V100": Card(1.57e13, 9.0e11, 16e9, before_ampere=True),
 }
-VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # words in names of different cards
+VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # words that distinguish names of cards
 
 
 def find_card(name: str) -> Card | None:
