@@ -64,18 +64,15 @@ def generate(
 
     Args:
         sample_token: from make_token_sampler.
-        decode: decode step, by default Decode().
         device: compute device, by default lm_head's; required for offloaded weights.
     """
     decode = decode or Decode()
     device = device or model.lm_head.weight.device
-    # (R,) prompt index of each row
     prompt_index = torch.arange(len(prompts)).repeat_interleave(num_generations)
     batch = pack(prompts, [[] for _ in prompts], model.config, device)
     logits, attention = prefill(model, batch, prompt_index, max_new_tokens, decode)
     del batch  # free the image patches
     unfinished = torch.ones_like(attention.rows, dtype=torch.bool)
-    # (rows, ids, logps, whether finished) per decode step
     steps = []
     for step in range(1, max_new_tokens + 1):
         counts = (attention.newest + 1).clamp(max=max_new_tokens - 1)

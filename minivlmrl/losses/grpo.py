@@ -60,7 +60,7 @@ def grpo_loss(
     Args:
         per_token_logps: (B, T) float, policy log-probabilities in nats, with gradient.
         advantages: (B,) or per token (B, T).
-        mask: (B, T), 1 for tokens to train on. A completion with mask 0 everywhere still counts as a completion.
+        mask: (B, T), 1 for tokens to train on. A completion with only zeros still counts as a completion.
         loss_type: key in TERMS and AVERAGES.
         importance_sampling_level: key in RATIOS; "sequence" is GSPO.
         epsilon_low, epsilon_high: clip the ratio to [1 - epsilon_low, 1 + epsilon_high].

@@ -84,12 +84,12 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Return how many elements of a head get rotary embeddings."""
+        """Return how many elements per head get rotary embeddings."""
         return self.head_dim
 
     @property
     def mrope_axes(self) -> tuple[int, ...]:
-        """Return the position axis of each rotary frequency: 0 time, 1 height, 2 width.
+        """Return the position axis per rotary frequency: 0 time, 1 height, 2 width.
 
         Example: mrope_section (2, 1, 1) gives (0, 0, 1, 2), or (0, 1, 2, 0) if mrope_interleaved.
         """

@@ -24,7 +24,7 @@ class VisionLanguageModel(nn.Module):
 
     sharding: Any = None  # Sharding from distributed/fsdp.py, None = all weights on all ranks
     folder: Path | None = None  # folder from which the weights were loaded
-    save_dtype: torch.dtype | None = None  # dtype of weights in checkpoints, None = current dtype
+    save_dtype: torch.dtype | None = None  # checkpoint dtype, None = current dtype
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class VisionLanguageModel(nn.Module):
         x = gather_rows(self.model.embed_tokens.weight, batch.input_ids)  # (N, hidden_size)
         deep = []
         if len(batch.image_grid_thw):
-            vision_embeds = batch.vision_embeds  # vision tower output, cached if the tower is frozen
+            vision_embeds = batch.vision_embeds
             if vision_embeds is None:
                 vision_embeds = self.visual(batch.pixel_values, batch.image_grid_thw)
             x, deep = place_images(x, vision_embeds, batch.vision_index)

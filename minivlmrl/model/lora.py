@@ -268,7 +268,7 @@ def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
 
 
 def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
-    """Return names of the linear layers that an entry of adapter.target selects."""
+    """Return names of linear layers that match one adapter.target entry."""
     layers = model.named_modules()
     linear_names = [n for n, x in layers if isinstance(x, nn.Linear) and n != "lm_head"]
     kinds = family_of(model).adapter_targets

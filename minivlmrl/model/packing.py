@@ -73,7 +73,7 @@ def pack(
     Args:
         prompts: B prompts.
         completions: completions per prompt, possibly none.
-        device: device of all tensors except image_grid_thw.
+        device: device for all tensors except image_grid_thw.
         rows: row index per completion; see PackedLayout.
     """
     all_completions = list(chain(*completions))

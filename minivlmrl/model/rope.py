@@ -18,8 +18,8 @@ def get_rope_index(
 ) -> Tensor:
     """Compute M-RoPE positions (time, height, width) for prompt tokens.
 
-    For text tokens, all three positions are equal, and rise by 1 per token. All tokens of an image have the same time
-    position; their height and width positions are row and column in the merged grid. In videos, time positions are
+    Text tokens have three equal positions, which rise by 1 per token. All tokens in an image have the same time
+    position; height and width positions are row and column in the merged grid. In videos, time positions are
     proportional to seconds. Text after an image or video continues at the largest position plus 1.
 
     Example: 2 text tokens, an image with 2 x 3 merged tokens, 1 text token:

@@ -144,7 +144,6 @@ def score_boxes(
 
     Args:
         measure: (predicted objects, true objects) -> reward.
-        log_extra: logs reasons for rewards below 1.
         read: (text, image size) -> objects, to parse solutions and answers.
         requirement: end of the error message for invalid solutions.
     """

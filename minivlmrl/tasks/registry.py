@@ -7,18 +7,18 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.errors import error_context, require
 
-# number of rows in a generated dataset, so large that training never repeats a row
+# rows per generated dataset, so many that training never repeats a row
 FRESH_ROWS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task with generated datasets, a tokenizer and the accuracy of guessing."""
+    """A task: generated datasets, tokenizer and chance accuracy."""
 
-    # (recipe section `data`, seed) -> training rows by type (keys as in NEEDS in run/datasets.py), and held-out rows,
-    # the same for all seeds. Other parameters become task options, such as pairs in "shapes(pairs=8)".
+    # (recipe section `data`, seed) -> {key in NEEDS in run/datasets.py: training rows}, held-out rows (same for all
+    # seeds); other parameters become task options, such as pairs in "shapes(pairs=8)"
     datasets: Callable[..., tuple[dict[str, Dataset], Dataset]]
-    tokenizer: Callable[[], Tokenizer]  # function that trains a small tokenizer on all text in the task
+    tokenizer: Callable[[], Tokenizer]  # trains a small tokenizer on all text in the task
     chance: float  # accuracy of guessing without the image
 
 

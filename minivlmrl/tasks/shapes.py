@@ -3,7 +3,7 @@
 Each prompt has one image, and the answer is one of 12 classes (6 colors x 2 shapes):
 <think>I see green</think><answer>green square</answer>
 
-Half the demonstrations have a random label, so accuracy is low after SFT, and GRPO can improve the accuracy.
+Half the demonstrations have a random label, so accuracy is low after SFT, and GRPO can improve it.
 """
 
 import random
@@ -38,9 +38,9 @@ OBJECT_SIZES = (32, 52)  # smallest and largest object width in pixels
 
 @dataclass
 class Shapes(Sequence[Row]):
-    """Dataset that draws the image of a row on access, from the seed and the row index.
+    """Dataset that draws images on access, from seed and row index.
 
-    Columns `solution` and `chosen` are always correct, while `rejected` is from make_rejected.
+    Columns `solution` and `chosen` are always correct; make_rejected makes `rejected`.
     """
 
     size: int  # number of rows
@@ -48,7 +48,7 @@ class Shapes(Sequence[Row]):
     wrong_labels: float = 0.0  # fraction of demonstrations with a random label
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
-    tags: bool = True  # whether demonstrations have <think> and <answer> tags, or only the label
+    tags: bool = True  # whether demonstrations have <think> and <answer> tags
 
     def __len__(self) -> int:
         return self.size
@@ -121,7 +121,6 @@ def datasets(
     """Build training rows for all stages, and held-out rows.
 
     Args:
-        data: recipe section `data`.
         demonstrations: number of SFT rows.
         wrong_demonstrations: fraction of SFT rows with a random label.
         pairs: number of DPO and reward model rows.

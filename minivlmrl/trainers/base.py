@@ -33,11 +33,11 @@ class MicroBatch:
 
     group: GroupBatch
     loss_mask: Tensor  # (R, T) float32: 1 for completion tokens to train on
-    normalizer: LossNormalizer  # loss denominators for the optimizer step
+    normalizer: LossNormalizer
     ref_per_token_logps: Tensor | None = None  # (R, T) reference log-probabilities, in nats
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
-        """Return {metric: number of tokens}, the weights for averaging metrics over micro-batches."""
+        """Return {metric: token count}, weights for averaging metrics over micro-batches."""
         return dict.fromkeys(names, float(self.loss_mask.sum()))
 
     def mean(self, per_token: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Rollout:
 
     @property
     def rewards(self) -> Tensor:
-        """Return rewards of all samples, (n, K)."""
+        """Return rewards for all samples: (n, K)."""
         return torch.stack([sample.rewards for sample in self.samples])
 
 
@@ -116,7 +116,7 @@ class Step:
 
     micro_batches: Sequence[MicroBatch]
     metrics: dict[str, float] = field(default_factory=dict)  # {metric: value}, identical on all ranks
-    ends_rollout: bool = True  # True for the last step on a rollout, when a checkpoint can be saved
+    ends_rollout: bool = True  # whether this is the last step on a rollout, when a checkpoint can be saved
     rollout: Rollout | None = None
     groups: Sequence[list[Sample]] = ()  # groups sampled on this rank; other ranks may train on them
 
@@ -132,7 +132,7 @@ class Trainer:
         steps_done: optimizer steps before a resume.
     """
 
-    stage: str  # name of the stage and its recipe section
+    stage: str  # stage name and recipe section
     config_type = TrainingOptions  # dataclass with the stage's options
     needs = "prompts"  # key in NEEDS in run/datasets.py
     answers: tuple[str, ...] = ()  # Row fields with answers to train on; empty if the stage samples completions
@@ -208,7 +208,7 @@ class Trainer:
         return checked_loss(f"the method loss of the stage {self.stage}", self.loss(batch))
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return {name: module} for the modules whose weights a checkpoint contains."""
+        """Return {name: module} for all modules in a checkpoint."""
         modules: dict[str, nn.Module] = {"policy": self.policy}
         if self.reference is not None:
             modules["reference"] = self.reference.model

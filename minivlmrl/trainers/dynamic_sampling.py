@@ -16,12 +16,11 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 def sample_until_groups_differ(
     trainer: RolloutTrainer, rows: Sequence[Row], compared_rewards: Callable[[Rollout], Tensor], max_num_batches: int
 ) -> tuple[Rollout, int]:
-    """Sample until enough groups have rewards that differ, and build a rollout from these groups.
+    """Sample until enough groups have rewards that differ, and build a rollout from those groups.
 
     If too few groups differ after max_num_batches batches, groups with equal rewards fill the rollout.
 
     Args:
-        rows: first batch of rows.
         compared_rewards: rollout -> rewards (n, K); a group is kept if its values differ in at least one column.
     Returns:
         rollout, and number of sampled batches
@@ -45,7 +44,7 @@ def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = list(zip(map(SerializedGroup.from_samples, rollout.groups), differs.tolist(), strict=True))
     groups = chain(*trainer.world.gather_objects(local))
-    # the last number in a group's key, such as 17 in "0/grpo/3/17", is its place in the sampling order
+    # sampling order: the last number in a group's key, such as 17 in "0/grpo/3/17"
     return sorted(groups, key=lambda pair: int(pair[0].key.rpartition("/")[2]))
 
 
@@ -53,7 +52,7 @@ def choose_groups(trainer: RolloutTrainer, groups: list[tuple[SerializedGroup, b
     """Build a rollout from `count` groups, preferably with rewards that differ."""
     chosen = [group for group, _ in sorted(groups, key=lambda pair: not pair[1])[:count]]
     per_step = count // trainer.options.steps_per_rollout
-    local = []  # this rank's groups, in order of optimizer steps
+    local = []  # this rank's groups, in optimizer-step order
     for start in range(0, count, per_step):
         local += trainer.world.share(chosen[start : start + per_step])
     G = trainer.options.num_generations

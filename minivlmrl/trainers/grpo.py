@@ -50,7 +50,7 @@ class GRPOTrainer(RolloutTrainer):
     stage = "grpo"
     config_type = GRPOOptions
     options: GRPOOptions
-    num_gen_batches = 1  # number of batches that dynamic sampling sampled for the current rollout
+    num_gen_batches = 1  # batches that dynamic sampling needed for the current rollout
 
     @classmethod
     def check(cls, config: RunConfig):
@@ -242,7 +242,7 @@ class GRPOTrainer(RolloutTrainer):
     def over_step(self, metrics: dict[str, Tensor], batch: GRPOBatch) -> dict[str, Tensor]:
         """Scale clip ratios so that they can be summed over micro-batches in a step, as in TRL.
 
-        The denominator is the number of tokens in the step, or of completions for GSPO and RLOO. kept_samples may drop
+        The denominator is the token count in the step (GSPO and RLOO: completion count). kept_samples may drop
         completions with advantage 0, which are never clipped.
         """
         share = batch.loss_mask.sum().double() / batch.normalizer.tokens  # float64: sums over batches must be exact
@@ -251,7 +251,7 @@ class GRPOTrainer(RolloutTrainer):
         return {name: value * share if name in CLIP_RATIOS else value for name, value in metrics.items()}
 
     def kept_tokens(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
-        """Return a mask (completions, tokens), 1 for all completion tokens or only for tokens with high entropy."""
+        """Return a mask (completions, tokens), 1 for all tokens to train on, or only those with high entropy."""
         return kept_tokens(entropies, batch.loss_mask, self.options.top_entropy_quantile, batch.entropy_threshold)
 
     def mean_entropy(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class OfflineTrainer(Trainer):
         return self.batch_type(group, mask, batch_normalizer(mask), ref_logps)
 
     def rows_with_answers(self, rows: Dataset) -> list[int]:
-        """Return indices of rows with all answers that the stage needs, such as `chosen` and `rejected`."""
+        """Return indices of rows with all required answers, such as `chosen` and `rejected`."""
         local = []
         for index in range(self.world.rank, len(rows), self.world.size):
             row = rows[index]
@@ -81,7 +81,7 @@ class OfflineTrainer(Trainer):
         return sorted(chain(*self.world.gather_objects(local)))
 
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
-        """Select this rank's share of the rows that have all answers.
+        """Select this rank's share of rows_with_answers.
 
         A rank with fewer rows repeats a row of another rank, because all ranks must run a sharded model equally often.
 
@@ -125,5 +125,5 @@ class PairTrainer(OfflineTrainer):
 
 
 def split(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
-    """Split a list into parts of `size` items; the last part may be shorter."""
+    """Split a list into parts with `size` items; the last part may be shorter."""
     return [items[start : start + size] for start in range(0, len(items), size)]

@@ -1,4 +1,4 @@
-"""Measure the seconds that phases of an optimizer step take, such as sampling."""
+"""Time phases within an optimizer step, such as sampling."""
 
 import time
 from itertools import pairwise
@@ -14,7 +14,7 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device):
         self.is_gpu = device.type == "cuda"
-        self.marks = []  # (phase, start time) since the last call of `take`
+        self.marks = []  # (phase, start time) since the last call to `take`
 
     def start(self, phase: str):
         if self.is_gpu:
@@ -25,7 +25,7 @@ class PhaseTimer:
         self.marks.append((phase, begin))
 
     def take(self) -> dict[str, float]:
-        """Return {phase: seconds} since the last call of `take`, after waiting for the GPU."""
+        """Return {phase: seconds} since the last call to `take`, after waiting for the GPU."""
         self.start("end")
         if self.is_gpu:
             self.marks[-1][1].synchronize()

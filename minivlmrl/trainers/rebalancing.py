@@ -15,7 +15,7 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Completion
 from minivlmrl.trainers.base import Rollout, Sample
 
-# move a group to another rank only if this saves 5 % of the mean number of tokens per rank
+# move a group to another rank only if this saves 5 % of the mean tokens per rank
 WORTH_MOVING = 0.05
 
 

@@ -21,7 +21,6 @@ def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict
     Args:
         rewards: (n, K) on all ranks, NaN where a reward function returned None.
         total: (n,) weighted reward sums.
-        names: K reward names.
     """
     if rewards.isnan().all():
         raise UserError(
