@@ -62,7 +62,7 @@ def in_form(columns: dict[str, list], form: Collection[str]) -> dict[str, list]:
 class RewardLog:
     """Provides the reward arguments `trainer_state` and `log_metric`, as in TRL."""
 
-    def __init__(self, global_step: int = 1, max_steps: int = 1):  # by default, the end of training
+    def __init__(self, global_step: int = 1, max_steps: int = 1):  # defaults: end of training
         self.trainer_state = SimpleNamespace(global_step=global_step, max_steps=max_steps)
         self.metrics: dict[str, list[float]] = {}  # {metric: this rank's values in the current rollout}
 
@@ -134,7 +134,7 @@ class Reward:
             "log_metric": log.log_metric,
             "log_extra": partial(log_extra, self.name, extras),
         }
-        for name in callbacks.keys() & columns.keys():  # set if the caller is a user's reward function
+        for name in callbacks.keys() & columns.keys():  # from a user's reward function that calls this reward
             callbacks[name] = columns.pop(name)
         columns["completions"] = completions
         columns = {name: list(compress(values, is_scored)) for name, values in columns.items()}

@@ -129,7 +129,7 @@ class Trainer:
 
     Args:
         config: recipe, with a section named after the stage.
-        steps_done: optimizer steps before a resume.
+        steps_done: optimizer steps done before a resume.
     """
 
     stage: str  # stage name and recipe section

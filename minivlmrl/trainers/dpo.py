@@ -22,7 +22,7 @@ LOSS_OPTIONS = (
 
 
 class DPOTrainer(PairTrainer):
-    """DPO on pairs of a chosen and a rejected answer."""
+    """Trainer for DPO on pairs of a chosen and a rejected answer."""
 
     stage = "dpo"
     config_type = DPOOptions

@@ -31,7 +31,7 @@ MATCHING_FIELDS = [
 class Reference:
     """Reference model without gradients: a copy of the policy, or a model from a folder.
 
-    A copy shares frozen parameters with the policy (without FSDP), like TRL's create_reference_model with
+    Without FSDP, a copy shares frozen parameters with the policy, like TRL's create_reference_model with
     num_shared_layers.
     """
 

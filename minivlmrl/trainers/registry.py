@@ -37,7 +37,7 @@ def find_trainer(stage: str, config) -> type[Trainer]:
 
 
 def find_trainers(config) -> dict[str, type[Trainer]]:
-    """Let trainers check the recipe, and return {stage: trainer}."""
+    """Let trainers check the recipe, and return {stage: trainer class}."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
     check_dtypes(config)
     for trainer in trainers.values():

@@ -14,7 +14,7 @@ from minivlmrl.trainers.offline import OfflineTrainer
 
 
 class SFTTrainer(OfflineTrainer):
-    """SFT on one demonstration per prompt; in conversations, only assistant turns are trained on."""
+    """Trainer for SFT on one demonstration per prompt; in conversations, only assistant turns are trained on."""
 
     stage = "sft"
     config_type = SFTOptions
