@@ -60,6 +60,15 @@ def test_equals_transformers(tmp_path, kind, transformers):
         assert theirs.decode(TINY.encode(text), clean_up_tokenization_spaces=False) == TINY.decode(TINY.encode(text))
 
 
+def test_texts_are_divided_as_by_qwen(transformers):
+    """Normalization, words and bytes are those of Qwen's class, so equal merges give equal ids."""
+    theirs = transformers.Qwen2Tokenizer(vocab={}, merges=[])
+    ours, expected = (json.loads(backend.to_str()) for backend in (TINY.backend, theirs.backend_tokenizer))
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        assert ours[name] == expected[name], name
+    assert TINY.decode([len(TINY), *TINY.encode("red"), len(TINY) + 9]) == "red"  # embeddings without a token
+
+
 def test_vocabulary_and_merges_without_tokenizer_json_are_refused(tmp_path):
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json: the file does not exist\. .*vocab.*save_pretrained"):
