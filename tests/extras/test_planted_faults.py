@@ -107,17 +107,11 @@ FAULTS = {
     "the prompt spells the answer as a file": Fault(
         change=lambda i, row: {"problem": f"What does {row['solution'].replace(' ', '_').upper()}.png show?"},
         check=("8 of 8 questions contain their solution", "Remove the solution from the prompt")),
-    "empty solutions": Fault(
-        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": row["solution"] if i % 2 else ""},
-        check=("4 of 8 rows of grpo have an empty solution, which reward accuracy", "write a solution")),
     # faults of demonstrations
     "demonstrations without an end token": Fault(
         ["--stages=[sft, grpo]", "--sampling.stop_token_ids=[1]"],
         check=("completion ends with the token id", "Add this id to sampling.stop_token_ids")),
     # faults of the recipe
-    "a small learning rate in bfloat16": Fault(
-        ["--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"],
-        check=("updates of weights over 0.0005 are lost", "use model.dtype=float32")),
     "weights of rewards that cancel": Fault(
         ["--rewards={accuracy: 1, format: -1}"],
         check=("Correct answers do not score higher", "Check the weights of the rewards")),

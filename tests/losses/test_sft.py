@@ -24,12 +24,6 @@ def test_the_loss_of_a_single_token_is_divided_by_one(normalizer):
     assert sft_loss(logps, mask, loss_type="dft", normalizer=normalizer).item() == near(0.5 * log(2))
 
 
-def test_docstring_examples_of_sft():
-    logps, mask = torch.full((2, 3), -2.0), tensor([1.0, 0, 0], [1, 1, 1])
-    assert sft_loss(logps, mask).item() == 2.0
-    assert sft_loss(logps, mask, loss_type="dft").item() == pytest.approx(0.271, abs=5e-4)
-
-
 def test_the_weights_of_dft_have_no_gradient():
     logps = tensor([log(0.5), log(0.25)]).requires_grad_()
     loss = sft_loss(logps, torch.ones(1, 2), loss_type="dft")

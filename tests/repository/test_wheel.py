@@ -177,10 +177,7 @@ def test_the_wheel_passes_the_checks_of_an_index(wheel):
     assert about.description_content_type == "text/markdown" and about.license_expression == "MIT"
     assert {name.partition("/")[0] for name in names} == {"minivlmrl", f"minivlmrl-{about.version}.dist-info"}
     assert f"minivlmrl-{about.version}.dist-info/licenses/LICENSE" in names
-    assert str(about.version) == minivlmrl.__version__ and about.author == "The minivlmrl authors"
-    assert [*about.project_urls] == ["Source", "Documentation", "Changelog", "Issues"]
-    versions = [name.rpartition(" ")[2] for name in about.classifiers if "Python :: 3." in name]
-    assert versions == ["3.11", "3.12", "3.13", "3.14"]
+    assert str(about.version) == minivlmrl.__version__
 
 
 @pytest.mark.slow
