@@ -132,12 +132,6 @@ def test_only_a_few_options_take_an_infinite_number_and_none_takes_nan(path, hin
             read_value(hint, example(hint, number), path, json=False)
 
 
-def test_the_list_of_float_options_is_complete():
-    names = {path for path, _ in FLOATS}
-    assert names > {*INFINITE, "dpo.loss_weights", "sampling.temperature", "dpo.beta", "rewards"}
-    assert "grpo.rollout_correction_bounds" in names
-
-
 @pytest.mark.parametrize("text", ["{problem}", "{problem} Think.", "[a", "3", "yes", "'{problem}'", "null", "a: b"])
 def test_a_field_of_text_takes_the_command_line_as_it_is(recipe, text):
     """A text on the command line is parsed as YAML only if the text is null or in quotes."""

@@ -1,17 +1,13 @@
 """Test the notes about options that have no effect in a recipe, and the errors about options that contradict."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-from minivlmrl.config.import_utils import recipes_folder
 from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig
-from minivlmrl.extras.check import effects
 from minivlmrl.extras.check.effects import options_without_effect
 from minivlmrl.trainers.registry import find_trainer, find_trainers
-from tests.helpers.stages import STAGES
 
 TWICE = {"grpo.num_iterations": 2}
 OWN_LOSS = {"grpo.loss_type": "tests.helpers.by_hand:reinforce"}
@@ -146,19 +142,6 @@ def test_an_option_without_effect_is_a_note(empty, name, value, without, with_it
         assert name not in notes_of(load_config(empty, recipe(others | {name: value})))
 
 
-def test_cases_cover_every_rule(empty):
-    unused = {(options, reason): condition for options, reason, condition in effects.RULES}
-    assert len(unused) == len(effects.RULES) > 30
-    for name, value, without, _ in CASES:
-        for others in without:
-            run = load_config(empty, recipe(others | {name: value}))
-            for options, reason in list(unused):
-                if name in options.split() and unused[options, reason](run):
-                    del unused[options, reason]
-    left = {options for options, _ in unused}
-    assert left <= {f"{stage}.min_lr_ratio" for stage in STAGES}  # a rule that is the same for all stages
-
-
 @pytest.mark.parametrize(("options", "message"), [
     ({"adapter.path": "folder"}, r"adapter\.path is .*folder, but r is 0, so the model would be trained without the"),
     ({"data.eval_file": "rows.jsonl"}, r"data\.eval_file is .*rows\.jsonl, but evaluations would use the rows"),
@@ -177,13 +160,6 @@ def test_options_of_unused_stages_have_one_note(empty):
     assert notes_of(config) == {"grpo.min_lr_ratio": message, "grpo.kl_estimator": message}
     assert notes_of(load_config(empty, ["--grpo.kl_estimator=k3", "--adapter.alpha=32", "--data.eval_rows=256"])) == {}
     assert notes_of(RunConfig()) == {}
-
-
-@pytest.mark.parametrize("path", sorted(recipes_folder().glob("*.yaml")), ids=lambda path: path.name)
-def test_every_recipe_loads_and_has_no_option_without_effect(path):
-    config = load_config(path)
-    assert config != RunConfig() and (config.model.config is None or Path(config.model.config).is_file())
-    assert notes_of(config) == {}
 
 
 def test_a_run_prints_one_line_for_each_reason(run, plain, capsys):
