@@ -3,7 +3,6 @@
 import copy
 import math
 import re
-import shutil
 from argparse import Namespace
 from functools import cache, partial
 
@@ -20,7 +19,6 @@ from tests.minimal.pairs import write_folder
 
 FOLDER = ROOT / "docs" / "papers"
 PAGES = sorted(page.stem for page in FOLDER.glob("*.md") if page.stem != "README")
-MOST_LINES = {"ppo": 40}  # changed lines of a page; others have at most 25
 TOLERANCE = 1e-12
 G = 4  # completions of a prompt
 BETA = 0.3
@@ -42,12 +40,6 @@ def patched(*pages: str):
     return papers.load_patched(list(pages))
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_has_one_short_diff(page):
-    assert changed_lines(page) <= MOST_LINES.get(page, 25)
-    assert patched(page).QwenVL
-
-
 def test_the_table_names_each_page_with_its_changed_lines():
     text = (FOLDER / "README.md").read_text()
     rows = re.findall(r"^\| \[.+?\]\((\w+)\.md\) \| (\d+) \|", text, re.MULTILINE)
@@ -57,26 +49,6 @@ def test_the_table_names_each_page_with_its_changed_lines():
 def test_pages_and_pictures_show_what_was_measured():
     for name, text in papers.written(papers.read(papers.CURVES), papers.read(papers.BLIND)).items():
         assert (FOLDER / name).read_text() == text, f"run python benchmarks/papers.py --draw: {name}"
-
-
-def test_the_table_has_the_mean_and_the_range_over_seeds(tmp_path):
-    curves = {"grpo": {"0": [0.1, 0.2], "3": [0.2, 0.4]}, "rloo": {"3": [0.2, 0.9], "0": [0.1, 0.5], "7": [1.0, 1.0]}}
-    curves["ppo"] = {"0": [0.1, 0.3]}  # lacks a seed
-    blind = {"grpo": {"0": 0.1}, "rloo": {"3": 0.3, "0": 0.1}}
-    texts = papers.written(curves, blind)
-    assert texts["rloo.md"].endswith(
-        "\n```\n\n[![Accuracy over 60 steps: RLOO and GRPO](rloo.svg)](README.md#pages-and-results)\n"
-    )
-    assert "| GRPO |  |  | 0.30 (0.20 to 0.40) | 0.10 |\n" in texts["README.md"]
-    assert "| [RLOO](rloo.md) | 15 | GRPO | 0.70 (0.50 to 0.90) | 0.20 (0.10 to 0.30) |\n" in texts["README.md"]
-    assert "| [PPO](ppo.md) | 36 | GRPO |  |  |\n" in texts["README.md"]
-    assert texts["rloo.svg"].count("<path") == 2 and "gspo.svg" not in texts
-    shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
-    for name, text in texts.items():  # written twice, the files are the same
-        (tmp_path / name).write_text(text)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(papers, "FOLDER", tmp_path)
-        assert papers.written(curves, blind) == texts
 
 
 # ---- a step of given completions, rewards and log-probabilities, in place of a model
@@ -243,9 +215,9 @@ def test_papo_is_grpo_with_a_kl_to_the_blind_answers(float64, seed):
     assert difference(step.run(patched("papo")), (loss + term, gradient + slope)) < TOLERANCE
 
 
-def test_papo_blackens_three_of_five_patches(folder):
+def test_papo_blackens_three_of_five_patches(tiny):
     module = patched("papo")
-    model = module.load(folder)
+    model = module.load(tiny)
     prompt = module.make_prompt(model, {"images": [PIL.Image.new("RGB", (560, 560), "red")], "problem": "?"})
     [(patches, h, w)] = module.blacken(prompt).images
     black = module.patchify(PIL.Image.new("RGB", (14, 14)), 7, 2, 196, 196)[0][0]
@@ -347,32 +319,20 @@ def test_ppo_equals_the_package(float64, seed):
         assert difference(step.run(patched("ppo"), wanted=part), theirs) < TOLERANCE
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    patched().make_folder(folder)
-    return folder
-
-
-def teacher(module, folder):
-    """Write a model with other weights beside a folder."""
-    model = module.load(folder)
-    model.lm_head.weight.data.mul_(2)
-    module.save(model, folder / "teacher")
-    return folder / "teacher"
-
-
 @pytest.mark.parametrize("page", PAGES)
-def test_the_built_in_task_trains_with_each_page(folder, page, capsys):
+def test_the_built_in_task_trains_with_each_page(tiny, tmp_path, page, capsys):
     module = patched(*papers.pages_of(page)) if page in papers.COMPARED else patched(page)
-    model = module.load(folder)
+    model = module.load(tiny)
     before = copy.deepcopy(model)
     options = Namespace(
         max_steps=2, prompts_per_step=2, learning_rate=1e-3, warmup_steps=1, beta=0.1, num_generations=2,
         max_new_tokens=4,
     )  # fmt: skip
     if page == "opd":
-        module.TEACHER = teacher(module, folder)
+        module.TEACHER = tmp_path / "teacher"
+        model.lm_head.weight.data.mul_(2)  # the teacher has other weights
+        module.save(model, module.TEACHER)
+        model = module.load(tiny)
     stage = module.dpo if page in ("mpo", "kto", "reference_sums") else module.grpo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "reward", lambda text, solution: float(len(text)))

@@ -24,14 +24,6 @@ from tests.minimal.pairs import main
 GRPO, SFT, DPO = ["solution"], ["completion"], ["chosen", "rejected"]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """Return the folder of the random model of the built-in task."""
-    folder = tmp_path_factory.mktemp("tiny")
-    minimal.make_folder(folder)
-    return folder
-
-
 # ---- rows
 
 ROW = {"image": "a.png", "problem": "How many?", "solution": "2", "completion": "2", "chosen": "2", "rejected": "3"}
@@ -56,10 +48,8 @@ def read(tmp_path, row, answers=GRPO):
     ({"min_pixels": 784}, DPO, "minimal.py does not read 'min_pixels'"),
     ({"messages": TURNS}, SFT, "minimal.py does not read 'messages'"),
     ({"images": ["a.png"]}, GRPO, "but it needs either 'image' or 'images'"),
-    ({"image": ["a.png"]}, GRPO, "os.PathLike object"),
     ({"image": {"path": "a.png"}}, GRPO, "os.PathLike object"),
     ({"image": None, "images": "a.png"}, GRPO, "No such file"),
-    ({"image": None, "images": [{"path": "a.png"}]}, GRPO, "os.PathLike object"),
     ({"image": "data:image/png;base64," + 9000 * "A"}, GRPO, "File name too long"),
     ({"image": "."}, SFT, "Is a directory"),
     ({"image": "no.png"}, GRPO, "no.png"),
@@ -73,19 +63,13 @@ def read(tmp_path, row, answers=GRPO):
     ({"image": "rows.jsonl"}, SFT, "cannot identify image file"),
     ({"image": "deep.png"}, DPO, "deep.png: save the image with 8 bits per color"),
     ({"problem": 5}, GRPO, "'problem' must be a non-empty text in {'image': 'a.png', 'problem': 5"),
-    ({"problem": TURNS}, GRPO, "'problem' must be a non-empty text in {'image'"),
     ({"completion": TURNS}, SFT, "'completion' must be a non-empty text in {'image'"),
-    ({"chosen": TURNS}, DPO, "'chosen' must be a non-empty text in {'image'"),
     ({"completion": ""}, SFT, "'completion' must be a non-empty text in {'image'"),
     ({"rejected": " "}, DPO, "'rejected' must be a non-empty text in {'image'"),
     ({"solution": ""}, GRPO, "'solution' must be a non-empty text in {'image'"),
     ({"solution": "."}, GRPO, "no answer can equal the 'solution' '.'"),
-    ({"solution": []}, GRPO, "'solution' must be a non-empty text in {'image'"),
     ({"solution": None}, GRPO, "'solution' must be a non-empty text in {'image'"),
     ({"solution": [1, 2]}, GRPO, "'solution' must be a non-empty text in {'image'"),
-    ({"solution": ["2"]}, GRPO, "'solution' must be a non-empty text in {'image'"),
-    ({"solution": ["a", "b"]}, GRPO, "'solution' must be a non-empty text in {'image'"),
-    ({"solution": {"x": 1}}, GRPO, "'solution' must be a non-empty text in {'image'"),
     ("[1, 2]", GRPO, "a row is an object {...}, but this is [1, 2]"),
     ("{'image': 'a.png'}", GRPO, "Expecting property name"),
     (b"{'problem': 'caf\xe9'}", GRPO, "'utf-8' codec can't decode"),
@@ -471,11 +455,6 @@ def test_equal_rewards_have_advantages_of_exactly_0(count):
     """The rounded mean of equal rewards can differ from them, and AdamW would train on the difference."""
     rewards = torch.tensor([[value] * count for value in (0.1, 0.3, 0.7, 1.1)]).flatten()
     assert minimal.group_advantages(rewards, count).tolist() == [0.0] * len(rewards)
-
-
-def test_groups_have_their_own_means():
-    advantages = minimal.group_advantages(torch.tensor([1.0, 0.0, 5.0, 6.0, 2.0, 2.0]), 2)
-    assert advantages.tolist() == pytest.approx([0.707, -0.707, -0.707, 0.707, 0.0, 0.0], abs=1e-3)
 
 
 def test_the_reference_of_a_model_on_the_cpu_is_in_float32_also_beside_a_gpu(tiny, monkeypatch):

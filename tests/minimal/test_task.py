@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import minimal
-from tests.minimal.pairs import main
 
 FORM = "<think>a</think><answer>{}</answer>"
 
@@ -56,14 +55,3 @@ def test_the_defaults_depend_on_the_folder_and_the_stage(words, expected, monkey
     monkeypatch.setattr(sys, "argv", ["minimal.py", *words])
     options = vars(minimal.read_options())
     assert {name: options[name] for name in expected} == expected
-
-
-@pytest.mark.parametrize("words", [[], ["--dpo"]])
-def test_the_task_trains_with_sft_and_then_with_the_stage(words, monkeypatch, tmp_path, capsys):
-    seen = []
-    monkeypatch.setattr(minimal, "train", lambda model, rows, stage, options: seen.append((stage, options)))
-    monkeypatch.setattr(minimal, "accuracy", lambda model, rows: 0.5)
-    main(*words, f"--output_dir={tmp_path}")
-    (first, sft), (second, options) = seen
-    assert first is minimal.sft and second is options.stage is (minimal.dpo if words else minimal.grpo)
-    assert (sft.max_steps, sft.prompts_per_step, sft.learning_rate, sft.beta) == (40, 32, 3e-3, 0.0)

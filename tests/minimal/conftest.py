@@ -1,0 +1,13 @@
+"""Define the model folder of the built-in task for all tests of minimal.py."""
+
+import pytest
+
+import minimal
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """Return the folder of the random model of the built-in task."""
+    folder = tmp_path_factory.mktemp("tiny")
+    minimal.make_folder(folder)
+    return folder
