@@ -28,23 +28,23 @@ HEAD = """\
 # Walkthrough
 
 In [minimal.py](../minimal.py), a GRPO step turns an image into new weights in eleven functions. A section shows the
-tensors of one: shape, dtype and first values. `python -m docs.scripts.step` writes docs/step.html, which shows [each
-line](scripts/step.py) next to its tensors:
+tensors of one: shape, dtype and first values. `python -m docs.scripts.step` writes docs/step.html, with the tensors of
+[each line](scripts/step.py):
 
 [![Each line of grpo_loss with the tensors that it computed](images/step.png)](scripts/step.py)
 
-The numbers come from the tiny model after only 15 SFT steps, when its completions still differ, in float64, so that
-other machines print the same.
+The tiny model had only 15 SFT steps, so that its completions differ, and runs in float64, so that other machines print
+the same.
 
 ![A GRPO step as a flow chart](images/step.svg)
 
-Sizes: P patches, L prompt tokens, G completions, and T tokens in the longest completion.
+Sizes: P patches, L prompt tokens, G completions, T tokens in the longest one.
 """
 # sections: title, function, variables to print, and text, in which names in braces become numbers
 SECTIONS = """\
 # Patches: patchify image patches
-The image becomes {P} patches of {side} x {side} pixels. A patch has 3 channels x 2 frames x {side} x {side} = {numbers}
-normalized values, because a still image has two equal frames. The four patches for one image token are adjacent rows.
+The image becomes {P} patches of {side} x {side} pixels, with 3 channels x 2 frames x {side} x {side} = {numbers} values;
+a still image has two equal frames. The four patches for one image token are adjacent rows.
 
 <img src='images/walkthrough.png' width='168' alt='{solution}'>
 
@@ -52,29 +52,29 @@ normalized values, because a still image has two equal frames. The four patches 
 The chat template puts the question into a conversation, with a placeholder `<|image_pad|>` for each image token.
 
 # Positions: mrope_positions
-A token has three positions: time, row and column, which are equal in text. If an image begins at position p, its token
-in row i and column j has p, p + i and p + j. Text after it continues from the largest position:
+A token has a position in time, row and column, three equal ones in text. In an image that begins at p, row i and
+column j have p, p + i and p + j. Text after it continues from the largest position:
 
 ![Positions of text tokens and of an image with its rows and columns](images/mrope.svg)
 
 # Vision tower: Vision.forward patches return
-In the first of two blocks, a patch attends only to patches in its window, in the second to the whole image. A small
-MLP, the merger, turns four patches into one image token, a vector as wide as a word embedding.
+In the first of two blocks, a patch attends to its window, in the second to the whole image. An MLP, the merger, turns
+four patches into one image token, as wide as a word embedding.
 
 ![The image with its patches in their order, and its image tokens by window](images/walkthrough_patches.svg)
 
 # Language model: QwenVL.forward mask x
-Image tokens replace the placeholders. A token's three positions give the angles for its rotary embedding, and the
-causal mask lets it attend to itself and earlier tokens. The decoder returns one hidden state per token, and keeps the
-prompt's keys and values for all completions.
+Image tokens replace the placeholders. The three positions give the angles for the rotary embedding, and the causal mask
+lets a token attend to itself and earlier ones. The decoder returns one hidden state per token, and keeps keys and values
+of the prompt for all completions.
 
 # Completions: sample probabilities
-The model processes the prompt once, and then adds one token at a time to the {G} completions, until all have ended. The
-mask is False after the end.
+The model reads the prompt once, and then adds one token at a time to {G} completions, until all have ended. The mask is
+False after the end.
 
 # Log-probabilities: log_probabilities logits return
-The hidden state before a token gives {vocab} logits, one per vocabulary token. The log-probability is the token's logit
-minus the logsumexp over all. Darker tokens had lower ones:
+The hidden state before a token gives {vocab} logits. The log-probability is the logit of the token minus the logsumexp
+over all. Darker tokens had lower ones:
 
 ![The completions, token by token, shaded by probability](images/walkthrough_tokens.svg)
 
@@ -89,20 +89,19 @@ In the first step, policy, sampler and reference have the same weights, so all r
 0, but [the gradient is not](metrics.md#why-is-my-loss-0).
 
 # Update: train
-The gradient reaches every module, the vision tower through the image tokens. AdamW changes each weight by about the
-learning rate, {learning_rate:g}. Right answers become likelier, and completions without tags less likely. A wrong
-answer with tags may also become likelier, because right answers contain the same tags.
+The gradient reaches every module, the vision tower through the image tokens. AdamW changes weights by about the
+learning rate, {learning_rate:g}. Right answers become likelier, completions without tags less likely. A wrong answer with
+tags may become likelier, because right answers contain the same tags.
 
 ![Gradient norms of the modules, and the change of each completion's log-probability](images/walkthrough_update.svg)
 """
 FOOT = """
 ## In the package
 
-`train.py` computes the same with fewer operations. It packs prompts and completions of a step into one sequence:
+`train.py` does the same faster. It sorts patches [by window](images/windows.svg), so that no attention is computed
+between windows, and packs prompts and completions of a step into one sequence:
 
 ![Each line is a token, and its colors show the tokens to which it attends](images/mask.svg)
-
-It also sorts patches [by window](images/windows.svg), so that no attention is computed between windows.
 """
 
 
