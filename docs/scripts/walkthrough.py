@@ -43,8 +43,8 @@ Sizes: P patches, L prompt tokens, G completions, T tokens in the longest one.
 # sections: title, function, variables to print, and text, in which names in braces become numbers
 SECTIONS = """\
 # Patches: patchify image patches
-The image becomes {P} patches of {side} x {side} pixels, with 3 channels x 2 frames x {side} x {side} = {numbers} values;
-a still image has two equal frames. The four patches for one image token are adjacent rows.
+The image becomes {P} patches of {side} x {side} pixels, with 3 channels x 2 frames x {side} x {side} = {numbers}
+values; a still image has two equal frames. The four patches for one image token are adjacent rows.
 
 <img src='images/walkthrough.png' width='168' alt='{solution}'>
 
@@ -65,8 +65,8 @@ four patches into one image token, as wide as a word embedding.
 
 # Language model: QwenVL.forward mask x
 Image tokens replace the placeholders. The three positions give the angles for the rotary embedding, and the causal mask
-lets a token attend to itself and earlier ones. The decoder returns one hidden state per token, and keeps keys and values
-of the prompt for all completions.
+lets a token attend to itself and earlier ones. The decoder returns one hidden state per token, and keeps keys and
+values of the prompt for all completions.
 
 # Completions: sample probabilities
 The model reads the prompt once, and then adds one token at a time to {G} completions, until all have ended. The mask is
@@ -90,8 +90,8 @@ In the first step, policy, sampler and reference have the same weights, so all r
 
 # Update: train
 The gradient reaches every module, the vision tower through the image tokens. AdamW changes weights by about the
-learning rate, {learning_rate:g}. Right answers become likelier, completions without tags less likely. A wrong answer with
-tags may become likelier, because right answers contain the same tags.
+learning rate, {learning_rate:g}. Right answers become likelier, completions without tags less likely. A wrong answer
+with tags may become likelier, because right answers contain the same tags.
 
 ![Gradient norms of the modules, and the change of each completion's log-probability](images/walkthrough_update.svg)
 """
