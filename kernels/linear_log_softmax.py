@@ -22,6 +22,7 @@ from torch import Tensor
 from minivlmrl.kernels.backend import DTYPES, backend_for
 from minivlmrl.kernels.float32_matmul import float32_matmul, has_float32_products
 from minivlmrl.kernels.selective_log_softmax import (
+    check_temperature,
     differences_,
     differentiate_part_,
     differentiate_rows_,
@@ -274,8 +275,7 @@ def linear_log_softmax(
             "linear_log_softmax expects hidden (M, D), weight (V, D) with the same dtype as "
             f"hidden, and ids (M,). The shapes and dtypes of these arguments are {found}"
         )
-    if not temperature > 0:
-        raise ValueError(f"the temperature is {temperature}, but it must be greater than 0")
+    check_temperature(temperature)
     mask = ids.new_empty(2, 0) if sampling_mask is None else sampling_mask
     logps, entropies, *_ = _linear_log_softmax(hidden, weight, ids.contiguous(), mask, temperature)
     return logps, entropies

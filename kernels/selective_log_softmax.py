@@ -34,19 +34,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minivlmrl.kernels.backend import tl, triton
+from minivlmrl.kernels.backend import backend_for, tl, triton
 
 FLOOR = -126.0  # lower limit for (logit - row maximum) in base 2; 2^-126 is the smallest normal float32
 LOG2E = 1 / math.log(2)
 
 
-def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor) -> tuple[Tensor, ...]:
+def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | None = None) -> tuple[Tensor, ...]:
     """Compute log-probability, entropy, largest logit and sum of exponentials per token, all (m,).
 
     Args:
         z: (m, V) logits, overwritten.
         ids: (m,) chosen tokens.
-        scratch: (m, V) memory for exponentials.
+        scratch: (m, V) memory for exponentials, None = allocate.
     """
     top = z.amax(-1)
     chosen = (z.gather(-1, ids[:, None])[:, 0] - top) / temperature
@@ -59,7 +59,7 @@ def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor) -> 
 
 
 def differentiate_rows_(
-    d: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, scratch: Tensor
+    d: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, scratch=None
 ) -> Tensor:
     """Compute the gradient of logits (m, V) from d = (logits - row maximum) / temperature.
 
@@ -68,7 +68,7 @@ def differentiate_rows_(
         ids: (m,) chosen tokens.
         saved: from forward: entropy, largest logit and sum of exponentials per token, all (m,).
         upstream: gradients of log-probabilities (m,), and of entropies (m,) or None.
-        scratch: (m, V) memory for the result.
+        scratch: (m, V) memory for the result, None = allocate.
     """
     (entropies, _, s), (g, e) = saved, upstream
     scale = -1 / (temperature * s)
@@ -271,3 +271,55 @@ def differentiate_part_(
                 num_warps=BACKWARD_WARPS, enable_fp_fusion=True,
             )  # fmt: skip
     return out
+
+
+class _SelectiveLogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        if backend_for(z, "selective_log_softmax") == "triton":
+            logps, *saved = score_part_(z, ids, None, temperature)
+        else:
+            wide = z.to(torch.promote_types(z.dtype, torch.float32), copy=True)
+            logps, *saved = score_rows_(wide, ids, temperature)
+        ctx.save_for_backward(z, ids, *saved)
+        ctx.temperature = temperature
+        return logps, saved[0]
+
+    @staticmethod
+    def backward(ctx, g: Tensor, e: Tensor) -> tuple[Tensor, None, None]:
+        z, ids, *saved = ctx.saved_tensors
+        upstream = select_rows([g, e], slice(None))
+        if backend_for(z, "selective_log_softmax") == "triton":
+            out = torch.empty_like(z)
+            return differentiate_part_(z, ids, saved, upstream, ctx.temperature, out), None, None
+        d = differences_(z.to(g.dtype, copy=True), saved[1], ctx.temperature)
+        dz = differentiate_rows_(d, ids, saved, upstream, ctx.temperature).to(z.dtype)
+        return dz.masked_fill_(~has_gradient(g, e)[:, None], 0.0), None, None
+
+
+def check_temperature(temperature: float):
+    if not temperature > 0:
+        raise ValueError(f"the temperature is {temperature}, but it must be greater than 0")
+
+
+def selective_log_softmax(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Compute log-probabilities of given tokens, and entropies, from logits.
+
+    Args:
+        logits: (..., V), float32, float16, bfloat16, or float64 (torch only).
+        ids: (...) int64 tokens to score.
+        temperature: logit divisor, above 0.
+    Returns:
+        Log-probabilities and entropies under softmax(logits / temperature), both (...), in nats, float32 (float64 for
+        float64 logits), differentiable.
+    Source: TRL's selective_log_softmax and entropy_from_logits, applied to logits / temperature.
+    """
+    if logits.shape[:-1] != ids.shape:
+        raise ValueError(
+            f"ids have the shape {tuple(ids.shape)}, but they must have the shape "
+            f"{tuple(logits.shape[:-1])}, which is the shape of the logits without the last axis"
+        )
+    check_temperature(temperature)
+    rows = logits.reshape(-1, logits.shape[-1]).contiguous()
+    logps, entropies = _SelectiveLogSoftmax.apply(rows, ids.flatten(), temperature)
+    return logps.view(ids.shape), entropies.view(ids.shape)

@@ -20,6 +20,7 @@ from minivlmrl.kernels.decode_attention import decode_attention
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
+from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
 from minivlmrl.kernels.window_attention import Segments, batched_attention, window_attention
 
 # Triton's interpreter multiplies bfloat16 matrices incorrectly
@@ -101,6 +102,16 @@ def exact_scores(logits: Tensor, ids: Tensor) -> Tensor:
     return torch.cat([log_probs.gather(1, ids[:, None])[:, 0], entropies])
 
 
+def check_selective_log_softmax(device: str) -> list[float]:
+    ids = torch.randint(20_000, (32,))
+    return compare(
+        lambda z: torch.cat(selective_log_softmax(z, ids.to(device), TEMPERATURE)),
+        lambda z: exact_scores(z, ids),
+        [3 * torch.randn(32, 20_000).to(DTYPE)],
+        device,
+    )
+
+
 def check_linear_log_softmax(device: str) -> list[float]:
     rows, vocab = (32, 5_000) if INTERPRETED else (2_048, 10_000)
     ids = torch.randint(vocab, (rows,))
@@ -133,6 +144,7 @@ CHECKS = {
     "float32_matmul": check_float32_matmul,
     "window_attention": check_windows,
     "decode_attention": check_decoding,
+    "selective_log_softmax": check_selective_log_softmax,
     "linear_log_softmax": check_linear_log_softmax,
     "nf4_unpack": check_nf4,
 }

@@ -34,17 +34,10 @@ def exact(logits, ids, temperature, upstream):
 
 def ours(logits, ids, temperature, upstream):
     """Return log-probabilities, entropies and the gradient of the logits."""
-    z = logits.detach()
-    if INTERPRETED:
-        logps, *saved = kernel.score_part_(z, ids, None, temperature)
-        gradient = kernel.differentiate_part_(z, ids, saved, upstream, temperature, torch.empty_like(z))
-        return logps, saved[0], gradient
-    wide = z.to(torch.promote_types(z.dtype, torch.float32), copy=True)
-    logps, *saved = kernel.score_rows_(wide, ids, temperature, torch.empty_like(wide))
-    d = kernel.differences_(z.to(wide.dtype, copy=True), saved[1], temperature)
-    upstream = [x if x is None else x.to(wide.dtype) for x in upstream]
-    gradient = kernel.differentiate_rows_(d, ids, saved, upstream, temperature, torch.empty_like(d))
-    return logps, saved[0], gradient.to(z.dtype)
+    z = logits.detach().requires_grad_()
+    scored = kernel.selective_log_softmax(z, ids, temperature)
+    loss = sum((x * weight).sum() for x, weight in zip(scored, upstream, strict=True) if weight is not None)
+    return *(x.detach() for x in scored), torch.autograd.grad(loss, z)[0]
 
 
 def error(actual, expected):
@@ -132,3 +125,9 @@ def test_parts_of_a_row_join_to_the_whole(widths):
         first += width
     torch.testing.assert_close(torch.stack(out), torch.stack(whole), rtol=1e-6, atol=1e-6)
     assert error(gradient, exact(logits, ids, 0.7, upstream)[2]) < 1e-6
+
+
+@pytest.mark.parametrize(("ids", "temperature", "error"), [(2, 1.0, r"the shape \(2,\)"), (3, 0.0, "greater than 0")])
+def test_what_does_not_fit_is_refused(ids, temperature, error):
+    with pytest.raises(ValueError, match=error):
+        kernel.selective_log_softmax(torch.zeros(3, 5), torch.zeros(ids, dtype=torch.long), temperature)

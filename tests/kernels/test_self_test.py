@@ -60,7 +60,7 @@ def torch_paths(monkeypatch):
     monkeypatch.setenv("MINIVLMRL_KERNELS", "torch")
 
 
-@pytest.mark.parametrize("kernel", ["window_attention", "linear_log_softmax"])
+@pytest.mark.parametrize("kernel", ["window_attention", "selective_log_softmax", "linear_log_softmax"])
 def test_a_wrong_result_or_gradient_is_noticed(kernel, monkeypatch):
     torch_paths(monkeypatch)
     function = getattr(self_test, kernel)
