@@ -171,13 +171,6 @@ def test_the_page_is_updated_until_the_run_ends(watched, tmp_path, capsys):
     assert loaded_pages[3:] == [False] * 3 and shown(report) == [(0, 3)]
 
 
-@pytest.mark.slow
-def test_the_page_shows_new_steps_during_a_run(watched, tmp_path):
-    pages = []
-    watched(lambda: pages.append(browse(tmp_path / "run" / "report.html", "", tmp_path)))
-    assert [re.findall(r"step (\d+)</text>", report)[:1] for report in pages] == [[], ["1"], ["2"]]
-
-
 def test_folders_without_a_run_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"has no metrics\.jsonl; pass the output_dir of a run"):
         report.main([str(tmp_path)])

@@ -98,9 +98,6 @@ FAULTS = {
         check=("4 of 8 images have only one color", "the files are damaged")),
     "each image is one token": Fault(
         ["--data.min_pixels=784", "--data.max_pixels=784"], check=("a single token", "Raise data.max_pixels")),
-    "evaluation rows are training rows": Fault(
-        ["--data.eval_file=rows.jsonl", "--data.eval_rows=4"],
-        check=("4 of 4 evaluation rows are also training rows of grpo", "remove them from data.eval_file")),
     "two system messages": Fault(
         ["--data.system_prompt=Be kind."], asked_twice,
         check=("8 of 8 rows have more than one system", "Keep only one")),
@@ -163,7 +160,7 @@ def noisy(answer_texts, solution, **columns):
 def faults_of(kind):
     """Return the faults that `kind` (check or run) reports as pytest parameters, of which most are slow."""
     message = [(number, name) for number, (name, fault) in enumerate(FAULTS.items()) if getattr(fault, kind)]
-    return [pytest.param(name, marks=[pytest.mark.slow] * (number > 12)) for number, name in message]
+    return [pytest.param(name, marks=[pytest.mark.slow] * (number > 11)) for number, name in message]
 
 
 @pytest.fixture

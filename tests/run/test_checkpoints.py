@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load, load_file, save_file
 
 from minivlmrl.commands.train import train_recipe
-from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches, shuffled
 from minivlmrl.data.processor import Processor
@@ -29,10 +28,8 @@ from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run import checkpoint_files, loop
 from minivlmrl.run import checkpoints as resume_file
 from minivlmrl.run import evaluate as evaluate_file
-from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.checkpoint_files import find_shards
 from minivlmrl.run.lock import locked
-from minivlmrl.run.loop import run_training
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.signals import PREEMPTED
 from minivlmrl.run.trainer_state import TrainerState, read_trainer_state
@@ -59,10 +56,27 @@ RECIPE = tiny.recipe(
 )  # fmt: skip
 
 
+COUNTING = """
+import torch
+
+
+class Counting(torch.optim.SGD):
+    def __init__(self, parameters, learning_rate, betas, weight_decay):
+        super().__init__([{"params": parameters, "count": 0}], learning_rate)
+
+    def step(self):
+        [group] = self.param_groups
+        group["count"] += 1
+        for parameter in group["params"]:
+            parameter.data.mul_(1 + 1e-3 * group["count"])
+"""
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipe")
     write_recipe(folder, RECIPE)
+    (folder / "counting.py").write_text(COUNTING)
     return folder / "recipe.yaml"
 
 
@@ -146,72 +160,46 @@ STATES = ["--checkpoint_steps=2", "--resume=auto"]
 DROPOUT = ["--adapter.r=4", "--adapter.dropout=0.3"]
 BEST = "--best_metric=eval/accuracy_sampled"
 # a step has two micro-batches; a GRPO rollout feeds four steps, and a checkpoint follows the fourth
-KILLS = {
-    "grpo": (["--grpo.max_steps=8"], [("in backward", 9), ("in a rollout", 3), ("in the optimizer", 2)]),
-    "sft": (["--optimizer.name=adamw_8bit", "--sft.max_steps=8", "--eval_steps=3", BEST], [
+KILLS = {  # case: (stages, options, kills); the first five cases are fast
+    "grpo": ("grpo", ["--grpo.max_steps=8"], [("in backward", 9), ("in a rollout", 3), ("in the optimizer", 2)]),
+    "sft": ("sft", ["--optimizer.name=adamw_8bit", "--sft.max_steps=8", "--eval_steps=3", BEST], [
         ("before the tensors of a state", 1), ("after the tensors of a state", 1), ("before the rename", 1),
         ("between the rename and the cleanup", 4), ("while resuming", 1), ("in backward", 3), ("before the rename", 1),
         ("in the cleanup", 2),
     ]),
-    "dpo": ([*DROPOUT, "--optimizer.name=torch.optim:NAdam"], [
+    "dpo": ("dpo", [*DROPOUT, "--optimizer.name=torch.optim:NAdam"], [
         ("when metrics are written", 3), ("in backward", 3),
     ]),
-    "sft, grpo": (["--sft.max_steps=1", "--sampling.environment=tests.helpers.on_ranks:Eye", "--sampling.history=1",
-                   "--sampling.max_new_tokens=20", "--grpo.max_steps=8", "--log_completions=1"], [
+    "a second stage": ("sft, grpo", ["--sft.max_steps=2", "--grpo.max_steps=8"], [("in the optimizer", 8)]),
+    "a count in the parameter groups": (
+        "sft", ["--optimizer.name=FOLDER/counting.py:Counting"], [("in backward", 9)],
+    ),
+    "tools": ("sft, grpo", ["--sft.max_steps=1", "--sampling.environment=tests.helpers.on_ranks:Eye",
+              "--sampling.history=1", "--sampling.max_new_tokens=20", "--grpo.max_steps=8", "--log_completions=1"], [
         ("in a rollout", 40), ("in the optimizer", 3),
     ]),
-    "sft, ppo": (["--sft.max_steps=2", "--ppo.critic=separate"], [("in the optimizer", 4), ("in the optimizer", 5)]),
-    "sft, reward_model": ([], [("in backward", 20)]),
-    "grpo, sft": (["--model.config=FOLDER/qwen3_5.json"], [("in the optimizer", 4)]),
-    "grpo, dpo": (["--model.config=FOLDER/qwen3_vl_moe.json", "--dpo.max_steps=1"], [("in the optimizer", 4)]),
+    "ppo": ("sft, ppo", ["--sft.max_steps=2", "--ppo.critic=separate"], [
+        ("in the optimizer", 4), ("in the optimizer", 5),
+    ]),
+    "reward_model": ("sft, reward_model", [], [("in backward", 20)]),
+    "Qwen3.5": ("grpo, sft", ["--model.config=FOLDER/qwen3_5.json"], [("in the optimizer", 4)]),
+    "Qwen3-VL, experts": (
+        "grpo, dpo", ["--model.config=FOLDER/qwen3_vl_moe.json", "--dpo.max_steps=1"], [("in the optimizer", 4)],
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "stages", [*list(KILLS)[:3], *(pytest.param(x, marks=pytest.mark.slow) for x in list(KILLS)[3:])]
+    "name", [*list(KILLS)[:5], *(pytest.param(x, marks=pytest.mark.slow) for x in list(KILLS)[5:])]
 )
-def test_a_killed_and_resumed_run_gives_the_same_result(recipe, uninterrupted, tmp_path, stages):
-    options, kills = KILLS[stages]
+def test_a_killed_and_resumed_run_gives_the_same_result(recipe, uninterrupted, tmp_path, name):
+    stages, options, kills = KILLS[name]
     options = [f"--stages=[{stages}]", *(option.replace("FOLDER", str(recipe.parent)) for option in options)]
     for die, number in kills:
         assert attempt(recipe, tmp_path, *options, *STATES, die=die, number=number) == [-signal.SIGKILL], die
     assert attempt(recipe, tmp_path, *options, *STATES) == [0]
     assert outcome(tmp_path) == uninterrupted(*options)
     assert len(states(tmp_path)) == 2
-
-
-COUNTING = """
-import torch
-
-
-class Counting(torch.optim.SGD):
-    def __init__(self, parameters, learning_rate, betas, weight_decay):
-        super().__init__([{"params": parameters, "count": 0}], learning_rate)
-
-    def step(self):
-        [group] = self.param_groups
-        group["count"] += 1
-        for parameter in group["params"]:
-            parameter.data.mul_(1 + 1e-3 * group["count"])
-"""
-
-
-def test_a_count_in_the_parameter_groups_is_resumed(recipe, uninterrupted, tmp_path):
-    file = tmp_path / "counting.py"
-    file.write_text(COUNTING)
-    options = ["--stages=[sft]", f"--optimizer.name={file}:Counting"]
-    killed = attempt(recipe, tmp_path / "run", *options, *STATES, die="in backward", number=9)
-    assert killed == [-signal.SIGKILL] and states(tmp_path / "run")
-    assert attempt(recipe, tmp_path / "run", *options, *STATES) == [0]
-    assert outcome(tmp_path / "run") == uninterrupted(*options)
-
-
-def test_a_run_resumes_in_its_second_stage(recipe, uninterrupted, tmp_path):
-    options = ["--stages=[sft, grpo]", "--sft.max_steps=2", "--grpo.max_steps=8"]
-    killed = attempt(recipe, tmp_path, *options, *STATES, die="in the optimizer", number=8)
-    assert killed == [-signal.SIGKILL] and states(tmp_path)[-1] == "000006"
-    assert attempt(recipe, tmp_path, *options, *STATES) == [0]
-    assert outcome(tmp_path) == uninterrupted(*options)
 
 
 @pytest.mark.slow
@@ -303,75 +291,30 @@ def fails(*_):
 
 BACKWARD = torch.Tensor, "backward", {"before": out_of_memory}
 SFT = ["--stages=[sft]", "--sft.max_steps=4"]  # two micro-batches in each step
-ERRORS = {  # options, place, number of its call, checkpoint, if there is one
+ERRORS = {  # options, place, number of its call, checkpoint
     "a backward pass": (SFT, BACKWARD, 6, "000002"),
     "reading a row": (SFT, (Batches, "wait_for", {"before": out_of_memory}), 3, "000002"),
     "a tracker, after the update": (SFT, (MetricsLog, "track", {"before": fails}), 4, "000003"),
     "a callback, after the update": (
         [*SFT, "--report_minutes=1e-9"], (report.ReportPage, "on_step_end", {"before": fails}), 3, "000003",
     ),
-    "the optimizer": (SFT, (torch.optim.AdamW, "step", {"after": out_of_memory}), 3, None),
-    "an evaluation": (
-        [*SFT, "--eval_steps=1", BEST], (evaluate_file, "generate_and_score", {"before": out_of_memory}), 6, "000002",
-    ),
     "the first backward pass of a rollout": (["--grpo.max_steps=8"], BACKWARD, 9, "000004"),
-    "the second step of a rollout": (["--grpo.max_steps=8"], BACKWARD, 11, None),
     "the first step of a stage": (["--stages=[sft, grpo]", "--sft.max_steps=2"], BACKWARD, 5, "000002"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name", [*list(ERRORS)[:5], *(pytest.param(name, marks=pytest.mark.slow) for name in list(ERRORS)[5:])]
+    "name", [*list(ERRORS)[:4], *(pytest.param(name, marks=pytest.mark.slow) for name in list(ERRORS)[4:])]
 )
 def test_an_error_between_two_updates_saves_the_steps_before(recipe, uninterrupted, tmp_path, capfd, name):
     options, place, number, kept = ERRORS[name]
     no_others = "--checkpoint_minutes=1000"
     assert attempt(recipe, tmp_path, *options, no_others, die=place, number=number) == [1]
     message = capfd.readouterr().err
-    if kept is None:
-        assert "no checkpoint was saved yet: start the run again" in message
-        assert not (tmp_path / "states").exists()
-        return
     assert f"states/{kept}: continue with --resume=auto" in message
     assert kept in states(tmp_path)
     assert attempt(recipe, tmp_path, *options, no_others, "--resume=auto") == [0]
     assert outcome(tmp_path) == uninterrupted(*options)
-
-
-class MovingReference(Callback):
-    """Move the reference half of the way to the policy after every second step."""
-
-    @torch.no_grad()
-    def after_step(self, trainer, number):
-        if number % 2:
-            pairs = zip(trainer.reference.model.parameters(), trainer.policy.parameters(), strict=True)
-            for theirs, ours in pairs:
-                theirs.lerp_(ours, 0.5)
-
-
-class Fail(Callback):
-    """Raise an error at the end of a step, before the callbacks that follow in the list have seen the step."""
-
-    def on_step_end(self, trainer, step, number, values):
-        if number == 1:
-            raise KeyError("my callback")
-
-
-def test_a_reference_that_moves_is_exact_after_a_resume(recipe, tmp_path):
-    def train(name, *callbacks, resume="never"):
-        config = load_config(
-            str(recipe), [f"--output_dir={tmp_path / name}", *SHORT, "--grpo.max_steps=4", f"--resume={resume}"]
-        )
-        assert run_training(config, [*callbacks, MovingReference()]) == 0
-
-    train("whole")
-    with pytest.raises(KeyError, match="my callback"):
-        train("stopped", Fail())
-    assert states(tmp_path / "stopped") == ["000002"]
-    train("stopped", resume="auto")
-    assert outcome(tmp_path / "stopped") == outcome(tmp_path / "whole")
-    kl = [line["kl"] for line in map(json.loads, (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines())]
-    assert kl[0] == 0 and kl[2] < kl[1]  # the reference has moved towards the policy
 
 
 SHARDED = "--sharding.enabled=true"
@@ -440,6 +383,14 @@ def copy(finished, tmp_path):
     return Path(shutil.copytree(finished, tmp_path / "copy"))
 
 
+@pytest.fixture(scope="module")
+def untrained(recipe):
+    """Return the options of a run that begins with a saved model."""
+    folder = recipe.parent / "untrained"
+    assert attempt(recipe, folder, "--stages=[]") == [0]
+    return [f"--model.path={folder / 'checkpoint'}", "--model.config=null"]
+
+
 def resume(recipe, output, *options):
     return train_recipe([str(recipe), f"--output_dir={output}", *SHORT, *options])
 
@@ -489,16 +440,22 @@ def test_a_damaged_checkpoint_is_skipped(recipe, copy, capsys, monkeypatch, name
     assert states(copy) == ["000002"]
 
 
-def test_a_read_that_fails_once_deletes_no_checkpoint(recipe, finished, copy, monkeypatch):
-    def fail(path):
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+@pytest.mark.parametrize(("owner", "name", "number", "message"), [
+    (resume_file, "checksum", errno.EIO, r"000002 cannot be read \(.*error.*\)\. Try again, or continue from an"),
+    (checkpoint_files, "save_tensors", errno.ENOSPC,
+     r"000003 could not be written .*No space left(.|\n)*--resume=auto continues from .*000002"),
+], ids=["a read that fails once", "a full disk"])  # fmt: skip
+def test_an_error_of_the_disk_loses_no_checkpoint(recipe, finished, copy, monkeypatch, owner, name, number, message):
+    def fail(path, *_):
+        raise OSError(number, os.strerror(number), str(path))
 
+    shutil.rmtree(copy / "states" / "000003")
     with monkeypatch.context() as patch:
-        patch.setattr(resume_file, "checksum", fail)
-        with pytest.raises(ValueError, match=r"000003 cannot be read \(.*error.*\)\. Try again, or continue from an"):
-            resume(recipe, copy, "--resume=auto")
-    assert states(copy) == ["000002", "000003"]
-    resume(recipe, copy, "--resume=auto")
+        patch.setattr(owner, name, fail)
+        with pytest.raises(ValueError, match=message):
+            resume(recipe, copy, "--resume=auto", "--checkpoint_steps=1")
+    assert states(copy) == ["000002"]
+    resume(recipe, copy, "--resume=auto", "--checkpoint_steps=1")
     assert outcome(copy) == outcome(finished)
 
 
@@ -528,21 +485,6 @@ def test_without_an_intact_checkpoint_nothing_is_resumed(recipe, copy, selected)
     with pytest.raises(ValueError, match="every checkpoint that it selects is damaged; --resume=never"):
         resume(recipe, copy, f"--resume={selected.replace('FOLDER', str(copy))}")
     assert (copy / "metrics.jsonl").read_bytes() == before and len(states(copy)) == 2
-
-
-def test_a_full_disk_keeps_the_last_checkpoint(recipe, finished, copy, monkeypatch):
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(arguments[0]))
-
-    shutil.rmtree(copy / "states" / "000003")
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_files, "save_tensors", full)
-        message = r"000003 could not be written .*No space left(.|\n)*--resume=auto continues from .*000002"
-        with pytest.raises(ValueError, match=message):
-            resume(recipe, copy, "--resume=auto", "--checkpoint_steps=1")
-    assert states(copy) == ["000002"]
-    resume(recipe, copy, "--resume=auto", "--checkpoint_steps=1")
-    assert outcome(copy) == outcome(finished)
 
 
 AUTO = "--resume=auto"
@@ -695,14 +637,12 @@ FILES = {  # option that names a file of rows: what a resume says if the rows ha
 
 
 @pytest.mark.parametrize("option", FILES)
-def test_changed_rows_are_refused(recipe, tmp_path, option, capsys, monkeypatch):
+def test_changed_rows_are_refused(recipe, untrained, tmp_path, option, capsys, monkeypatch):
     rows = [ROW | {"solution": str(number)} for number in range(8)]
     for name in ("train", "eval"):
         write_lines(tmp_path / f"{name}.jsonl", rows)
-    options = ["--data.task=null", f"--{option.format(tmp_path / 'train.jsonl')}", "--checkpoint_steps=1"]
+    options = [*untrained, "--data.task=null", f"--{option.format(tmp_path / 'train.jsonl')}", "--checkpoint_steps=1"]
     options.append(f"--data.eval_file={tmp_path / 'eval.jsonl'}")
-    assert attempt(recipe, tmp_path / "start", "--stages=[]") == [0]
-    options += [f"--model.path={tmp_path / 'start' / 'checkpoint'}", "--model.config=null"]
     resume(recipe, tmp_path / "run", *options)
     monkeypatch.setattr(loop, "train_stage", lambda *_: None)
     write_lines(tmp_path / "eval.jsonl", rows[::-1])
@@ -713,12 +653,11 @@ def test_changed_rows_are_refused(recipe, tmp_path, option, capsys, monkeypatch)
         resume(recipe, tmp_path / "run", *options, "--resume=auto")
 
 
-def test_changed_images_are_reported(recipe, tmp_path, monkeypatch, capsys):
+def test_changed_images_are_reported(recipe, untrained, tmp_path, monkeypatch, capsys):
     PIL.Image.new("RGB", (28, 28), "red").save(tmp_path / "red.png")
     write_lines(tmp_path / "rows.jsonl", [ROW | {"image": "red.png"}] * 4)
-    assert attempt(recipe, tmp_path / "start", "--stages=[]") == [0]
-    options = [f"--data.train_file={tmp_path / 'rows.jsonl'}", "--data.task=null", "--data.eval_rows=0"]
-    options += ["--checkpoint_steps=1", f"--model.path={tmp_path / 'start' / 'checkpoint'}", "--model.config=null"]
+    options = [*untrained, f"--data.train_file={tmp_path / 'rows.jsonl'}", "--data.task=null", "--data.eval_rows=0"]
+    options.append("--checkpoint_steps=1")
     resume(recipe, tmp_path / "run", *options)
     monkeypatch.setattr(loop, "train_stage", lambda *_: None)
     capsys.readouterr()
@@ -740,7 +679,7 @@ def test_stages_may_be_added_and_the_checkpoint_interval_stays(recipe, copy):
     assert due == [False, True, True]  # is due at step 4 if step 3 was within a rollout
 
 
-def test_a_parameter_without_gradients_resumes_without_moments(recipe, uninterrupted, tmp_path):
+def test_a_parameter_without_gradients_resumes_without_moments(recipe, untrained, uninterrupted, tmp_path):
     """The first rows have no images, so AdamW has no moments for the vision tower when the run is killed."""
     rows = [{"problem": f"{i} + 1?", "completion": "more"} for i in range(4)]
     red = {"problem": "Name it.", "completion": "a red square", "image": "red.png"}
@@ -748,10 +687,8 @@ def test_a_parameter_without_gradients_resumes_without_moments(recipe, uninterru
     order = next(shuffled(8, 8, 0))
     numbered = {number: rows[place] if place < 4 else red for place, number in enumerate(order)}
     write_lines(tmp_path / "rows.jsonl", [numbered[i] for i in range(8)])
-    assert attempt(recipe, tmp_path / "start", "--stages=[]") == [0]
     options = [
-        f"--model.path={tmp_path / 'start' / 'checkpoint'}", "--model.config=null", "--data.task=null", "--stages=sft",
-        "--data.eval_rows=256", "--data.eval_rewards=null",
+        *untrained, "--data.task=null", "--stages=sft", "--data.eval_rows=256", "--data.eval_rewards=null",
         f"--data.train_file={tmp_path / 'rows.jsonl'}", "--sft.prompts_per_step=2", "--sft.max_steps=4",
     ]  # fmt: skip
     codes = attempt(recipe, tmp_path / "run", *options, "--checkpoint_steps=1", die="in backward", number=3)

@@ -304,25 +304,6 @@ def test_trackers_agree_with_the_files(run, monkeypatch, tmp_path):
     assert of_tensorboard(folder) == expected(folder)  # without values of the earlier run
 
 
-FAILING = """
-def connect(config, steps, closing):
-    def log(values, steps):
-        raise ConnectionError("offline,\\n after all")
-
-    return log
-"""
-
-
-def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, capsys):
-    (tmp_path / "my_tracker.py").write_text(FAILING)
-    with open_log(tmp_path, report_to=["tensorboard", f"{tmp_path}/my_tracker.py:connect"]) as log:
-        for steps in (0, 1):
-            log.evaluation("sft", steps, {"eval/loss": 0.5}, 0.1)
-    text = f"report_to {tmp_path}/my_tracker.py:connect failed, and gets no more metrics: ConnectionError: offline, "
-    assert capsys.readouterr().err.count(text) == 1
-    assert len(metrics(tmp_path, "evaluations.jsonl")) == 2
-
-
 def test_a_run_that_does_not_begin_keeps_the_curves_of_the_earlier_one(tmp_path):
     (tmp_path / "offline.py").write_text("def connect(config, steps, closing):\n    raise ConnectionError('offline')\n")
     (tmp_path / "tensorboard").mkdir()

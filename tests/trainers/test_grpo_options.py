@@ -1,17 +1,14 @@
 """Test GRPO options beyond the paper on a tiny model, which select and weight completions and tokens."""
 
 import re
-import typing
 
 import pytest
 import torch
 
-from minivlmrl.config.options import GRPOOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.extras.check.effects import options_without_effect
 from minivlmrl.extras.warnings import WarningRules
 from minivlmrl.losses import advantages
-from minivlmrl.losses.advantages import ADVANTAGES
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.rewards import registry
 from minivlmrl.trainers.dynamic_sampling import gather_groups
@@ -406,11 +403,6 @@ def test_options_for_which_a_custom_function_has_no_parameter_are_noted(stage, o
 def test_a_custom_loss_may_have_any_bounds_of_the_ratio(stage, own, name, bounds):
     given = [f"--grpo.{option}={bound}" for option, bound in zip(("epsilon_low", "epsilon_high"), bounds, strict=True)]
     stage("grpo", own("loss_type", name), *given)
-
-
-def test_the_option_advantages_has_the_names_of_the_table():
-    hint = typing.get_type_hints(GRPOOptions)["advantages"]
-    assert {*typing.get_args(typing.get_args(hint)[0])} == {*ADVANTAGES}
 
 
 @pytest.mark.parametrize(("name", "options"), [

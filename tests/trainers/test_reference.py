@@ -48,18 +48,6 @@ def test_the_reference_shares_exactly_the_frozen_parameters(stage, name):
         assert torch.equal(value, dict(run.model.named_parameters())[key]), key
 
 
-def test_the_reference_shares_the_layers_that_trl_shares(stage):
-    """TRL also freezes and shares the embedding; our part `embeddings` would freeze the LM head with it."""
-    from trl.experimental.utils import create_reference_model
-
-    run = stage("dpo", "--model.freeze=[vision, merger, layers.0-0]")
-    ours = {key for key, value in run.model.named_parameters() if not value.requires_grad}
-    model = copy.deepcopy(run.model).requires_grad_(True)
-    create_reference_model(model, num_shared_layers=1, pattern="model.layers.{layer}")
-    theirs = {key for key, value in model.named_parameters() if not value.requires_grad}
-    assert theirs - ours == {"model.embed_tokens.weight"} and ours < theirs
-
-
 @pytest.mark.parametrize("name, options", [("grpo", []), ("ppo", ["--ppo.kl_coef=0"]), ("sft", [])])
 def test_without_kl_there_is_no_reference(stage, name, options):
     run = stage(name, *options)
