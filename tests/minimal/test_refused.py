@@ -457,6 +457,11 @@ def test_equal_rewards_have_advantages_of_exactly_0(count):
     assert minimal.group_advantages(rewards, count).tolist() == [0.0] * len(rewards)
 
 
+def test_groups_have_their_own_means():
+    advantages = minimal.group_advantages(torch.tensor([1.0, 0.0, 5.0, 6.0, 2.0, 2.0]), 2)
+    assert advantages.tolist() == pytest.approx([0.707, -0.707, -0.707, 0.707, 0.0, 0.0], abs=1e-3)
+
+
 def test_the_reference_of_a_model_on_the_cpu_is_in_float32_also_beside_a_gpu(tiny, monkeypatch):
     """The built-in task runs on the CPU, where autocast for a GPU does not convert the inputs of a layer."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
