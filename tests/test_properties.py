@@ -11,6 +11,7 @@ from minivlmrl.data.boxes import Box, iou, match
 from minivlmrl.data.chat_template import IMAGE, VIDEO, render, render_completion
 from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate, with_values
 from minivlmrl.data.image import smart_resize
+from minivlmrl.distributed.saving import divide
 from minivlmrl.generation.filters import filter_logits
 from minivlmrl.model.rope import get_rope_index
 from minivlmrl.trainers.rebalancing import WORTH_MOVING, assign_groups
@@ -306,3 +307,14 @@ def test_published_templates_with_tool_calls_render_as_in_transformers(published
     template = with_values(ChatTemplate(published(name), name), options)
     options |= {"chat_template": published(name), "add_generation_prompt": True}
     assert "".join(template.render(messages)) == render_jinja_template([messages], **options)[0][0]
+
+
+@any_input
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 60))
+def test_files_of_a_checkpoint_are_those_of_huggingface_hub(sizes, limit):
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    sizes = {f"layer.{i}": size for i, size in enumerate(sizes)}
+    tensors = {name: torch.empty(size, dtype=torch.uint8, device="meta") for name, size in sizes.items()}
+    theirs = split_torch_state_dict_into_shards(tensors, max_shard_size=limit)
+    assert list(divide(sizes, limit).items()) == list(theirs.filename_to_tensors.items())

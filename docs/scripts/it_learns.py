@@ -1,11 +1,10 @@
 """Draw the curves in docs/it_learns.md, and write its tables from the JSON files in docs/curves.
 
-python -m docs.scripts.it_learns    # after benchmarks/same_curve.py, sums.py or two_steps.py
+python -m docs.scripts.make_pages    # after benchmarks/same_curve.py, sums.py or two_steps.py
 """
 
 import json
 import re
-from pathlib import Path
 from statistics import mean
 
 from docs.scripts.picture import BLUES, DOCS, FAINT, INK, ORANGES, SOFT, Picture
@@ -146,7 +145,10 @@ TABLES = {  # {first heading cell: (JSON file, rows)}
     "two steps": ("two_steps", two_steps_rows),
     "clothes": ("clothes", clothes_rows),
 }
-PICTURES = {"images/same_curve.svg": draw_same_curve, "images/sums.svg": draw_sums}
+PICTURES = {
+    "images/same_curve.svg": lambda: draw_same_curve(read("same_curve")),
+    "images/sums.svg": lambda: draw_sums(read("sums")),
+}
 
 
 def page() -> str:
@@ -158,9 +160,3 @@ def page() -> str:
         text, count = re.subn(table, lambda match, written=written: match[1] + written, text)
         assert count == 1, heading
     return text
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
-    for path, draw in PICTURES.items():
-        (DOCS / path).write_text(draw(read(Path(path).stem)), encoding="utf-8")

@@ -4,10 +4,11 @@ tests/repository/test_docs.py fails if a file in docs/ differs from its generate
 screenshots, which need a run, and step, whose page is not stored.
 """
 
-from docs.scripts import diagrams, notebooks, walkthrough
+from docs.scripts import diagrams, it_learns, notebooks, walkthrough
 from docs.scripts.picture import DOCS
 
-PAGES = {"walkthrough.md": walkthrough.page, **walkthrough.PICTURES, **diagrams.PICTURES}
+PAGES = {"walkthrough.md": walkthrough.page, "it_learns.md": it_learns.page}
+PAGES |= walkthrough.PICTURES | diagrams.PICTURES | it_learns.PICTURES
 
 
 def main():

@@ -114,6 +114,7 @@ def test_json_files_may_have_more_keys_and_are_not_converted():
     ("reward=accuracy", "did you mean --rewards?"),
     ("grpo.lr=1", "the name in minivlmrl is --grpo.learning_rate"),
     ("grpo_learning_rate=1", "the name in minivlmrl is --grpo.learning_rate"),
+    ("grpo.epsilon=0.1", "the name in minivlmrl is --grpo.epsilon_low and --grpo.epsilon_high"),
     ("grpo.save_steps=5", "the name in minivlmrl is --save_steps"),
     ("reward_model_path=x", "the name in minivlmrl is --reward_model.path"),
 ])  # fmt: skip

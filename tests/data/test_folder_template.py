@@ -9,6 +9,7 @@ import pytest
 
 from minivlmrl.data.chat_template import SpecialToken, render, render_completion
 from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate, environment, with_values
+from minivlmrl.data.messages import part_kind
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
 from tests.helpers.talk import CHATML, assistant, bracketed, renders_as_transformers
 
@@ -294,6 +295,13 @@ def test_what_is_refused(published, text, prompt, answer, sentence):
     with pytest.raises(ValueError, match=f"^t: chat template: {sentence}"):
         template = ChatTemplate(published(text) if text.startswith("qwen") else text, "t")
         template.render(prompt) if answer is None else template.render_completion(prompt, turns)
+
+
+@pytest.mark.parametrize("part", [{"type": "audio", "text": "a"}, {"type": "text", "text": 3}, {}, "a"])
+def test_unknown_parts_are_refused_by_the_default_template(part):
+    assert part_kind(part) is None
+    with pytest.raises(ValueError, match="a part of a message must be text, an image or a video, but it is"):
+        render(user(part))
 
 
 def test_other_refusals(tmp_path):

@@ -4,6 +4,7 @@ import itertools
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import PIL.Image
 import pytest
 import torch
@@ -14,10 +15,18 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.loader import Batches, shuffled
 from minivlmrl.data.processor import Processor, encode_answer
-from minivlmrl.data.rows import Row
+from minivlmrl.data.rows import Row, uniform_numbers
 from minivlmrl.distributed.process_group import World
 from minivlmrl.tasks import shapes
 from tests.helpers.talk import IMAGE_PART, user
+
+
+def test_random_numbers_depend_on_the_key_of_a_prompt():
+    """NumPy's generator is seeded with the key of a prompt, and gives one number per token of a completion."""
+    numbers = uniform_numbers(["a", "bc"], 2, 3)
+    expected = [np.random.default_rng(seed).random((2, 3)) for seed in ([97], [98, 99])]
+    assert numbers.tolist() == np.concatenate(expected).tolist()
+    assert numbers.dtype == torch.float64
 
 
 @pytest.mark.parametrize(("size", "per_step"), [(50, 5), (10, 3), (3, 7), (1, 4)])

@@ -113,13 +113,19 @@ def eager(text, tools, ended):
     return [("look", "")] if len(text) > 2 and not ended else []
 
 
-def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.World, num_held_out: int = 5) -> Result:
-    """Train a stage on this rank, evaluate held-out rows, and return the results."""
+def trainer_on_rank(folder: Path, overrides: list[str], world: process_group.World):
+    """Build the trainer of the only stage of a recipe on this rank."""
     overrides = [f"--output_dir={folder / 'out'}", *(text.replace("FOLDER", str(folder)) for text in overrides)]
     config = load_config(folder / "recipe.yaml", overrides)
     [stage] = config.stage_names
     model, processor = build_model(config, world)
-    trainer = registry.find_trainer(stage, config)(config, model, processor, world)
+    return registry.find_trainer(stage, config)(config, model, processor, world)
+
+
+def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.World, num_held_out: int = 5) -> Result:
+    """Train a stage on this rank, evaluate held-out rows, and return the results."""
+    trainer = trainer_on_rank(folder, overrides, world)
+    config, stage = trainer.config, trainer.stage
     assert is_sharded(trainer.trained) == config.uses_fsdp
     result = Result()
     settings = getattr(config, stage)

@@ -1,4 +1,4 @@
-"""Test which parameters are trained with frozen parts and adapters, in all stages."""
+"""Test the blocks of a model, and which parameters are trained with frozen parts and adapters, in all stages."""
 
 import pytest
 import torch
@@ -6,6 +6,8 @@ import torch
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions, ModelOptions
 from minivlmrl.model.checkpoint import load_model
+from minivlmrl.model.decoder import VisionLanguageModel
+from minivlmrl.model.families.registry import FAMILIES, family_of, find_family
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import adapters, init_adapters, inject_adapters
 from minivlmrl.model.peft import gather_adapter, load_adapter
@@ -19,6 +21,16 @@ from tests.model.test_lora import adapted
 
 ALL = "[language, vision, merger]"
 ADAPTERS = ["--adapter.r=4", f"--adapter.target={ALL}"]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_blocks_of_a_model_cover_its_layers_once(model_type):
+    model = tiny.model(model_type=model_type)
+    family = family_of(model)
+    assert family is find_family(model_type) and type(model) is VisionLanguageModel
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks = [names[id(block)] for block in model.blocks()]
+    assert blocks == [f"visual.blocks.{i}" for i in range(4)] + [f"model.layers.{i}" for i in range(3)]
 
 
 @pytest.mark.parametrize("tied", [False, True])

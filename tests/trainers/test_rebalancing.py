@@ -6,15 +6,12 @@ from statistics import mean
 import pytest
 import torch
 
-from minivlmrl.config.loading import load_config
 from minivlmrl.data.loader import Batches
 from minivlmrl.run.rollout_log import groups
-from minivlmrl.run.setup import build_model
-from minivlmrl.trainers import registry
 from minivlmrl.trainers.rebalancing import assign_groups
 from tests.distributed.test_process_group import REFERENCE, prepare
 from tests.helpers.links import ROOT
-from tests.helpers.on_ranks import Uneven, launch
+from tests.helpers.on_ranks import Uneven, launch, trainer_on_rank
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from rebalancing import draw_lengths, imbalance, rebalance
@@ -48,9 +45,7 @@ def test_no_rank_has_many_more_tokens_than_the_mean(distribution, ranks, slowest
 
 def step_on_rank(folder, overrides, world):
     """Return the groups of this rank by row key, before and after dealing, and the advantages in the log."""
-    config = load_config(folder / "recipe.yaml", [f"--output_dir={folder / 'out'}", *overrides])
-    model, processor = build_model(config, world)
-    trainer = registry.find_trainer("grpo", config)(config, model, processor, world)
+    trainer = trainer_on_rank(folder, overrides, world)
     step = next(trainer.steps(Batches(Uneven(), trainer)))
     rebalanced = {}
     for sample in (sample for batch in step.micro_batches for sample in batch.samples):
@@ -63,9 +58,7 @@ def step_on_rank(folder, overrides, world):
 
 def trial_on_rank(folder, overrides, world):
     """Return the number of samples in each micro-batch that this rank tries before it trains."""
-    config = load_config(folder / "recipe.yaml", [f"--output_dir={folder / 'out'}", *overrides])
-    model, processor = build_model(config, world)
-    trainer = registry.find_trainer(config.stage_names[0], config)(config, model, processor, world)
+    trainer = trainer_on_rank(folder, overrides, world)
     trainer.steps(Batches(Uneven(), trainer))
     return [len(batch.samples) for batch in trainer.trial_batches([Uneven()[0], Uneven()[1]])]
 
