@@ -84,8 +84,8 @@ def read_json(path: Path) -> dict:
 
 
 def json_text(content, **options) -> str:
-    """Convert a value to JSON; NaN and infinity become null."""
-    return json.dumps(_DECODER.decode(json.dumps(content)), **options)
+    """Convert a value to JSON; NaN and infinity become null, and values that JSON lacks become str(value)."""
+    return json.dumps(_DECODER.decode(json.dumps(content, default=str)), **options)
 
 
 def write_json(path: Path, content: dict):

@@ -11,6 +11,7 @@ import functools
 import operator
 import re
 import threading
+import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -74,7 +75,7 @@ MARKUP = [  # (Markdown or LaTeX inside an answer, plain text)
 ]
 
 
-def replace(patterns: list[tuple[str, str]], text: str) -> str:
+def replace(patterns: list[tuple[str, str | Callable]], text: str) -> str:
     for pattern, replacement in patterns:
         text = re.sub(pattern, replacement, text)
     return text.strip()
@@ -196,12 +197,14 @@ NUMBER = re.compile(
     r"(?:[a-z] ?= ?|[=≈~] ?|about |approximately )?"
     r"(?P<sign>[+-]?) ?(?P<currency>[$€£])?(?:(?P<whole>\d+) (?=\d+ ?/))?"
     rf"(?:(?P<digits>{DIGITS})(?:(?:e| ?[x×*] ?10\^)\{{?(?P<power>[+-]?\d{{1,3}})\}}?| ?/ ?(?P<below>{DIGITS}))?"
-    rf"|(?P<word>{WORDS})\b) ?(?P<unit>%|°[cf]?|(?P<base>[a-zµ]+)(?:\^?[23])?(?:/[a-z]+(?:\^?[23])?)?)?",
-    re.ASCII,
+    rf"|(?P<word>{WORDS})\b) ?(?P<unit>[%$€£]|°[cf]?|(?P<base>[a-zµ]+)(?:\^?[23])?(?:/[a-z]+(?:\^?[23])?)?)?"
 )
 LATEX = [
     *MARKUP,
-    (r"\\[dt]?frac(?:\{(-?[\d.]+)\}|(\d))(?:\{([\d.]+)\}|(\d))", r"\1\2/\3\4"),
+    (r"(\d)(?=\\[cdt]?frac|[¼-¾⅐-⅞])", r"\1 "),  # 1\frac{1}{2} is 1 1/2, not 11/2
+    (r"\\[cdt]?frac\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))\s*(?:\{\s*([\d.,]+)\s*\}|(\d))", r"\1\2/\3\4"),
+    ("[¼-¾⅐-⅞]", lambda match: unicodedata.normalize("NFKC", match[0])),
+    ("⁄", "/"),  # the slash in a normalized ½
     (r"\\(?:times|cdot)", "×"),
     (r"\^?\\circ|\^\{\\circ\}", "°"),
     (r"(?:degrees?|°) ?([cf])(?:elsius|ahrenheit)?\b", r"°\1"),

@@ -28,7 +28,7 @@ from minivlmrl.data.row_checks import checked_row
 from minivlmrl.data.row_files import convert_advice, open_rows
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.video import Video, VideoFile, load_video
-from minivlmrl.errors import UserError, error_context, pluralize
+from minivlmrl.errors import UserError, error_context, pluralize, require
 from minivlmrl.files import digest
 
 CONTROL = re.compile(r"<\|\w{1,40}\|>")  # control token, such as <|im_end|>
@@ -39,7 +39,16 @@ Size = tuple[int, int]  # (width, height) in pixels
 def find_format(name: str) -> Callable[[dict], dict]:
     """Load the function named in data.format, which converts a row."""
     with error_context(f"data.format {name}"):
-        return resolve_function("format", name, {})
+        convert = resolve_function("format", name, {})
+
+    def converted(row: dict) -> dict:
+        columns = convert(row)
+        is_valid = isinstance(columns, Mapping) and all(isinstance(column, str) for column in columns)
+        require(is_valid, f"what data.format {name} returns", columns, "a dict from column names to values")
+        # solutions are compared as JSON values, not as arrays, tensors or tuples
+        return {column: value.tolist() if hasattr(value, "tolist") else value for column, value in columns.items()}
+
+    return converted
 
 
 class RowFile:

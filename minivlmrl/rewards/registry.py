@@ -8,7 +8,7 @@ import inspect
 import math
 import numbers
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,7 +42,9 @@ STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning
 
 
 # error from completion[0]["content"] in a reward function that expects messages, but gets a string
-READS_MESSAGES = re.compile("string indices must be integers|'str' object has no attribute 'get'")
+READS_MESSAGES = re.compile(
+    "string indices must be integers|'str' object (?:is not a mapping|has no attribute '(?:get|items|keys|pop|values)')"
+)
 # names of arguments to pass as messages; the last tuple is TRL's format for conversations
 FORMS = (), ("prompts",), ("prompts", "completions")
 
@@ -170,13 +172,17 @@ class Reward:
     def _call(self, columns: dict[str, list], callbacks: dict[str, Any]) -> Any:
         """Call the reward function; if it fails on strings, find which arguments it expects as messages."""
         try:
-            return self.function(**in_form(columns, self.form) | callbacks)
+            return self._values(columns, self.form, callbacks)
         except (AttributeError, IndexError, TypeError):
             form = self._find_form(columns, callbacks)
             if form == self.form:
                 raise
         self.form = form
-        return self.function(**in_form(columns, form) | callbacks)
+        return self._values(columns, form, callbacks)
+
+    def _values(self, columns: dict[str, list], form: Collection[str], callbacks: dict[str, Any]) -> Any:
+        values = self.function(**in_form(columns, form) | callbacks)
+        return [*values] if isinstance(values, Iterator) else values  # a generator fails only when it is read
 
     def _find_form(self, columns: dict[str, list], callbacks: dict[str, Any]) -> tuple[str, ...]:
         """Find which arguments the reward function expects as messages."""
@@ -184,7 +190,7 @@ class Reward:
         columns = columns | {"completions": [text or "?" for text in columns["completions"]]}
         for form in FORMS:
             try:
-                self.function(**in_form(columns, form) | callbacks | QUIET)
+                self._values(columns, form, callbacks | QUIET)
             except Exception as error:
                 if READS_MESSAGES.search(str(error)):
                     continue
@@ -198,7 +204,7 @@ class Reward:
         for i, (row, text) in enumerate(zip(rows, columns["completions"], strict=True)):
             try:
                 one = {name: [values[i]] for name, values in columns.items()}
-                self.function(**in_form(one, self.form) | callbacks)
+                self._values(one, self.form, callbacks)
             except Exception:
                 return f"{row and f'{row}: '}reward {self.name}, for the completion {truncate(text, 80)}"
         return f"reward {self.name}, for {pluralize(len(rows), 'completion')} together"

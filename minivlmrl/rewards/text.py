@@ -11,9 +11,11 @@ and does not count in the group mean.
 A reward can log reasons with log_extra("why", reasons), one string or None per completion.
 """
 
+import json
 import re
 import unicodedata
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 from minivlmrl.data.markup import PLAIN_SIGNS, read_json
@@ -96,7 +98,7 @@ def same_json(answer: str, expected: str) -> bool:
 
 
 def solution_text(solution: Any) -> str:
-    """Convert a solution to text: 2.0 -> "2", [1, 2] -> "[1, 2]", [[1, 2]] -> "[1, 2]", None -> "".
+    """Convert a solution to text: 2.0 -> "2", 1e-5 -> "0.00001", [[1, 2]] -> "[1, 2]", None -> "".
 
     Raises:
         UserError: the solution is an object, a list with other values than numbers, or a list with one number.
@@ -107,14 +109,16 @@ def solution_text(solution: Any) -> str:
     def has_only_numbers(value: Any) -> bool:
         return all(map(has_only_numbers, value)) if isinstance(value, list | tuple) else isinstance(value, int | float)
 
-    is_list = isinstance(solution, list | tuple)
-    if isinstance(solution, dict) or (is_list and (len(solution) == 1 or not has_only_numbers(solution))):
+    is_list = isinstance(solution, list | tuple) and len(solution) != 1 and has_only_numbers(solution)
+    if not is_list and not isinstance(solution, str | int | float | None):
         raise UserError(
             f"solution {truncate(solution, 80)} is an object or a list, which no answer can equal; write one text or "
             "number as the solution, or use a reward that reads such solutions"
         )
-    if isinstance(solution, float) and solution.is_integer():
-        solution = int(solution)
+    if is_list:
+        return json.dumps(solution)
+    if isinstance(solution, float):
+        solution = int(solution) if solution.is_integer() else f"{Decimal(str(solution)):f}"
     return "" if solution is None else str(solution)
 
 

@@ -20,7 +20,6 @@ Fields of a completion:
 - turns: for agents, text, tokens (number of tokens) and shown (whether the prompt has an image) per turn.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context
 from minivlmrl.files import file_inside
-from minivlmrl.json_files import parse_json
+from minivlmrl.json_files import json_text, parse_json
 from minivlmrl.rewards.columns import image_and_box_sizes
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.base import Sample, SampledBatch, Step, Trainer
@@ -192,7 +191,7 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float
     totals = trainer.total_rewards(group).tolist()
     image_size, answer_extent = image_and_box_sizes(row, group[0].prompt, processor)
     solution = row.columns.get("solution")
-    solution_text = solution if isinstance(solution, str) else json.dumps(solution)
+    solution_text = solution if isinstance(solution, str) else json_text(solution)
     true_boxes = boxes(solution_text, image_size)
     lines = []
     for g, sample in enumerate(group):

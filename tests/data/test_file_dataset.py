@@ -139,6 +139,9 @@ def test_columns_are_renamed_together(write_rows, columns):
 
 
 FORMAT_FILE = """
+import numpy
+
+
 def read(row, key="turns"):
     question, answer = row["example"][key]
     return {"image": row["example"]["picture"]["path"], "problem": question, "completion": answer, "solution": answer}
@@ -146,6 +149,14 @@ def read(row, key="turns"):
 
 def nothing(row):
     print(row)
+
+
+def number(row):
+    return read(row) | {1: 2}
+
+
+def arrays(row):
+    return read(row) | {"solution": numpy.float32(3), "box": numpy.array([1, 2])}
 """
 NESTED = {"example": {"picture": {"path": "red.png"}, "turns": ["Which color?", "red"], "said": ["Hm?", "blue"]}}
 
@@ -158,9 +169,16 @@ def test_a_format_reads_nested_rows_and_may_have_options(write_rows, tmp_path):
         assert row.columns["solution"] == row.completion == answer and "example" not in row.columns
 
 
+def test_a_format_may_return_arrays(write_rows, tmp_path):
+    (tmp_path / "own.py").write_text(FORMAT_FILE)
+    [row] = FileDataset(write_rows(NESTED), format=f"{tmp_path}/own.py:arrays")
+    assert (row.columns["solution"], row.columns["box"]) == (3.0, [1, 2])
+
+
 @pytest.mark.parametrize(("name", "error", "expected"), [
     ("FOLDER/own.py:read(kee=1)", ValueError, r"^data\.format .*: there is no option 'kee'; the options are: key"),
-    ("FOLDER/own.py:nothing", AttributeError, r"'NoneType' .*\n(in .*\n)*in .*rows\.jsonl:1"),
+    ("FOLDER/own.py:nothing", ValueError, r"rows\.jsonl:1: what data\.format \S+:nothing returns is None, but it"),
+    ("FOLDER/own.py:number", ValueError, r"rows\.jsonl:1: what data\.format \S+:number returns is .*, but it must be"),
     ("FOLDER/own.py:read(key='asked')", KeyError, r"^'asked'\n(in .*\n)*in .*rows\.jsonl:1"),
     ("vqa", ValueError, r"^data\.format vqa: unknown format 'vqa'; known names are: file\.py:name"),
 ])  # fmt: skip

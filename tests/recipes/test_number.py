@@ -11,6 +11,9 @@ from tests.helpers.reward_table import MATH, MISSED, NUMBER, ROWS, TAKEN
 @pytest.mark.parametrize("text, value, unit", [
     ("1,234.5 cm", Fraction(2469, 2), "cm"), ("-1 1/2", Fraction(-3, 2), ""), ("seven hours", 7, "h"),
     ("2 dozen", 24, ""), ("9.5%", Fraction(19, 2), "%"), ("three apples", 3, "apples"),
+    *[(text, Fraction(3, 2), "") for text in ("1\\frac{1}{2}", "1 \\frac12", "\\cfrac{ 3 } {2}", "1½", "1 1⁄2")],
+    ("١.٥", Fraction(3, 2), ""), ("5.50 €", Fraction(11, 2), "euro"), ("½", Fraction(1, 2), ""),
+    ("-2½ cm", Fraction(-5, 2), "cm"), ("\\frac{11}{2}", Fraction(11, 2), ""),
 ])  # fmt: skip
 def test_read_number(text, value, unit):
     assert read_number(text) == (value, unit)

@@ -73,6 +73,9 @@ def test_rewards_give_the_same_values_for_every_row_format(form, trl, write_rows
     (lambda prompts, completions, **_: [prompts[0][-1]["content"] in c for c in completions], [0, 1]),
     (lambda prompts, completions, **_: [(prompts[0] + c).count("a") for c in completions], [1, 2]),
     (lambda completions, **_: [len(c) for c in completions], [0, 2]),
+    (lambda completions, **_: (len(c[-1]["content"]) for c in completions), [0, 2]),
+    (lambda completions, **_: map(lambda c: len({**c[0]}["content"]), completions), [0, 2]),
+    (lambda completions, **_: [len(c[0].keys()) for c in completions], [2, 2]),
 ])  # fmt: skip
 def test_a_function_gets_what_it_reads_texts_or_messages(monkeypatch, function, expected):
     """The first completion is empty, so completion[0] of a text fails before the key."""
@@ -103,6 +106,7 @@ FIVE = "rows.jsonl:2: reward own, for the completion 'five': KeyError: 'five'"
 
 
 @pytest.mark.parametrize(("function", "sentence"), [
+    (lambda completions, **_: (strict([text])[0] for text in completions), FIVE),
     (strict, FIVE), (logging, FIVE), (fickle, "reward own, for 3 completions together: OSError: too many"),
 ])  # fmt: skip
 def test_an_error_names_row_reward_and_text(monkeypatch, function, sentence):

@@ -62,6 +62,7 @@ def test_accuracy_gives_a_reason():
     (2.0, ["2"], ["2.0"]),
     ("2.0", ["2.0"], ["2"]),
     (0.5, ["0.5"], ["1/2", ".5"]),
+    (0.00001, ["0.00001"], ["1e-05"]),
     (True, ["true", "True"], ["yes", "1"]),
     ("1,200", ["1,200"], ["1200"]),
     ("\\boxed{cat}", ["\\boxed{cat}"], ["cat"]),
@@ -71,7 +72,7 @@ def test_accuracy_gives_a_reason():
     ([1, 2.5], ["[1, 2.5]"], ["1, 2.5", "1"]),
     ('{"a": 1, "b": "X"}', ['{"b": "x",  "a":1}', "{'a': 1, 'b': 'X'}"], ['{"a": 1}', '{"a": 1, "b": "Y"}', "a"]),
     ('["a", "b"]', ['["a","b"]'], ['["b", "a"]', "a, b"]), ("-3", ["−3", "－３"], ["3"]), ("it's", ["it’s"], []),
-    ([[1, 2]], ["[1, 2]", "[1,2]"], ["[[1, 2]]"]), ("[[1, 2]]", ["[[1, 2]]"], []),
+    ([[1, 2]], ["[1, 2]", "[1,2]"], ["[[1, 2]]"]), ((1, 2), ["[1, 2]"], ["(1, 2)"]), ("[[1, 2]]", ["[[1, 2]]"], []),
 ], ids=str)  # fmt: skip
 def test_what_a_solution_means(solution, right, wrong):
     answers, earned = right + wrong, [1.0] * len(right) + [0.0] * len(wrong)
@@ -82,7 +83,7 @@ def test_what_a_solution_means(solution, right, wrong):
 
 @pytest.mark.parametrize("solution", [
     ["cat"], ["cat", 1], [None], [["cat"]], {"label": "cat"}, {}, [{"role": "assistant", "content": "cat"}],
-    [14], [[14]], [3.0], ["14"],
+    [14], [[14]], [3.0], ["14"], b"cat", {"cat"},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("name", ["accuracy", "recipes/answers.py:number", "recipes/answers.py:class_name"])
 def test_a_solution_that_no_answer_equals_is_refused(name, solution):
