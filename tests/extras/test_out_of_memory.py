@@ -134,13 +134,6 @@ def test_before_the_first_step_nothing_is_lost(interrupted, tmp_path):
     assert "saved" not in message
 
 
-def test_the_longest_row_is_named(run, own, plain, lively, tmp_path):
-    options = [*own, "--stages=[grpo]", LETTERS]
-    with run_out(tmp_path / "run", Trainer, "training_loss", 1), pytest.raises(OutOfMemory) as caught:
-        run(*options)
-    assert "rows.jsonl" in str(caught.value).partition("the longest row is ")[2].partition(" with ")[0]
-
-
 def test_the_exit_code_is_2(run, plain, tmp_path, home, capsys):
     with (
         run_out(tmp_path / "run", setup, "build_weights", 0),

@@ -1,7 +1,6 @@
 """Test what messages tell a user to type: commands run in their situation, and options are accepted."""
 
 import ast
-import json
 import re
 import shlex
 from pathlib import Path
@@ -14,6 +13,7 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.extras.convert.command import main as convert
 from tests.helpers.links import ROOT
+from tests.helpers.runs import write_lines
 
 
 def texts(file: Path) -> list[str]:
@@ -65,29 +65,11 @@ def test_a_command_that_a_message_prints_exists(command):
         assert (ROOT / name).is_file() or f"{program} {name}" in OTHERS
 
 
-ASKED = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Red."}]
-COCO = {
-    "images": [{"id": 1, "file_name": "red.png"}],
-    "annotations": [{"image_id": 1, "category_id": 2, "bbox": [1, 2, 3, 4]}],
-    "categories": [{"id": 2, "name": "cat"}],
-}
-SITUATIONS = {  # {file: content}; a run refuses each file and prints a command
-    "commas.csv": "image,problem,solution\nred.png,What?,Red.\n",
-    "semicolons.csv": "image;problem;solution\nred.png;What?;Red.\n",
-    "tabs.tsv": "image\tproblem\tsolution\nred.png\tWhat?\tRed.\n",
-    "coco.json": json.dumps(COCO, indent=1),
-    "sharegpt.json": json.dumps([{"image": "red.png", "messages": ASKED}]),
-    "two layouts.jsonl": json.dumps({"image": "red.png", "query": "a", "instruction": "What?", "output": "Red."}),
-    "classes/red/1.png": None,
-    "split@train": None,
-}
-
-
-@pytest.mark.parametrize("name", SITUATIONS)
+@pytest.mark.parametrize("name", ["two layouts.jsonl", "split@train"])
 def test_the_commands_that_a_run_prints_make_its_rows_readable(tmp_path, monkeypatch, name):
+    """A blank and a split are in each command, of which the first may print a second one."""
     monkeypatch.chdir(tmp_path)
-    red = PIL.Image.new("RGB", (56, 56), "red")
-    red.save("red.png")
+    PIL.Image.new("RGB", (56, 56), "red").save("red.png")
     if name == "split@train":
         pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
         parquet = pytest.importorskip("pyarrow.parquet")
@@ -95,17 +77,13 @@ def test_the_commands_that_a_run_prints_make_its_rows_readable(tmp_path, monkeyp
         rows = {"question": ["What?"], "answer": ["Red."], "image": [{"bytes": Path("red.png").read_bytes()}]}
         for split in ("train", "test"):
             parquet.write_table(pa.table(rows), f"split/{split}-0.parquet")
-    elif name.startswith("classes"):
-        Path(name).parent.mkdir(parents=True)
-        red.save(name)
     else:
-        Path(name).write_text(SITUATIONS[name])
-    path = "classes" if name.startswith("classes") else name
+        write_lines(tmp_path / name, [{"image": "red.png", "query": "a", "instruction": "What?", "output": "Red."}])
     old = {*tmp_path.rglob("*")}
     with pytest.raises(ValueError) as refused:
-        FileDataset(path, ("problem", "solution"))
+        FileDataset(name, ("problem", "solution"))
     message = str(refused.value)
-    for _ in range(2):  # the first command may print a second one
+    for _ in range(2):
         [command] = re.findall("minivlmrl convert (.*?)(?:`|$)", message)
         try:
             assert convert(shlex.split(command)) == 0
@@ -113,8 +91,7 @@ def test_the_commands_that_a_run_prints_make_its_rows_readable(tmp_path, monkeyp
         except ValueError as error:
             message = str(error)
     [new] = {*tmp_path.rglob("*")} - old
-    options = {"prompt_template": "What is it?"} if path == "classes" else {}
-    assert len(FileDataset(new, ("problem", "solution"), **options)) == 1
+    assert len(FileDataset(new, ("problem", "solution"))) == 1
 
 
 @pytest.mark.parametrize(("rewards", "names"), [("accuracy", ["accuracy"]), ("[iou, format]", ["iou", "format"])])
