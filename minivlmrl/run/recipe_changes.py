@@ -15,7 +15,7 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.row_files import split_of
 from minivlmrl.data.rows import Dataset
 from minivlmrl.errors import UserError, truncate
-from minivlmrl.files import digest, weight_files
+from minivlmrl.files import INDEX, digest, weight_files
 from minivlmrl.json_files import json_text, parse_json
 from minivlmrl.run.checkpoint_files import sampled_blocks
 from minivlmrl.run.trainer_state import Fingerprints, TrainerState
@@ -24,6 +24,8 @@ from minivlmrl.run.trainer_state import Fingerprints, TrainerState
 BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
 # options that name weights that checkpoints contain
 WEIGHTS = "model.path", "model.config", "adapter.path", "reference.path", "ppo.critic_path"
+# models whose settings, and the reward model's weights, are not in checkpoints
+MODELS = "model.path", "model.config", "reference.path", "ppo.critic_path", "reward_model.path"
 BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # changing one of these resets the best evaluation
 
 
@@ -54,6 +56,11 @@ def fingerprints(config: RunConfig, datasets: Mapping[str, Dataset]) -> Fingerpr
         found.base = digest(sampled_blocks(files))
     for option, file in row_files(config.data).items():
         found.rows[option] = checksum(split_of(file)[0])
+    for option in MODELS:
+        section, name = option.split(".")
+        path = getattr(getattr(config, section), name)
+        if path and Path(path).exists():  # repositories in the Hub's cache do not change
+            found.models[option] = digest(model_parts(Path(path), has_weights=option == "reward_model.path"))
     for name, rows in datasets.items():
         if isinstance(rows, FileDataset):
             found.media[name] = rows.media_fingerprint
@@ -61,6 +68,16 @@ def fingerprints(config: RunConfig, datasets: Mapping[str, Dataset]) -> Fingerpr
         is_below = file.is_relative_to(Path.cwd())
         found.code[str(file.relative_to(Path.cwd()) if is_below else file)] = digest([file])
     return found
+
+
+def model_parts(path: Path, has_weights: bool) -> Iterator:
+    """Yield names and contents of config.json, or of a model folder's tokenizer, template and settings."""
+    files = [path] if path.is_file() else sorted(path.glob("*.*"))
+    for file in files:
+        if file.suffix in (".json", ".jinja", ".txt") and file.name != INDEX:
+            yield from (file.name, file)
+    if has_weights:
+        yield from sampled_blocks(sorted(path.rglob("*.safetensors")))
 
 
 def row_files(data: DataOptions) -> dict[str, str]:
@@ -94,6 +111,7 @@ def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterato
                 text += ", but weights that are in the checkpoint stay as they are"
             yield Change(text, name in batch_sizes or is_about_rows(name), name in BEST_OPTIONS)
     tables = (
+        ("model files in", old.files.models, new.files.models),
         ("rows of", old.files.rows, new.files.rows),
         ("sizes or times of image and video files of", old.files.media, new.files.media),
         ("code in", old.files.code, new.files.code),

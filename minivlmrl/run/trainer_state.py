@@ -16,6 +16,7 @@ class Fingerprints:
     """Hashes of files that a run reads."""
 
     base: str | None = None  # hash of an adapter's base weights, which are not in checkpoints
+    models: dict[str, str] = field(default_factory=dict)  # {option: hash of its model's settings}
     rows: dict[str, str] = field(default_factory=dict)  # {option: hash of its data file}
     media: dict[str, str] = field(default_factory=dict)  # {stage: hash of image and video file sizes and times}
     code: dict[str, str] = field(default_factory=dict)  # {file with user code: hash}

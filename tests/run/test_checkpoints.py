@@ -31,6 +31,7 @@ from minivlmrl.run import evaluate as evaluate_file
 from minivlmrl.run.checkpoint_files import find_shards
 from minivlmrl.run.lock import locked
 from minivlmrl.run.metrics import MetricsLog
+from minivlmrl.run.recipe_changes import changes, fingerprints
 from minivlmrl.run.signals import PREEMPTED
 from minivlmrl.run.trainer_state import TrainerState, read_trainer_state
 from tests.helpers import tiny
@@ -651,6 +652,22 @@ def test_changed_rows_are_refused(recipe, untrained, tmp_path, option, capsys, m
     write_lines(tmp_path / "train.jsonl", rows[::-1])
     with pytest.raises(ValueError, match=FILES[option]):
         resume(recipe, tmp_path / "run", *options, "--resume=auto")
+
+
+@pytest.mark.parametrize(("option", "file", "is_reported"), [
+    ("model", "config.json", True), ("model", "chat_template.jinja", True), ("model", "merges.txt", True),
+    ("model", "README.md", False), ("model", "model.safetensors", False), ("reward_model", "model.safetensors", True),
+])  # fmt: skip
+def test_changed_model_files_are_reported(tmp_path, option, file, is_reported):
+    """Weights of the policy are in the checkpoint; those of a reward model from a folder are not."""
+    config = RunConfig()
+    getattr(config, option).path = str(tmp_path)
+    states = []
+    for text in ("old", "new"):
+        (tmp_path / file).write_text(text)
+        states.append(TrainerState(0, ["grpo"], files=fingerprints(config, {}), num_log_lines={}))
+    expected = [(f"changed since saved was saved: model files in {option}.path", False, False)]
+    assert [*changes(*states, Path("saved"))] == expected * is_reported
 
 
 def test_changed_images_are_reported(recipe, untrained, tmp_path, monkeypatch, capsys):
