@@ -10,24 +10,13 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.row_files import open_rows, split_of
+from tests.helpers.runs import write_parquet
 
 ROWS = [
     {"problem": 'a, "b"\nc', "solution": "é\u2028 日本", "images": ["x.png", "y.png"]},
     {"problem": "d", "solution": "2", "images": []},
     {"problem": "e", "solution": "false", "images": ["z.png"]},
 ]
-
-
-def save_tables(folder):
-    """Save ROWS as a parquet file with two row groups, and as a folder with two parquet files."""
-    pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
-    import pyarrow.parquet as pq
-
-    table = pa.Table.from_pylist(ROWS)
-    pq.write_table(table, folder / "rows.parquet", row_group_size=2)
-    for name, part in (("train-00000-of-00002", table[:1]), ("train-00001-of-00002", table[1:])):
-        (folder / "repository" / "data").mkdir(parents=True, exist_ok=True)
-        pq.write_table(part, folder / "repository" / "data" / f"{name}.parquet")
 
 
 @pytest.fixture
@@ -38,7 +27,10 @@ def files(tmp_path):
     (tmp_path / "pretty.json").write_text(json.dumps(ROWS, ensure_ascii=False, indent=2))
     (tmp_path / "imagefolder").mkdir()
     (tmp_path / "imagefolder" / "metadata.jsonl").write_text("\n".join(lines))
-    save_tables(tmp_path)
+    write_parquet(tmp_path / "rows.parquet", ROWS, row_group_size=2)
+    (tmp_path / "repository" / "data").mkdir(parents=True)
+    for number, part in enumerate((ROWS[:1], ROWS[1:])):
+        write_parquet(tmp_path / "repository" / "data" / f"train-0000{number}-of-00002.parquet", part)
     return tmp_path
 
 
@@ -117,23 +109,19 @@ def test_a_folder_that_is_not_a_dataset_is_named_in_the_error(files):
 
 def test_values_that_json_does_not_support_become_text(tmp_path):
     """A solution that is a date would stop the run when completions are logged as JSON."""
-    pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
-    import pyarrow.parquet as pq
-
+    pa = pytest.importorskip("pyarrow", reason="extra missing: pip install pyarrow")
     row = {"date": date(2020, 1, 2), "inside": [{"at": time(3, 4)}], "price": Decimal("1.50"), "image": b"bytes"}
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    write_parquet(tmp_path / "rows.parquet", [row])
     plain = {"date": "2020-01-02", "inside": [{"at": "03:04:00"}], "price": "1.50", "image": b"bytes"}
     assert list(open_rows(tmp_path / "rows.parquet")) == [plain]
-    pq.write_table(pa.table({"date": pa.array([10**8], pa.date32())}), tmp_path / "rows.parquet")
+    write_parquet(tmp_path / "rows.parquet", pa.table({"date": pa.array([10**8], pa.date32())}))
     with pytest.raises(ValueError, match=r"rows\.parquet: row 0: the row cannot be read \(date value out"):
         list(open_rows(tmp_path / "rows.parquet"))
 
 
 def test_two_columns_with_the_same_name_raise_an_error(tmp_path):
-    pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.table([[1], [2]], ["a", "a"]), tmp_path / "rows.parquet")
+    pa = pytest.importorskip("pyarrow", reason="extra missing: pip install pyarrow")
+    write_parquet(tmp_path / "rows.parquet", pa.table([[1], [2]], ["a", "a"]))
     with pytest.raises(ValueError, match=r"rows.parquet: two columns have the name 'a'; rename one"):
         open_rows(tmp_path / "rows.parquet")
 
@@ -155,11 +143,8 @@ def test_a_path_that_is_too_long_counts_as_missing(home):
 
 
 def test_a_split_of_a_folder_is_read_and_compared_by_a_resume(tmp_path):
-    pq = pytest.importorskip("pyarrow.parquet", reason="extra missing: pip install pyarrow")
-    import pyarrow as pa
-
     for split, text in (("train", "a"), ("test", "b")):
-        pq.write_table(pa.Table.from_pylist([{"problem": text}]), tmp_path / f"{split}-00000-of-00001.parquet")
+        write_parquet(tmp_path / f"{split}-00000-of-00001.parquet", [{"problem": text}])
     assert [open_rows(f"{tmp_path}@{split}")[0]["problem"] for split in ("train", "test")] == ["a", "b"]
     assert split_of(f"{tmp_path}@train") == (tmp_path, "train")
     strange = tmp_path / "a@b.jsonl"

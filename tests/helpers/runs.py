@@ -95,6 +95,14 @@ def write_lines(path, lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def write_parquet(path, content, **options):
+    """Write a list of rows, or a table of pyarrow, as a parquet file. Skip the test if pyarrow is missing."""
+    pyarrow = pytest.importorskip("pyarrow", reason="extra missing: pip install pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.Table.from_pylist(content) if isinstance(content, list) else content
+    parquet.write_table(table, path, **options)
+
+
 def metrics(folder, name="metrics.jsonl"):
     return read_lines(folder / name)
 

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import PIL.Image
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from recipes.fashion import LABELS, TASK, read_split
+from tests.helpers.runs import write_parquet
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (30, 28, 28), dtype=np.uint8)
 CLASSES = np.arange(30, dtype=np.uint8) % 10
@@ -33,8 +32,7 @@ def write_hub(folder):
         for image, label in zip(images, labels.tolist(), strict=True):
             PIL.Image.fromarray(image).save(file := io.BytesIO(), "PNG")
             rows.append({"image": {"bytes": file.getvalue(), "path": None}, "label": label})
-        table = pyarrow.Table.from_pylist(rows)
-        pyarrow.parquet.write_table(table, folder / "fashion_mnist" / f"{split}-00000-of-00001.parquet")
+        write_parquet(folder / "fashion_mnist" / f"{split}-00000-of-00001.parquet", rows)
 
 
 @pytest.mark.parametrize("write", [write_debian, write_hub])

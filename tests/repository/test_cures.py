@@ -13,7 +13,7 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.extras.convert.command import main as convert
 from tests.helpers.links import ROOT
-from tests.helpers.runs import write_lines
+from tests.helpers.runs import write_lines, write_parquet
 
 
 def texts(file: Path) -> list[str]:
@@ -71,12 +71,10 @@ def test_the_commands_that_a_run_prints_make_its_rows_readable(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     PIL.Image.new("RGB", (56, 56), "red").save("red.png")
     if name == "split@train":
-        pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
-        parquet = pytest.importorskip("pyarrow.parquet")
         Path("split").mkdir()
-        rows = {"question": ["What?"], "answer": ["Red."], "image": [{"bytes": Path("red.png").read_bytes()}]}
+        row = {"question": "What?", "answer": "Red.", "image": {"bytes": Path("red.png").read_bytes()}}
         for split in ("train", "test"):
-            parquet.write_table(pa.table(rows), f"split/{split}-0.parquet")
+            write_parquet(f"split/{split}-0.parquet", [row])
     else:
         write_lines(tmp_path / name, [{"image": "red.png", "query": "a", "instruction": "What?", "output": "Red."}])
     old = {*tmp_path.rglob("*")}

@@ -10,6 +10,7 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.messages import text_of
 from minivlmrl.extras.convert.command import main
 from minivlmrl.extras.convert.sources import read_rows
+from tests.helpers.runs import write_parquet
 
 ROWS = [
     {"problem": 'a, "b"\nc', "solution": "é\u2028 日本", "images": ["x.png", "y.png"]},
@@ -122,14 +123,11 @@ def test_rows_inside_an_object_are_named(tmp_path, open_file):
 
 def test_each_split_of_a_folder_is_converted(tmp_path):
     """Files that `convert` wrote are not a split of the folder."""
-    pa = pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
-    import pyarrow.parquet
-
     for folder in ("one", "two/a", "two/b"):
         (tmp_path / folder).mkdir(parents=True)
         for split in ("train", "test"):
-            table = pa.table({"query": [split], "response": ["b"], "image": [{"bytes": b"x"}]})
-            pyarrow.parquet.write_table(table, tmp_path / folder / f"{split}-00000-of-00001.parquet")
+            row = {"query": split, "response": "b", "image": {"bytes": b"x"}}
+            write_parquet(tmp_path / folder / f"{split}-00000-of-00001.parquet", [row])
     for split in ("train", "test"):
         assert main([f"{tmp_path}/one@{split}"]) == 0
         [(_, row)] = read_rows(tmp_path / "one" / f"rows_{split}_converted.parquet")
