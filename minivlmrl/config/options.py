@@ -36,7 +36,7 @@ class ModelOptions:
     """The model to train: a folder with weights (`path`), or random weights (`config`)."""
 
     path: FilePath | None = None  # model folder or Hugging Face repository id
-    config: RecipePath | None = None  # config.json to train from random weights
+    config: RecipePath | None = None  # config.json of a model to train from random weights
     dtype: Dtype = "float32"  # dtype of parameters, gradients and AdamW moments
     # dtype in forward and backward passes, such as bfloat16; None uses `dtype`
     compute_dtype: Dtype | None = None
@@ -89,7 +89,7 @@ class ReferenceOptions:
     path: FilePath | None = None
     # update the reference model during a stage (TR-DPO); see extras/moving_reference.py
     sync_ref_model: bool = False
-    # policy weight when updating the reference model; 1 copies the policy
+    # alpha in reference = alpha * policy + (1 - alpha) * reference; 1 copies the policy
     ref_model_mixup_alpha: Annotated[float, "(0, 1]"] = 0.6
     ref_model_sync_steps: Annotated[int, ">= 1"] = 512  # optimizer steps between reference model updates
 
@@ -104,7 +104,7 @@ class ImageOptions:
     # smallest and largest area of an image or video frame, in pixels
     min_pixels: MinPixels | None = None
     max_pixels: Whole | None = None
-    resized_height: Whole | None = None  # fixed height in pixels
+    resized_height: Whole | None = None  # resize images to this height, in pixels
     resized_width: Whole | None = None
 
     def __post_init__(self):
@@ -118,7 +118,7 @@ class VideoOptions(ImageOptions):
 
     total_pixels: Whole | None = None  # maximum total area over all frames, in pixels
     fps: Annotated[float, "(0, 1e15)"] | None = None  # frames to sample per second
-    nframes: Whole | None = None  # frames to sample, instead of fps
+    nframes: Whole | None = None  # number of frames to sample, instead of fps
     # bounds on the number of frames when sampling by fps
     min_frames: Whole | None = None
     max_frames: Whole | None = None
@@ -179,7 +179,7 @@ class DataOptions(RowOptions):
     # maximum prompt length in tokens: longer training rows are skipped. Stages that train on given answers, such as
     # SFT, count the prompt plus its longest answer
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None
-    eval_rows: Annotated[int, ">= 0"] = 256  # maximum evaluation rows; 0 for none
+    eval_rows: Annotated[int, ">= 0"] = 256  # maximum evaluation rows; 0 for no evaluation
     # also evaluate with gray images and with images of other rows, to measure how much answers depend on the image
     eval_without_images: bool = False
     # smallest image area in pixels; None uses the model folder's setting
@@ -203,7 +203,7 @@ class DataOptions(RowOptions):
         if "{problem}" not in self.prompt_template and self.task:
             raise UserError(
                 f"prompt_template is {self.prompt_template!r}, but it must be "
-                "a text that contains {problem}, which is replaced by the question of the task"
+                "a string that contains {problem}, which is replaced by the question of the task"
             )
         if self.task and self.eval_file:
             raise UserError(
@@ -230,7 +230,7 @@ NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 class SamplingOptions:
     """Sampling parameters and stop conditions."""
 
-    temperature: Annotated[float, "[0, inf)"] = 1.0  # divides the logits; 0 for greedy decoding
+    temperature: Annotated[float, "[0, inf)"] = 1.0  # sampling temperature; 0 for greedy decoding
     max_new_tokens: Annotated[int, "[1, 1048576]"] = 256  # maximum completion length, in tokens
     # ids that end a completion; None: <|im_end|>, <|endoftext|>, and the end tokens of generation_config.json
     stop_token_ids: list[Annotated[int, ">= 0"]] | None = None
@@ -243,7 +243,7 @@ class SamplingOptions:
     repetition_penalty: Annotated[float, "(0, inf)"] = 1.0
     # strings that end a completion; the completion keeps the stop string and the rest of its last token
     stop_strings: list[str] = field(default_factory=list)
-    # maximum tokens per sampling batch, with max_new_tokens per completion; None samples all prompts at once
+    # maximum tokens per sampling batch, counting max_new_tokens per completion; None samples all prompts at once
     max_batch_tokens: Annotated[int, ">= 1"] | None = None
     # environment with tools for the model to call, as file.py:NAME; see docs/agents.md
     environment: Code | None = None
@@ -262,7 +262,7 @@ class SamplingOptions:
                 "only the native engine can call tools"
             )
         if not all(self.stop_strings):
-            raise UserError(f"stop_strings is {self.stop_strings!r}, but it must not contain an empty text")
+            raise UserError(f"stop_strings is {self.stop_strings!r}, but it must not contain an empty string")
 
     @property
     def truncates(self) -> bool:
@@ -294,7 +294,7 @@ class OptimizerOptions:
     """Optimizer for all stages; learning rate and adam_beta2 are stage options."""
 
     # AdamW, AdamW with 8-bit moments, or your own optimizer as file.py:name, called with (parameters, learning rate,
-    # betas=, weight_decay=); its state must be tensors only
+    # betas=, weight_decay=); its state may only contain tensors
     name: Literal["adamw", "adamw_8bit"] | Code = "adamw"
     weight_decay: Annotated[float, "[0, inf)"] = 0.0  # weight decay for all weights
     max_grad_norm: Annotated[float, "(0, inf]; .inf does not clip"] = 1.0  # maximum gradient norm, for clipping
@@ -304,7 +304,7 @@ class OptimizerOptions:
 class ShardingOptions:
     """FSDP2: shard weights, gradients and optimizer state over the ranks."""
 
-    enabled: bool = False  # False keeps a full copy of the model on each rank
+    enabled: bool = False  # shard the model; False keeps a full copy on each rank
     # model replicas over all ranks (HSDP); with one per node, no weights are sent between nodes
     replicas: Annotated[int, ">= 1"] = 1
     cpu_offload: bool = False  # keep shards, gradients and optimizer state in CPU memory
@@ -324,9 +324,9 @@ class TrainingOptions:
     prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts per optimizer step, summed over ranks
     micro_batch_size: Annotated[int, ">= 1"] = 32  # prompts per forward and backward pass
     learning_rate: Annotated[float, "(0, inf)"] = 1e-6  # learning rate after the warmup
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # schedule after warmup
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # learning rate schedule after warmup
     min_lr_ratio: Annotated[float, "[0, 1]"] = 0.0  # final learning rate as a fraction of learning_rate
-    warmup_steps: Annotated[int, ">= 0"] = 0  # linear warmup, in steps
+    warmup_steps: Annotated[int, ">= 0"] = 0  # steps of linear warmup
     adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # AdamW's second-moment decay
 
     @property
@@ -359,7 +359,7 @@ class DPOOptions(TrainingOptions):
     label_smoothing: Finite = 0.0
     # divergence that keeps the policy near the reference model
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
-    f_alpha_divergence_coef: Finite = 0.5  # alpha in alpha_divergence
+    f_alpha_divergence_coef: Finite = 0.5  # alpha for f_divergence_type=alpha_divergence
     ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight for tokens beyond the shorter answer's length
     use_weighting: bool = False  # WPO: weight pairs by their probability under the policy
     reference_free: bool = False  # without a reference model: all reference log-probabilities are 0
@@ -406,7 +406,7 @@ class GRPOOptions(TrainingOptions):
 
     # policy loss: a grpo_loss name, or your own function with the same arguments, as file.py:name
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"] | Code = "dapo"
-    # level of the policy ratio; sequence is GSPO
+    # policy ratio per token, per sequence (GSPO), or per sequence with token gradients (GSPO-token)
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"
     # clip the policy ratio pi / pi_old to [1 - epsilon_low, 1 + epsilon_high]
     epsilon_low: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
@@ -424,7 +424,7 @@ class GRPOOptions(TrainingOptions):
     rollout_correction_bounds: tuple[CorrectionBound, CorrectionBound] = (None, 3.0)
 
     def __post_init__(self):
-        if not 0 <= self.epsilon_low <= self.epsilon_high:  # NaN is also rejected
+        if not 0 <= self.epsilon_low <= self.epsilon_high:  # reject NaN as well
             raise UserError(
                 f"epsilon_low is {self.epsilon_low}, but it must be between 0 and epsilon_high, "
                 f"which is {self.epsilon_high}"

@@ -64,8 +64,7 @@ def build(
     """Build a dataclass from values in a file; check keys, types and bounds.
 
     Args:
-        where: file name or "command line", for error messages.
-        prefix: section path with a final dot, for error messages.
+        where, prefix: file name (or "command line") and section path with a final dot, for error messages.
         json, change_text: see Reader.
     """
     with error_context(where):
@@ -89,9 +88,8 @@ def read_value(hint: TypeHint, value: Plain, name: str, json: bool) -> Any:
 class Reader:
     """Check and convert nested values by type hints.
 
-    Type hints may be int, float, str, bool, dict, X | None, list[X], dict[str, X], tuple[X, ...], tuple[X, X, X],
-    dataclasses, Literal["a", "b"], string types in config/types.py, and numbers with bounds such as Annotated[float,
-    "(0, 1]"].
+    Supported type hints: int, float, str, bool, dict, X | None, list[X], dict[str, X], tuples, dataclasses, Literal,
+    string types in config/types.py, and numbers with bounds such as Annotated[float, "(0, 1]"].
 
     Args:
         json: True for JSON files, to ignore unknown keys and convert no strings. False for recipes, to accept "1e-4" as

@@ -91,7 +91,7 @@ def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
     for turn in turns:
         if any(turn.get(key) for key in THOUGHT_KEYS):
             raise UserError(
-                f"the chat template does not render the thought of the answer {truncate(turn, 80)}; write "
+                f"the chat template does not render the reasoning of the answer {truncate(turn, 80)}; write "
                 "it into the content, as <think>...</think>, or remove it"
             )
         start, role, *inside, newline = render_message(turn)

@@ -58,7 +58,6 @@ class ChatTemplate:
 
     Args:
         source: template file, for error messages.
-        special_tokens: control tokens; see Tokenizer.special_tokens.
         token_names: {name: value} for template variables such as eos_token.
     """
 
@@ -169,7 +168,7 @@ class ChatTemplate:
             return
         advice = "Use a template that renders every text unchanged, or remove this text from the row"
         if any(text_of(message).count("</think>") > 1 for message in messages):
-            advice = "The template may keep only one of several thoughts, so join the thoughts of this answer"
+            advice = "The template may keep only one of several <think> blocks, so join the blocks of this answer"
         raise self._error(f"the template does not render {missing}. {advice}")
 
     def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
@@ -178,7 +177,7 @@ class ChatTemplate:
             raise self._error(
                 f"the template renders the first {pluralize(len(messages), 'message')} differently if more messages "
                 "follow, so the answer cannot be located; use a template that only appends text for further "
-                "messages, or remove the thoughts from the answer if the prompt has none",
+                "messages, or remove the reasoning from the answer if the prompt has none",
                 RewrittenTurnsError,
             )
         return len(beginning)
@@ -316,7 +315,7 @@ def _template_in(path: Path) -> str | None:
     if text is None and path.name != "chat_template.json":
         return None
     if not isinstance(text, str):
-        raise UserError(f"{path}: chat_template is {truncate(text, 40)}, but it must be the text of a template")
+        raise UserError(f"{path}: chat_template is {truncate(text, 40)}, but it must be a string")
     return text
 
 

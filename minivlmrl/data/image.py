@@ -132,11 +132,9 @@ def patchify(frames: np.ndarray, patch_size: int, temporal_patch_size: int, merg
 
 
 def resize_frames(frames: Iterable[Image], height: int, width: int, mean: np.ndarray, std: np.ndarray) -> np.ndarray:
-    """Resize RGB frames with Pillow (bicubic), and normalize the color channels.
+    """Resize RGB frames of equal size with Pillow (bicubic), and normalize the color channels.
 
     Args:
-        frames: RGB images, all the same size.
-        height, width: new size in pixels.
         mean, std: (3, 1), per color channel, for pixel values from 0 to 1.
     Returns:
         (T, 3, height, width) float32.
@@ -194,7 +192,6 @@ class ImageProcessor:
         """Resize an image, normalize its colors and split it into patches.
 
         Args:
-            image: any mode and size.
             options: min_pixels and max_pixels override the processor's bounds for this image; resized_height and
                 resized_width override the image size before smart_resize.
         Returns:

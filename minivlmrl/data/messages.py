@@ -144,9 +144,10 @@ def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
     if places != numbers:
         images, videos = (pluralize(number, kind) for number, kind in zip(numbers, KINDS, strict=True))
         raise UserError(
-            f"the prompt has {pluralize(places[0], 'place')} for an image and {pluralize(places[1], 'place')} for a "
-            f"video, but {images} and {videos} were given. A place is a part {{type: image}} without a file or, in a "
-            "prompt without parts, a tag <image> or <video>. Add what is missing, or reword a tag that is only text"
+            f"the prompt has {pluralize(places[0], 'placeholder')} for an image and "
+            f"{pluralize(places[1], 'placeholder')} for a video, but {images} and {videos} were given. A placeholder "
+            "is a part {type: image} without a file or, in a prompt without parts, a tag <image> or <video>. Add what "
+            "is missing, or reword a tag that is only text"
         )
 
 
@@ -190,7 +191,7 @@ def check_messages(messages: list[dict]):
         says = isinstance(content, str | list) or (content is None and calls)
         if not (isinstance(fields.get("role"), str) and says):
             raise UserError(
-                f"message {number} must have a role, and content that is a text or a list of "
+                f"message {number} must have a role, and content that is a string or a list of "
                 f"parts, but it is {truncate(message, 80)}"
             )
         for part in content_parts(message):

@@ -33,7 +33,7 @@ from minivlmrl.data.rows import Row
 from minivlmrl.errors import UserError, error_context, pluralize, require, truncate
 from minivlmrl.json_files import parse_json
 
-TYPE_WORDS = {str: "text", list: "a list of turns", str | list: "text or a list of turns"}
+TYPE_WORDS = {str: "a string", list: "a list of turns", str | list: "a string or a list of turns"}
 TURN_KEYS = {  # {role: allowed keys in its turns}
     "system": ("role", "content", *LOSS_KEYS),
     "user": ("role", "content", *LOSS_KEYS),
@@ -72,7 +72,6 @@ def checked_row(
     """Check and read a row; see read_row.
 
     Args:
-        columns: columns after renaming.
         required: columns that the row must have; "problem" stands for any prompt column.
         known: columns that a stage, reward or data.columns reads.
     Raises:
@@ -109,7 +108,7 @@ def check_columns(columns: dict, known: Collection[str]):
         if name in VALUES and (name != "label" or name in known):  # `label` has other meanings in other projects
             read_value(VALUES[name], value, f"column {name!r}", json=True)
         if name == "solution" and str(value).count("<answer>") > 1:
-            require(False, "column 'solution'", value, "a text with at most one <answer> tag")
+            require(False, "column 'solution'", value, "a string with at most one <answer> tag")
         if name in ("tools", "functions") and name not in known and declares_tools(value):
             raise UserError(
                 f"column {name!r} declares tools that the prompt would not show: {truncate(value, 60)}. Remove the "
@@ -127,7 +126,7 @@ def check_prompts(columns: dict, template: str):
     """Raise UserError for several prompts, or for any prompt if data.prompt_template has no {problem}."""
     given = [name for name in PROMPTS if columns.get(name) is not None]
     if "{problem}" not in template:
-        expected = f"a text that contains {{problem}}, because the row has {given}"
+        expected = f"a string that contains {{problem}}, because the row has {given}"
         require(not given, "data.prompt_template", template, expected)
     if (
         given == ["messages"] and columns["messages"][-1]["role"] == "assistant"
@@ -155,7 +154,7 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
     foreign = [turn for turn in turns if not (isinstance(turn, dict) and isinstance(turn.get("role"), str))]
     if foreign:
         raise LayoutError(
-            f"message {turns.index(foreign[0])} must have a role, and content that is a text or a list of parts, but "
+            f"message {turns.index(foreign[0])} must have a role, and content that is a string or a list of parts, but "
             f"it is {truncate(foreign[0], 80)}"
         )
     check_messages(turns)
@@ -220,7 +219,7 @@ def check_call(call: dict, turn_name: str):
     # templates write the name between quotes, without escaping
     is_plain = isinstance(called, str) and json.dumps(called, ensure_ascii=False) == f'"{called}"'
     is_name = is_plain and called.strip() != ""
-    require(is_name, f"the function name in {name}", called, "a text without quotes, backslashes and line breaks")
+    require(is_name, f"the function name in {name}", called, "a string without quotes, backslashes and line breaks")
     if isinstance(arguments, str):
         with error_context(f"the arguments in {name}, {truncate(arguments, 40)}"):
             arguments = parse_json(arguments)
@@ -238,7 +237,9 @@ def check_texts(columns: dict):
     for name in (*texts, *MEDIA):
         value = columns.get(name)
         if isinstance(value, str) and is_list_text(value, name):
-            raise LayoutError(f"column {name!r} is the text of a list, in JSON or Python: {truncate(value, 60)}")
+            raise LayoutError(
+                f"column {name!r} is a list written as a string, in JSON or Python: {truncate(value, 60)}"
+            )
     all_text = repr(texts)
     if columns.get("objects") and (tag := OBJECT_TAG.search(all_text)):
         raise LayoutError(f"the texts contain {tag[0]}, which ms-swift replaces with `objects`")

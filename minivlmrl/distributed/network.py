@@ -52,8 +52,6 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
     NCCL connects at the first collective operation, so errors appear before weights are loaded.
 
     Args:
-        store: as returned by attempt_store.
-        device: device of this rank.
         limit: timeout for other ranks to start, and for collective operations.
 
     Raises:

@@ -44,7 +44,6 @@ def save_model(
         base: base model folder or repository, for adapter_config.json.
         write_more_files: writes more files into the new folder.
         merge: if False, save only adapters.
-        max_shard_size: maximum bytes per weights file.
     """
     world = world or World()
     with error_phase("save"), ExitStack() as saving:

@@ -1,23 +1,7 @@
 """Callbacks: extend the training loop without changing it.
 
-The loop calls these methods on all ranks, in this order:
-
-on_recipe       before the ranks connect
-on_setup        before rows and weights are loaded
-on_rows         before the weights are loaded
-on_model        before the output folder is written
-on_run_begin    after config.yaml and the log files were created
-on_stage_begin  after a checkpoint was restored
-on_step_begin   after sampling, before the weight update
-after_step      after the update, before any checkpoint
-on_step_end     after the step was logged
-on_evaluation   after an evaluation: before the first stage, between steps, after stages
-state_dict      before a checkpoint is saved
-on_error        after an error, before completed steps are saved
-on_run_end      at the end, even after an error or a signal
-
-Default callbacks monitor a run without changing its results: they check recipe, rows and memory, write report.html, and
-warn if training does not learn or the loss ignores an input.
+All ranks call the methods of `Callback`. Default callbacks monitor a run without changing its results: they check
+recipe, rows and memory, write report.html, and warn if training does not learn or the loss ignores an input.
 To add a callback: `run_training(config, [*default_callbacks(config), MyCallback()])`.
 """
 
@@ -76,7 +60,7 @@ class Callback:
         """Run code after sampling, before the weight update."""
 
     def after_step(self, trainer: Trainer, number: int):
-        """Update state that changes with every step, such as a moving reference model.
+        """Update state after the weight update, before any checkpoint, such as a moving reference model.
 
         A checkpoint contains the weights and this state after the same step.
 

@@ -79,8 +79,8 @@ def metrics_by_name(rewards: Sequence[str], means: dict[str, list]) -> dict[str,
 
 def noise(before: float, after: float, num_rows: int) -> float:
     """Return two standard errors of the difference between two means of values in [0, 1]."""
-    # The variance is at most that of a Bernoulli variable with the same mean. Add one correct and one wrong answer, so
-    # that 0 correct out of 30 has a variance above zero.
+    # The variance is at most that of a Bernoulli variable with the same mean. Counting one more correct and one more
+    # wrong answer makes it nonzero for 0 correct out of 30.
     means = [(value * num_rows + 1) / (num_rows + 2) for value in (before, after)]
     return 2 * math.sqrt(sum(mean * (1 - mean) for mean in means) / num_rows)
 
@@ -162,7 +162,7 @@ def generate_for_rows(
         rewards_of_rows = scores.view(len(batch), count, len(rewards)).tolist()
         described = [describe(*answer) for answer in zip(batch, completions, rewards_of_rows, strict=True)]
         all_ranks = world.gather_objects(described)
-        # restore the row order: with two ranks, rank 0 has rows 0, 2, 4, ..., rank 1 has rows 1, 3, 5, ...
+        # restore the row order: of two ranks, rank 0 has rows 0, 2, 4, ...
         in_order = chain.from_iterable(zip(*all_ranks, strict=True))
         yield list(in_order)[: len(numbers)]
         bar.update(len(numbers))

@@ -1,19 +1,17 @@
 """Log completions to completions.jsonl, one line per prompt.
 
-Fields of a line:
+Fields of a line: stage, step, row (row index), where (file and line), prompt, solution, and
 
-- stage, step, row (prompt index in the dataset), where (file and line), prompt and solution;
 - images: image paths, relative to the run folder;
 - truth: boxes in the solution, [x1, y1, x2, y2] in fractions of image width and height;
 - completions: one entry per completion in the group.
 
-Fields of a completion:
+Fields of a completion: text, boxes, advantage, and
 
-- text, boxes, and stopped, which is false if max_new_tokens cut the text;
-- answer: extracted from the text according to data.answer_format, null if there is none;
-- rewards: {reward name: value}, and reward: weighted sum, with the grpo.soft_punish_cache penalty;
+- stopped: false if max_new_tokens cut the text;
+- answer: the answer that data.answer_format selects, null if there is none;
+- rewards: {reward name: value}; reward: weighted sum, with the grpo.soft_punish_cache penalty;
 - why: {reward name: reason for its value}, only for rewards that give a reason;
-- advantage;
 - tokens: [[text, log-probability in nats], ...]; the log-probability is null for tokens from the prompt or a tool;
 - pictures: paths of images from an environment;
 - extra: other values logged by reward functions;
@@ -148,7 +146,6 @@ def folder_of_logs(output: Path, resumed: Path) -> Path:
     """Return the folder with the log files of the run that saved a checkpoint.
 
     Args:
-        output: output folder of the resumed run.
         resumed: checkpoint; its folder states/ may be a symbolic link to another disk without the log files.
     """
     states = resumed.absolute().parent

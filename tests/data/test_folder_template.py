@@ -262,7 +262,7 @@ def test_what_a_template_may_change():
 ONE_TEXT = "{{ messages[0].content[0].text }}"
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}hi"
 TWO_THOUGHTS = "<think>a</think>{}<think>c</think>four"
-SEVERAL = ".* render message 1 completely: .*The template may keep only one of several thoughts"
+SEVERAL = ".* render message 1 completely: .*The template may keep only one of several <think> blocks"
 FAILS = "the template fails"
 # (text of a template or its name in TRL, prompt, answer or None, error message)
 REFUSED = [
@@ -278,7 +278,7 @@ REFUSED = [
     ("qwen3_5_think", HI, TWO_THOUGHTS.format("b"), SEVERAL),
     ("qwen3_6", HI, TWO_THOUGHTS.format("\n"), SEVERAL),
     ("qwen3", HI, f"<think>\nhm\n</think>\n\n{HM}", "the template renders the first 2 messages .* only appends .*, or "
-     "remove the thoughts from the answer if the prompt has none"),
+     "remove the reasoning from the answer if the prompt has none"),
     ("\n{% if %}", HI, None, f"{FAILS} in line 2: TemplateSyntaxError: Expected an expression"),
     ("\n{% generation %}a{% endgeneration %}", HI, None, f"{FAILS} in line 2: .*unknown tag 'generation'"),
     ("{{ ''.__class__.__mro__ }}", HI, None, FAILS + r": SecurityError"),
@@ -312,7 +312,7 @@ def test_other_refusals(tmp_path):
         ChatTemplate(DEFAULT, "t").with_tools([])
     with pytest.raises(ValueError, match=r"no variable 'enable_thinkin' .*; its variables are: .*add_vision_id"):
         with_values(None, {"enable_thinkin": False})
-    with pytest.raises(ValueError, match=r"^the chat template does not render the thought of the answer .*'hm'"):
+    with pytest.raises(ValueError, match=r"^the chat template does not render the reasoning of the answer .*'hm'"):
         render_completion([assistant("four") | {"reasoning_content": "hm"}])
     for name, content in (
         ("chat_template.json", {"chat_template": "{% if %}"}),

@@ -87,7 +87,7 @@ def test_decode_drops_one_stop_token_at_the_end_and_no_other(stop):
 def test_missing_images_and_videos_in_a_completion_are_refused(part):
     processor = Processor(shapes.tokenizer(), ImageProcessor())
     for turns in ([assistant([part])], [assistant("a"), {"role": "user", "content": [part]}, assistant("b")]):
-        with pytest.raises(ValueError, match=r"1 place for an? .*, but 0 images and 0 videos were given"):
+        with pytest.raises(ValueError, match=r"1 placeholder for an? .*, but 0 images and 0 videos were given"):
             encode_completion(processor, [], turns)
 
 

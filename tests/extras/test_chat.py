@@ -168,9 +168,9 @@ def test_a_character_is_printed_with_its_last_byte(capsys, text):
 @pytest.mark.parametrize("arguments, message", [
     (["--image", "missing.png"], "missing.png"),
     ([TEMPERATURE, "-1"], "sampling.temperature is -1.0, but it must be in [0, inf)"),
-    (["--prompt", "<image>"], "the prompt has 1 place for an image and 0 places for a video, but 0 images and "
-     "0 videos were given. A place is a part {type: image} without a file or, in a prompt without parts, a tag <image> "
-     "or <video>. Add what is missing, or reword a tag that is only text\n"),
+    (["--prompt", "<image>"], "the prompt has 1 placeholder for an image and 0 placeholders for a video, but 0 images "
+     "and 0 videos were given. A placeholder is a part {type: image} without a file or, in a prompt without parts, a "
+     "tag <image> or <video>. Add what is missing, or reword a tag that is only text\n"),
 ], ids=str)  # fmt: skip
 def test_a_mistake_is_reported_in_one_line(folder, ask, arguments, message):
     status, out, err = ask(*(folder / "a.png" if word == "IMAGE" else word for word in arguments))

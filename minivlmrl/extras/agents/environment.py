@@ -166,7 +166,9 @@ def arguments_of(tool: Callable) -> type:
     arguments = []
     with error_context(f"tool {tool.__name__}"):
         if inspect.iscoroutinefunction(tool) or inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
-            raise UserError("an async function or a generator returns no result; return it from asyncio.run, or a text")
+            raise UserError(
+                "an async function or a generator returns no result; return it from asyncio.run, or a string"
+            )
         hints = typing.get_type_hints(tool, include_extras=True)
         for name, parameter in inspect.signature(tool).parameters.items():
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):

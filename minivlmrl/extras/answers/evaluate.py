@@ -5,10 +5,9 @@ minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_genera
 minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # without rewards
 torchrun --no-python --nproc-per-node 8 minivlmrl evaluate ...  # on several GPUs
 
---model is a model or adapter folder. The recipe sets prompt template, image size, stopping rules, data.answer_format
-and evaluation rewards. top_k, top_p, min_p and repetition_penalty are ignored, as in evaluations during training. The
-default recipe is config.yaml from the training run, else minivlmrl.yaml beside the weights, else own_data.yaml with the
-prompt template {problem}.
+The recipe, by default that of the training run, sets prompt template, image size, stopping rules, data.answer_format
+and evaluation rewards. Models without a run use minivlmrl.yaml beside the weights, or own_data.yaml with the prompt
+template {problem}. top_k, top_p, min_p and repetition_penalty are ignored, as in evaluations during training.
 """
 
 import argparse

@@ -187,14 +187,14 @@ WRONG = [  # (row, part of the error message after the file and the line)
     ({"prompt": "b", "chosen": talk("2"), "rejected": talk("3")}, "the prompt 'b' is not a turn of the conversation"),
     # what a run would refuse
     ({"messages": [user("a"), assistant(" ")]}, "an answer is empty or blank; add its text"),
-    ({"query": "<image>a", "images": ["cat.jpg", "dog.jpg"]}, "the prompt has 1 place for an image and 0"),
+    ({"query": "<image>a", "images": ["cat.jpg", "dog.jpg"]}, "the prompt has 1 placeholder for an image and 0"),
     ({"problem": "a", "box_space": "inches"}, "column 'box_space' is 'inches', but it must be 'original', 'resized'"),
     # values whose form nobody expects
     ({"conversations": [3]}, "turn 0 is 3, but its 'from' or 'role' must be one of"),
     ({"conversations": [TURN, {"role": {}}]}, "turn 1 is {'role': {}}, but its 'from' or 'role' must be one of"),
     ({"prompt": "<bbox>", "objects": "3"}, NO_FORM), ({"prompt": "<bbox>", "objects": [3]}, NO_FORM),
     ({"prompt": "<bbox>", "objects": {"bbox": 3}}, NO_FORM), ({"problem": "a", "reward_model": "2"}, NO_FORM),
-    ({"query": 3}, "must have a role, and content that is a text or a list of parts"),
+    ({"query": 3}, "must have a role, and content that is a string or a list of parts"),
     ({"question": "a", "choices": 3}, "the list of choices is 3, but it must be a list of at most 26 texts"),
     ({"messages": [user("a"), assistant("b")], "rejected_messages": [3]}, "turn 0 is 3, but its 'from' or 'role'"),
     ("[3]", "the row is 3, but it must be a JSON object that maps columns to values"),
