@@ -5,12 +5,10 @@ minivlmrl train --help grpo                     # one section
 minivlmrl train my_recipe.yaml --help my_stage  # your own stage
 """
 
-import ast
 import inspect
-import io
+import re
 import sys
 import textwrap
-import tokenize
 from functools import cache
 
 import yaml
@@ -64,19 +62,11 @@ def format_option(option: Option) -> str:
 @cache
 def comments_of(section: type) -> dict[str, str]:
     """Return {field: comment above and beside it} for a dataclass."""
-    source = textwrap.dedent(inspect.getsource(section))
-    texts = {}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            texts[token.start[0]] = token.string.removeprefix("# ")
     comments = {}
-    [definition] = ast.parse(source).body
-    assert isinstance(definition, ast.ClassDef)
-    first_line = 0
-    for statement in definition.body:
-        last_line = statement.end_lineno or statement.lineno
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            lines = range(first_line, last_line + 1)
-            comments[statement.target.id] = " ".join(texts[line] for line in lines if line in texts)
-        first_line = last_line + 1
+    above = []  # comment lines since the last statement
+    for line in inspect.getsource(section).splitlines():
+        code, _, comment = line.partition("# ")
+        if field := re.match(r"\s+(\w+): ", code):
+            comments[field[1]] = " ".join([*above, comment]).strip()
+        above = [] if code.strip() else [*above, comment]
     return comments
