@@ -213,18 +213,16 @@ class Results:
 
 def print_table(results: dict, num_rows: int, chance: float | None):
     """Print evaluation metrics as a table, with chance accuracy in the first row."""
-    first_width = max(12, *(len(name) + 1 for name in results))
     columns = [*dict.fromkeys(column for row in results.values() for column in row)]
-    names = [name.removeprefix("eval/") for name in short_names(columns)]
-    widths = {column: max(9, len(name) + 2) for column, name in zip(columns, names, strict=True)}
-    titles = "".join(f"{name:>{width}}" for name, width in zip(names, widths.values(), strict=True))
-    print(f"\n{f'held-out {num_rows}':<{first_width}}{titles}")
-    if chance is not None:
-        # chance accuracy is the same for sampled and greedy answers, the first two columns
-        first_two = list(widths.values())[:2]
-        print(f"{'chance':<{first_width}}" + "".join(f"{chance:>{w}.3f}" for w in first_two))
+    titles = [name.removeprefix("eval/") for name in short_names(columns)]
+    lines = [(f"held-out {num_rows}", titles)]
+    if chance is not None:  # the same for sampled and greedy answers, the first two columns
+        lines.append(("chance", [f"{chance:.3f}"] * 2))
     for name, row in results.items():
-        line = f"{name.replace('_', ' '):<{first_width}}"
-        for column, width in widths.items():
-            line += f"{row[column]:>{width}.3f}" if column in row else " " * width
-        print(line.rstrip())
+        values = [f"{row[column]:.3f}" if column in row else "" for column in columns]
+        lines.append((name.replace("_", " "), values))
+    first_width = max(12, *(len(name) + 1 for name in results))
+    print()
+    for name, values in lines:
+        cells = [f"{value:>{max(9, len(title) + 2)}}" for title, value in zip(titles, values, strict=False)]
+        print(f"{name:<{first_width}}{''.join(cells)}".rstrip())
