@@ -11,11 +11,12 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.distributed.weights import recompute_blocks, reshard
 from minivlmrl.files import save_tensors
+from minivlmrl.model.checkpoint import check_same_inputs
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.lora import init_adapters, inject_adapters
 from minivlmrl.model.plain_weights import gather_full_tensor
 from minivlmrl.model.trainable import select_trained
-from minivlmrl.model.value_head import HEAD_FILE, ValueModel, check_inputs, load_value_model
+from minivlmrl.model.value_head import HEAD_FILE, ValueModel, load_value_model
 
 
 def save_value_model(
@@ -45,10 +46,10 @@ def load_critic(
     folder: str | Path, policy: VisionLanguageModel, processor: Processor, config: RunConfig, device: torch.device
 ) -> ValueModel:
     """Load a value model as a critic, applying the options `adapter` and `model.freeze`."""
+    check_same_inputs(folder, policy, processor)
     dtype = policy.lm_head.weight.dtype
     inject = partial(inject_adapters, options=config.adapter)
     critic = load_value_model(folder, dtype, device, policy.sharding, inject)
-    check_inputs(folder, critic, policy, processor)
     critic.backbone.save_dtype = policy.save_dtype
     init_adapters(critic.backbone, config.seed)
     if config.model.activation_checkpointing and policy.sharding is None:

@@ -21,17 +21,12 @@ from minivlmrl.errors import UserError
 from minivlmrl.generation.environments import samples_trajectories
 from minivlmrl.losses.grpo import batch_normalizer
 from minivlmrl.losses.preference import reward_loss
+from minivlmrl.model.checkpoint import check_same_inputs
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.plain_weights import has_adapters
-from minivlmrl.model.value_head import (
-    ValueModel,
-    add_saved_head,
-    check_inputs,
-    check_value_model_folder,
-    load_value_model,
-)
+from minivlmrl.model.value_head import ValueModel, add_saved_head, check_value_model_folder, load_value_model
 from minivlmrl.trainers.offline import AnswerBatch, PairTrainer
 from minivlmrl.trainers.registry import find_trainer
 
@@ -119,10 +114,10 @@ class RewardModelScores:
 
     def __init__(self, config: RunConfig, policy: VisionLanguageModel, processor: Processor, world: World):
         path = config.reward_model.path or Path(config.output_dir) / FOLDER
+        check_same_inputs(path, policy, processor)
         model = load_scorer(policy, path, world.device, same_base=config.reward_model.path is None)
         self.model = model.requires_grad_(False)
         self.world = world
-        check_inputs(path, model, policy, processor)
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]) -> list[float]:

@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ from minivlmrl.model.plain_weights import Sharded, Weight, base_weights, plain_n
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# ModelConfig fields that are equal in models with the same inputs
+INPUT_FIELDS = (
+    "model_type", "vision_config.patch_dim", "vision_config.spatial_merge_size", "vision_config.tokens_per_second",
+)  # fmt: skip
 # files copied from the loaded model folder into checkpoints
 CARRIED = re.compile(
     r"(tokenizer_config|generation_config|video_preprocessor_config|tokenizer|vocab|added_tokens"
@@ -221,6 +226,28 @@ def check_fit(model_config: ModelConfig, images: ImageProcessor, image_file: Pat
         value = getattr(model_config, name)
         expected = tokenizer.special_tokens[CONTROL_TOKENS[name]]
         require(value == expected, name, value, f"{expected} as in tokenizer.json")
+
+
+def check_same_inputs(folder: str | Path, policy: VisionLanguageModel, processor: Processor, *more_fields: str):
+    """Raise UserError unless the model in a folder takes the policy's token ids and patches.
+
+    Args:
+        more_fields: further ModelConfig fields that must match the policy's.
+    """
+    folder = find_folder(folder)
+    config = read_config(folder)
+    for name in (*INPUT_FIELDS, *more_fields):
+        value, expected = attrgetter(name)(config), attrgetter(name)(policy.config)
+        require(value == expected, f"{folder}/config.json: {name}", value, f"{expected!r}, as in the policy")
+    ids = processor.tokenizer.backend.get_vocab()
+    other_ids = load_tokenizer(folder / "tokenizer.json").backend.get_vocab()
+    differing = [token for token in ids if other_ids.get(token) != ids[token]]
+    if differing:
+        raise UserError(
+            f"{folder}: the tokenizer of this model does not match the policy's: {len(differing)} "
+            "tokens of the policy have different ids in this model or are missing, for example "
+            f"{differing[0]!r}; use a model with the policy's tokenizer"
+        )
 
 
 def end_token_ids(folder: Path) -> list[int]:

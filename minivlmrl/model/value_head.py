@@ -7,11 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from minivlmrl.config.types import Frozen
-from minivlmrl.data.processor import Processor
 from minivlmrl.errors import UserError
 from minivlmrl.files import unchanged
-from minivlmrl.model.build import PATCHES
-from minivlmrl.model.checkpoint import load_model, load_processor, read_tensors
+from minivlmrl.model.checkpoint import load_model, read_tensors
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.packing import GroupBatch
@@ -58,20 +56,6 @@ def value_head(model: VisionLanguageModel, weight: Tensor | None = None) -> Valu
     if model.sharding is not None:
         model.sharding.shard_head(head)
     return head
-
-
-def check_inputs(folder: str | Path, value_model: ValueModel, policy: VisionLanguageModel, processor: Processor):
-    """Raise UserError if a value model and the policy differ in tokenizer, family or patch size."""
-
-    def form(model: VisionLanguageModel, processor: Processor) -> tuple[str, dict[str, int], list[int]]:
-        patch_sizes = [getattr(processor.image_processor, name) for name in PATCHES]
-        return model.config.model_type, processor.tokenizer.backend.get_vocab(), patch_sizes
-
-    if form(value_model.backbone, load_processor(folder)) != form(policy, processor):
-        raise UserError(
-            f"{folder}: this model has a different tokenizer, family or patch size than the policy, so it can neither "
-            "score the policy's completions nor be its critic; train a reward model from the policy's base model"
-        )
 
 
 def check_value_model_folder(folder: str | Path):

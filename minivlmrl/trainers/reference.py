@@ -3,29 +3,20 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
 from minivlmrl.config.options import ReferenceOptions
-from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.tokenizer import load_tokenizer
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import copy_model, is_part, reshard
-from minivlmrl.errors import UserError, error_phase, require
-from minivlmrl.model.checkpoint import load_model, read_config
+from minivlmrl.errors import error_phase
+from minivlmrl.model.checkpoint import check_same_inputs, load_model
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.plain_weights import has_adapters
-
-# ModelConfig fields that must match the policy's, because both models get the same inputs
-MATCHING_FIELDS = [
-    "model_type", "vocab_size", "vision_config.patch_dim", "vision_config.spatial_merge_size",
-    "vision_config.tokens_per_second",
-]  # fmt: skip
 
 
 class Reference:
@@ -38,7 +29,6 @@ class Reference:
     def __init__(self, policy: VisionLanguageModel, options: ReferenceOptions, processor: Processor, world: World):
         self.policy = policy
         if options.path is not None:
-            check_compatible(policy, options.path)
             model = load_reference(options.path, policy, processor, world)
         elif has_adapters(policy):
             trained = [name for name, p in policy.named_parameters() if p.requires_grad]
@@ -105,27 +95,9 @@ def swapped_in(
         model.exchange()
 
 
-def check_compatible(policy: VisionLanguageModel, path: str):
-    """Raise UserError unless the model in folder `path` takes the same inputs as the policy."""
-    file = find_folder(path) / "config.json"
-    other = read_config(file.parent)
-    for name in MATCHING_FIELDS:
-        expected = attrgetter(name)(policy.config)
-        value = attrgetter(name)(other)
-        require(value == expected, f"{file}: {name}", value, f"{expected!r}, as in the policy")
-
-
 def load_reference(path: str, policy: VisionLanguageModel, processor: Processor, world: World) -> VisionLanguageModel:
     """Load a reference from a folder, with the policy's sharding and compute dtype."""
-    ids = processor.tokenizer.backend.get_vocab()
-    other_ids = load_tokenizer(find_folder(path) / "tokenizer.json").backend.get_vocab()
-    differing = [token for token in ids if other_ids.get(token) != ids[token]]
-    if differing:
-        raise UserError(
-            f"{path}: the tokenizer of this model does not match the policy's: {len(differing)} "
-            "tokens of the policy have different ids in this model or are missing, for example "
-            f"{differing[0]!r}; use a model with the policy's tokenizer"
-        )
+    check_same_inputs(path, policy, processor, "vocab_size")
     sharding = policy.sharding
     dtype = sharding.compute_dtype if sharding else policy.lm_head.weight.dtype
     return load_model(path, dtype, world.device, sharding)

@@ -147,5 +147,5 @@ def test_unsuitable_critics_are_refused(folder, lively, tmp_path, stage):
         stage("ppo", SEPARATE, "--ppo.critic_path=/gone")
     main(folder, tmp_path, "one", "--stages=reward_model", "--reward_model.max_steps=1")
     path = tmp_path / "one" / "reward_model"
-    with pytest.raises(ValueError, match="has a different tokenizer, family or patch size than the policy, so it can"):
+    with pytest.raises(ValueError, match=r"config\.json: model_type is 'qwen2_5_vl', but it must be 'qwen3_vl', as"):
         stage("ppo", SEPARATE, f"--ppo.critic_path={path}", model="qwen3_vl")
