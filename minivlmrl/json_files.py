@@ -10,12 +10,6 @@ from minivlmrl.errors import UserError, error_context, require
 
 LFS = b"version https://git-lfs"  # start of a Git LFS pointer file
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # surrogate escape, paired or not
-# {pattern at the position of a JSON error: how to fix it}
-CURES = {
-    r",?\s*[]}]": "; remove the comma before the bracket",
-    r",\s*$": "; remove the comma at the end",
-    "'": "; write double quotes instead of single ones",
-}
 _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 
 
@@ -31,9 +25,7 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
         return decode(text.decode() if isinstance(text, bytes) else text, *arguments)
     except (ValueError, RecursionError) as error:
         where = str(error).replace("line 1 column", "column")  # "line 1" would be wrong in JSON lines
-        rest = error.doc[error.pos :] if isinstance(error, json.JSONDecodeError) else ""
-        cure = next((cure for pattern, cure in CURES.items() if re.match(pattern, rest)), "")
-        raise UserError(f"the text is not valid JSON ({where}){cure}") from error
+        raise UserError(f"the text is not valid JSON ({where})") from error
 
 
 def check_surrogates(text: str, content: Any):

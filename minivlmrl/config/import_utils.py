@@ -139,14 +139,10 @@ def resolve_function(kind: str, text: str, table: dict[str, Any]) -> Callable:
 
 
 def check_function(kind: str, text: str, function: Any):
-    if isinstance(function, type):
+    if isinstance(function, type) or not callable(function):
         raise UserError(
-            f"{kind} {text} is a class, but it must be a function or an object with __call__. Write `name = "
-            f"{function.__name__}()` in your file, and use that name"
-        )
-    if not callable(function):
-        raise UserError(
-            f"{kind} {text} is {truncate(function, 80)}, but it must be a function or an object with __call__"
+            f"{kind} {text} is {truncate(function, 80)}, but it must be a function, or an object with __call__, such "
+            "as an instance of a class"
         )
 
 

@@ -5,7 +5,6 @@ A recipe is a YAML file with RunConfig's fields. On the command line, `--grpo.be
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from minivlmrl.config.types import (
@@ -547,9 +546,6 @@ class RunConfig:
         # recipe sections for stages left out by --stages
         self.unused_sections: list[str] = []
         self.names_of_files: dict[str, str] = {}  # {"file.py:Class" in `stages`: Class.stage}
-        for path in [Path(self.output_dir), *Path(self.output_dir).parents]:
-            if path.is_file():
-                raise UserError(f"output_dir is {self.output_dir}, but {path} is a file; choose a folder")
         if self.rewards and not any(self.rewards.values()):
             raise UserError(
                 f"rewards are {self.rewards}; at least one weight must not be 0, because otherwise nothing is learned"

@@ -61,15 +61,10 @@ def value_head(model: VisionLanguageModel, weight: Tensor | None = None) -> Valu
 def check_value_model_folder(folder: str | Path):
     """Raise UserError for a folder without a value head."""
     if not (Path(folder) / HEAD_FILE).is_file():
-        near = [
-            inner for inner in (Path(folder) / "reward_model", Path(folder).parent / "reward_model") if inner.is_dir()
-        ]
-        advice = (
-            f"use the folder {near[0]}"
-            if near
-            else "train one with the stage reward_model, and use the folder RUN/reward_model of that run"
+        raise UserError(
+            f"{folder} does not contain {HEAD_FILE}, the head of a reward model; train one with the stage "
+            "reward_model, and use the folder RUN/reward_model of that run"
         )
-        raise UserError(f"{folder} does not contain {HEAD_FILE}, the head of a reward model; {advice}")
 
 
 def load_value_model(folder: str | Path, *options) -> ValueModel:

@@ -385,10 +385,3 @@ def test_a_recipe_that_is_refused(write, tmp_path, content, overrides, sentence)
 def test_a_value_of_another_project_is_answered(override, cure):
     with pytest.raises(ValueError, match=cure):
         load_config("shapes.yaml", [override])
-
-
-@pytest.mark.parametrize("inside", ["", "/run", "/runs/1"])
-def test_a_file_is_no_output_folder(tmp_path, inside):
-    (tmp_path / "taken").write_text("")
-    with pytest.raises(ValueError, match=r"output_dir is .*taken.*, but .*taken is a file; choose a folder"):
-        load_config("shapes.yaml", [f"--output_dir={tmp_path}/taken{inside}"])

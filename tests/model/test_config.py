@@ -145,7 +145,7 @@ def test_qwen3_6_and_3_8_are_read_as_qwen3_5():
 
 
 NO_OTHER = "qwen2_5_vl or qwen2_vl or qwen3_vl or qwen3_5 or qwen3_vl_moe or qwen3_5_moe; "
-NO_OTHER += "no other family is supported"
+NO_OTHER += "no other family, and no text model, is supported"
 
 
 @pytest.mark.parametrize(("path", "value", "expected"), [

@@ -45,8 +45,8 @@ def test_pointers_of_git_lfs_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(("config", "expected"), [
-    ({"model_type": "qwen2"}, "This is a text model; choose a vision-language model"),
-    ({"model_type": "qwen3_vl_text"}, "This is a text model; choose a vision-language model"),
+    ({"model_type": "qwen2"}, "no other family, and no text model, is supported"),
+    ({"model_type": "qwen3_vl_text"}, "no other family, and no text model, is supported"),
     ({"model_type": "llava", "vision_config": {"a": 1}}, "model_type is 'llava', but it must be .*supported$"),
     *(({"model_type": name}, f"model_type is '{name}', but it must be .*supported$")
       for name in ("llava", "gemma3", "paligemma", "internvl_chat", "qwen2_5_omni", "qwen")),

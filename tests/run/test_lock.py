@@ -44,3 +44,10 @@ def test_hosts_must_share_output_dir(tmp_path):
     for names in (["one", "two"], ["both", "both"]):
         assert fork_ranks(2, partial(begin, names=names), 300) == [0, 0]
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".lock"] * 3
+
+
+@pytest.mark.parametrize("inside", ["", "/run", "/runs/1"])
+def test_a_file_is_no_output_folder(tmp_path, inside):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(OSError, match="taken"), locked(f"{tmp_path}/taken{inside}", ONE):
+        pass
