@@ -217,6 +217,7 @@ class GRPOTrainer(RolloutTrainer):
         options = self.options
         logps, entropies = self.logps(batch.group)
         padded_logps, padded_entropies = batch.group.pad(logps), batch.group.pad(entropies)
+        kept = kept_tokens(padded_entropies, batch.loss_mask, options.top_entropy_quantile, batch.entropy_threshold)
         returned = self.loss_function(
             padded_logps,
             batch.advantages,
@@ -231,11 +232,12 @@ class GRPOTrainer(RolloutTrainer):
             old_per_token_logps=batch.old_per_token_logps if self.policy_moves else None,
             ref_per_token_logps=batch.ref_per_token_logps,
             normalizer=batch.normalizer,
-            **self.weights(batch, padded_entropies),
+            **self.weights(batch, kept),
         )
         loss, metrics = checked_loss(f"{self.stage}.loss_type {options.loss_type}", returned)
         if options.entropy_coef and self.is_builtin:
-            loss = loss - options.entropy_coef * self.mean_entropy(batch, padded_entropies)
+            num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
+            loss = loss - options.entropy_coef * mean_entropy(padded_entropies, kept, batch.normalizer, num_tokens)
         old_logps = padded_logps.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
         return loss, self.over_step(metrics, batch) | self.token_metrics(batch, old_logps, entropies)
 
@@ -250,23 +252,18 @@ class GRPOTrainer(RolloutTrainer):
             share = len(batch.loss_mask) / batch.normalizer.sequences
         return {name: value * share if name in CLIP_RATIOS else value for name, value in metrics.items()}
 
-    def kept_tokens(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
-        """Return a mask (completions, tokens), 1 for all tokens to train on, or only those with high entropy."""
-        return kept_tokens(entropies, batch.loss_mask, self.options.top_entropy_quantile, batch.entropy_threshold)
+    def weights(self, batch: GRPOBatch, kept: Tensor) -> dict[str, Tensor]:
+        """Return token weights as arguments for grpo_loss.
 
-    def mean_entropy(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
-        """Average the entropy over the tokens to train on in the whole step."""
-        num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
-        return mean_entropy(entropies, self.kept_tokens(batch, entropies), batch.normalizer, num_tokens)
-
-    def weights(self, batch: GRPOBatch, entropies: Tensor) -> dict[str, Tensor]:
-        """Return token weights as arguments for grpo_loss."""
+        Args:
+            kept: (R, T), 1 for the tokens to train on, or only those with high entropy.
+        """
         ratio = batch.importance_sampling_ratio
         weights = {}
         if not self.is_builtin:
             return weights
         if self.options.top_entropy_quantile < 1:
-            weights["token_weights"] = self.kept_tokens(batch, entropies)
+            weights["token_weights"] = kept
         if ratio is not None and self.options.loss_type == "vespo":
             weights["importance_sampling_ratio"] = ratio
         elif ratio is not None:
