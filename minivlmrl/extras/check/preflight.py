@@ -136,7 +136,7 @@ def try_rewards(config: RunConfig, datasets: dict[str, Dataset], processor: Proc
     for stage, rows, rewards in scored_rows(config, datasets):
         no_columns = dict.fromkeys(required_columns(rewards)) if stage == "eval" else {}
         skips = stage != "eval" and config.data.skip_unreadable
-        row, prompt, _ = next_readable(rows, 0, lambda row: row.prompt(processor), skips)
+        row, prompt = next_readable(rows, 0, lambda row: row.prompt(processor), skips)
         row.columns = no_columns | row.columns
         completion = Completion(ids, tool_use=ToolUse(begin_environment(config.sampling.environment, row)))
         call_rewards(rewards, reward_columns([row], [prompt], [[completion]], processor, reward_model_scores=[0.0]))
