@@ -32,12 +32,13 @@ def load_name(target: str) -> Any:
 
 def _load_module(file: str) -> ModuleType:
     if file.endswith(".py"):
-        path = _source_file(file)
-        if not Path(path).is_file():
+        found = [folder / file for folder in (Path(), recipes_folder().parent) if (folder / file).is_file()]
+        if not found:
             raise UserError(
-                f"{path} does not exist. A code file named in a recipe must be beside the recipe or in the working "
+                f"{file} does not exist. A code file named in a recipe must be beside the recipe or in the working "
                 f"folder, {os.getcwd()}; for one named on the command line, the working folder is searched first."
             )
+        path = os.path.abspath(found[0])
         USER_FILES.add(path)  # register the file first, because running it may fail
         return run_file(path)
     try:
@@ -65,13 +66,6 @@ def code_files() -> set[str]:
         if not is_ours and not is_installed and os.path.isfile(file):
             files.add(file)
     return files
-
-
-def _source_file(path: str) -> str:
-    for folder in (Path(), recipes_folder().parent):
-        if (folder / path).is_file():
-            return os.path.abspath(folder / path)
-    return path
 
 
 def recipes_folder() -> Path:

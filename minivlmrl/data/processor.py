@@ -68,7 +68,12 @@ class Processor:
         pixel_values = []
         grids = []
         seconds = []
-        for patches, grid, time in self.media_patches(messages, images, videos):
+        for item, options in shown_parts(messages, images, videos):
+            if isinstance(item, PIL.Image.Image):
+                patches, grid = self.image_processor(item, **options)
+                time = 0.0
+            else:
+                patches, grid, time = item.patches(self.image_processor, **options)
             pixel_values.append(patches)
             grids.append(grid)
             seconds.append(time)
@@ -83,19 +88,6 @@ class Processor:
             image_grid_thw=torch.tensor(grids, dtype=torch.long).view(-1, 3),
             second_per_grid_ts=torch.tensor(seconds, dtype=torch.float32),
         )
-
-    def media_patches(
-        self, messages: list[dict], images: Sequence[PIL.Image.Image], videos: "Sequence[Video | VideoFile]"
-    ) -> Iterator[tuple[Tensor, Grid, float | list[float]]]:
-        """Yield (patches, grid, seconds) for each image and video in a prompt.
-
-        Grid: number of patches in time, height and width. Seconds: 0 for images, see Video.patches for videos.
-        """
-        for item, options in shown_parts(messages, images, videos):
-            if isinstance(item, PIL.Image.Image):
-                yield *self.image_processor(item, **options), 0.0
-            else:
-                yield item.patches(self.image_processor, **options)
 
     def encode(self, pieces: Sequence[str], grids: Sequence[Grid]) -> list[list[int]]:
         """Tokenize text and control tokens; repeat each placeholder once per image or video token.

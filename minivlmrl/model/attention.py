@@ -54,20 +54,23 @@ class PackedLayout:
         T = max(self.row_lengths, default=0)
         self.prompt_spans = []
         self.completion_spans = []
+        predicting = []  # index of the previous token, per completion token
         end = 0
         for prompt_length, group in zip(prompt_lengths, completion_lengths, strict=True):
             self.prompt_spans.append(range(end, end + prompt_length))
             end += prompt_length
+            last_prompt_token = end - 1  # predicts the first token of all completions
             spans = []
             for n in group:
                 spans.append(range(end, end + n - 1))
+                predicting += [last_prompt_token, *spans[-1]]
                 end += n - 1
             self.completion_spans.append(spans)
         self.num_tokens = end
         # (B,) index of the last prompt token, in the packed sequence
         self.last_index = index_tensor([span[-1] for span in self.prompt_spans], device)
         # (M,) index of the previous token, which predicts a completion token
-        self.predict_index = index_tensor(self.predicting_tokens(), device)
+        self.predict_index = index_tensor(predicting, device)
         # (M,) index of completion tokens in a flattened (R, T) tensor
         self.row_index = index_tensor([row * T + i for row, i in cells], device)
         blocks, self.slots = self.pad_blocks(device)
@@ -78,13 +81,6 @@ class PackedLayout:
         self.in_order = torch.equal(order, torch.arange(self.num_tokens))
         self.order = to_device(order.clamp(min=0), device)
         self.inverse = to_device(inverse, device)
-
-    def predicting_tokens(self) -> list[int]:
-        tokens = []
-        for prompt_span, spans in zip(self.prompt_spans, self.completion_spans, strict=True):
-            for span in spans:
-                tokens += [prompt_span[-1], *span]  # the last prompt token predicts the first completion token
-        return tokens
 
     def pad_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
         """Group prompts of equal length, and arrange their token indices in padded matrices.

@@ -1,7 +1,6 @@
 """Registry of training stages, named in the option `stages`."""
 
 from minivlmrl.config.import_utils import find_stage
-from minivlmrl.config.options import RunConfig
 from minivlmrl.errors import UserError, error_context, require
 from minivlmrl.trainers.base import Trainer
 
@@ -19,8 +18,7 @@ def find_class(stage: str) -> type[Trainer]:
     """Import the trainer for an entry in `stages`: a key in TRAINERS, or file.py:Class."""
     trainer = find_stage(stage, TRAINERS)
     with error_context(f"stages: {stage}"):
-        is_trainer = isinstance(trainer, type) and issubclass(trainer, Trainer)
-        require(is_trainer, "the class", trainer, "a subclass of minivlmrl.trainers.base.Trainer")
+        require(issubclass(trainer, Trainer), "the class", trainer, "a subclass of minivlmrl.trainers.base.Trainer")
         for method in ("steps", "loss"):
             if getattr(trainer, method) is getattr(Trainer, method):
                 raise UserError(
@@ -39,17 +37,11 @@ def find_trainer(stage: str, config) -> type[Trainer]:
 def find_trainers(config) -> dict[str, type[Trainer]]:
     """Let trainers check the recipe, and return {stage: trainer class}."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
-    check_dtypes(config)
+    if trainers and "float16" in (config.model.dtype, config.model.compute_dtype):
+        raise UserError(
+            "model.dtype or model.compute_dtype is float16, in which small gradients become 0, because there is no "
+            "loss scaling; train in bfloat16, or in float32 on GPUs without bfloat16 (T4, V100)"
+        )
     for trainer in trainers.values():
         trainer.check(config)
     return trainers
-
-
-def check_dtypes(config: RunConfig):
-    """Raise UserError for training in float16, which would need loss scaling."""
-    for option in ("dtype", "compute_dtype"):
-        if config.stage_names and getattr(config.model, option) == "float16":
-            raise UserError(
-                f"model.{option} is 'float16', in which small gradients become 0, because there is no "
-                "loss scaling; train in bfloat16, or in float32 on GPUs without bfloat16 (T4, V100)"
-            )
