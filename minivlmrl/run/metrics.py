@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -196,15 +196,16 @@ class MetricsLog(ExitStack):
         if "reward" in metrics:
             means = [name for name in metrics if re.fullmatch("rewards/.*/mean", name)]
             names = ["reward", *means[:3], "completions/mean_length", "kl"]
-        shown = {name: f"{metrics[name]:.3f}" for name in names if name in metrics}
-        names = [re.sub("^(rewards|completions)/|/mean$", "", name) for name in short_names(shown)]
-        shown = dict(zip(names, shown.values(), strict=True))
-        self.bar.update(values=dict(list(shown.items())[:3]))
+        names = [name for name in names if name in metrics]
+        values = []
+        for name, short in zip(names, short_names(names), strict=True):
+            short = re.sub("^(rewards|completions)/|/mean$", "", short)
+            values.append(f"{short}={metrics[name]:.3f}")
+        self.bar.update(values=values[:3])
         done, total = number + 1, self.bar.total
         # print less in notebooks, which keep all printed lines
         print_every = 10 if total > MANY_STEPS or "ipykernel" in sys.modules else 1
         if self.bar.hidden and (done in (1, total) or done % print_every == 0):
-            values = [f"{name}={value}" for name, value in shown.items()]
             print(f"{self.name} {done}/{total}, training batch:", *values, f"{step_time:.2f} s", flush=True)
 
     def evaluation(self, stage: str, steps_done: int, values: dict[str, float], seconds: float):
@@ -322,10 +323,11 @@ def describe_speed(timings: Sequence[dict]) -> str:
 
     last = timings[-1]
     text = f"{mean(timing['step_time'] for timing in timings):.2f} s a step"
-    names = dict.fromkeys(name for timing in timings for name in timing.get("phases", ()))
-    phases = {name: mean(t.get("phases", {}).get(name, 0.0) for t in timings) for name in names}
+    phases = Counter()
+    for timing in timings:
+        phases.update(timing.get("phases", {}))
     if phases:
-        text += f" ({', '.join(f'{name} {value:.2f}' for name, value in phases.items())})"
+        text += f" ({', '.join(f'{name} {value / len(timings):.2f}' for name, value in phases.items())})"
     text += f", {mean(timing['tokens_per_second'] for timing in timings):,.0f} tokens/s"
     allocated, reserved, free = (last.get(f"{kind}_memory_gib") for kind in ("allocated", "reserved", "free"))
     if None not in (allocated, reserved, free):

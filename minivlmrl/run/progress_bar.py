@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 SECONDS = 0.5  # minimum time between updates, in seconds
@@ -39,10 +40,10 @@ class ProgressBar:
         self.hidden = not is_main or not sys.stderr.isatty()
         self.draw()
 
-    def update(self, steps: int = 1, values: dict[str, str] | None = None):
-        """Advance the bar, and show values next to the rate."""
+    def update(self, steps: int = 1, values: Sequence[str] = ()):
+        """Advance the bar, and show values such as "kl=0.01" next to the rate."""
         self.done += steps
-        self.values = "".join(f", {name}={value}" for name, value in (values or {}).items())
+        self.values = "".join(f", {value}" for value in values)
         if time.perf_counter() - self.drawn >= SECONDS:
             self.draw()
 

@@ -17,7 +17,7 @@ import sys
 from minivlmrl.run import progress_bar
 progress_bar.SECONDS = 0
 with progress_bar.ProgressBar("grpo", 4, initial=1) as bar:
-    bar.update(values={"reward": "0.50", "kl": "0.01"})
+    bar.update(values=["reward=0.50", "kl=0.01"])
     with progress_bar.ProgressBar("answers", 8, leave=False) as answers:
         answers.update(5)
     bar.print("held-out, grpo 2: accuracy=0.500")
