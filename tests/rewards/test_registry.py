@@ -306,7 +306,7 @@ def test_a_reward_with_columns_receives_every_column(tmp_path, file_name):
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("Scorer", r"mine\.py:Scorer is <class .*Scorer'>, but it must be a function, .* such as an instance of a class$"),
+    ("Scorer", r"mine\.py:Scorer is <class .*, but it must be a function, .* such as an instance of a class$"),
     ("NUMBER", r"^reward .*mine\.py:NUMBER is 3, but it must be a function, or an object with __call__, such as an "),
     ("unusd", r"mine\.py defines no 'unusd'; did you mean unused\?$"),
 ])  # fmt: skip
