@@ -197,8 +197,13 @@ def mix(parts: Sequence[FileDataset], sections: Sequence[FileOptions]) -> FileDa
     facts = []
     for rows, section in zip(parts, sections, strict=True):
         with error_context(section.file):
-            chosen = sample(section.sampling, len(rows))
-        facts += [rows.facts[index] for index in repeat(chosen, section.weight)]
+            indices = repeat(sample(section.sampling, len(rows)), section.weight)
+            if not indices:
+                raise UserError(
+                    f"sampling {section.sampling} and weight {section.weight} take none of its {len(rows)} rows; raise "
+                    "them, or remove the file from data.train"
+                )
+        facts += [rows.facts[index] for index in indices]
     return parts[0].select(facts)
 
 

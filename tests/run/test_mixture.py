@@ -65,6 +65,10 @@ def test_files_have_weights_image_roots_and_rewards(files):
         load(train=[FileOptions(str(files / "b.jsonl"), rewards=["iou"])])
     with pytest.raises(ValueError, match=r"b\.jsonl: 2 missing image or video files in .* set data.image_root"):
         load(train=[FileOptions(str(files / "b.jsonl"), rewards=["format"])])
+    file = str(files / "a.jsonl")
+    for none in (FileOptions(file, 0.1), FileOptions(file, sampling="first:0")):
+        with pytest.raises(ValueError, match=r"a\.jsonl: sampling .* and weight .* take none of its 4 rows"):
+            load(train=[FileOptions(file), none])
 
 
 def test_a_file_has_a_prompt_template_of_its_own(files):
