@@ -92,9 +92,18 @@ def same_json(answer: str, expected: str) -> bool:
     """Return True if both strings are the same JSON object or list, ignoring key order."""
     try:
         value = read_json(expected)
-        return isinstance(value, dict | list) and read_json(answer) == value
+        return isinstance(value, dict | list) and same_value(read_json(answer), value)
     except ValueError:
         return False
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Compare two JSON values; unlike in Python, true is not 1."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_value(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def solution_text(solution: Any) -> str:
