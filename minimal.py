@@ -6,9 +6,9 @@
 
 A row is {"image": "cat.jpg", "problem": "How many cats are there?", "solution": "2"}. minimal.py
 adds a sentence to this question, which asks for an answer in the form <think>...</think>
-<answer>...</answer>: only this form earns a reward. SFT imitates given answers. GRPO samples
-several answers to a question, and makes those with more reward more likely. DPO makes a chosen
-answer more likely than a rejected one.
+<answer>...</answer>: only this form earns a reward. SFT imitates given answers; a model that never
+writes the form needs it first. GRPO samples several answers to a question, and makes those with
+more reward more likely. DPO makes a chosen answer more likely than a rejected one.
 
 On a GPU, Qwen2.5-VL-3B needs 70 GB for SFT, 72 GB for GRPO and 79 GB for DPO, and Qwen2.5-VL-7B
 needs 149 GB, 153 GB and 168 GB, as benchmarks/minimal_memory.py counts them.
@@ -144,7 +144,7 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
     first, *texts = problem.split("<image>")
 
     def control(name):
-        """Return [id of a control token], which `load` keeps out of a user's text."""
+        """Return [id of a control token]; `load` keeps it out of the ids of texts."""
         return [tokenizer.token_to_id(f"<|{name}|>")]
 
     start = control("im_start")
@@ -220,8 +220,8 @@ def make_prompt(model, row) -> Prompt:
 
 
 def run(layer, x, *arguments):
-    """Run a layer. On a GPU, the backward pass runs the layer again, so only inputs are kept."""
-    if x.is_cuda and torch.is_grad_enabled():
+    """Run a layer, on a GPU with gradient checkpointing: only its inputs are kept for backward."""
+    if x.is_cuda and torch.is_grad_enabled():  # no random state to restore: there is no dropout
         return checkpoint(layer, x, *arguments, use_reentrant=False, preserve_rng_state=False)
     return layer(x, *arguments)
 
@@ -359,7 +359,7 @@ class Layer(nn.Module):
         q = rotate(self.project("q_proj", normed), angles)
         k = rotate(self.project("k_proj", normed), angles)
         v = self.project("v_proj", normed)
-        if past is not None:  # a cache of only the prompt has one row, which all n rows share
+        if past is not None:  # the cache of a prompt has one row, shared by all n completions
             past_k, past_v = past
             k = torch.cat([past_k.expand(len(x), -1, -1, -1), k], 2)
             v = torch.cat([past_v.expand(len(x), -1, -1, -1), v], 2)
@@ -376,8 +376,8 @@ class Layer(nn.Module):
 class QwenVL(nn.Module):
     def __init__(self, config):
         super().__init__()
-        # `load` adds: tokenizer; pixels, the smallest and largest area of an image; and files,
-        # what a saved folder has beside the weights.
+        # `load` adds: tokenizer; pixels, the smallest and largest area of an image; template, the
+        # text around each question; and files, what a saved folder has beside the weights.
         self.config = config
         self.updates = 0  # optimizer steps since the model was loaded
         width = config["hidden_size"]
@@ -453,7 +453,7 @@ def sample(model, prompt, G, max_new_tokens) -> tuple[Tensor, Tensor]:
         for t in range(max_new_tokens):
             logits = model.lm_head(states[:, -1])  # (G, V)
             probabilities = logits.float().softmax(-1)
-            token = torch.multinomial(probabilities, 1)  # (G, 1), at temperature 1: from the policy
+            token = torch.multinomial(probabilities, 1)  # (G, 1), at temperature 1
             ids.append(token)
             mask.append(goes_on)
             goes_on = goes_on & (token != ends).all(1)
@@ -555,8 +555,8 @@ def group_advantages(rewards, num_generations) -> Tensor:
     1e-4 to the standard deviation avoids 0 / 0 for equal rewards.
     """
     groups = rewards.view(-1, num_generations)
-    # Your reward may return 0.1. Without this line, equal rewards of 0.1 would have advantages of
-    # about 1e-4, because the mean is rounded, and AdamW divides a gradient by its size.
+    # Equal rewards become exactly 0. Otherwise, equal rewards of 0.1 would have advantages of about
+    # 1e-4, because their mean is rounded, and AdamW divides a gradient by its size.
     groups = groups - groups.amax(1, keepdim=True)
     centered = groups - groups.mean(1, keepdim=True)
     advantages = centered / (groups.std(1, keepdim=True) + 1e-4)
@@ -705,7 +705,7 @@ def endless(rows):
 def train(model, rows, stage, options):
     """Run optimizer steps; each step computes the gradients of its rows one after the other."""
     reference = None
-    if options.beta or stage is dpo:
+    if options.beta:
         reference = make_reference(model)
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -735,21 +735,14 @@ def train(model, rows, stage, options):
 # ==== You have read it all, from an image to an optimizer step. The rest prints metrics, reads and
 # writes files, draws the built-in task, and parses the command line.
 
-NO_REWARD = """All completions of the first step earned 0. A completion earns a reward if it has the
-form <think>...</think><answer>...</answer>. If the next steps earn 0, teach the form first: stop
-with Ctrl-C, and run --sft on rows with "completion", for example
-"<think>I see a cat on the left and one on the right.</think><answer>2</answer>"."""
-
 
 def report(stage, step, max_steps, metrics):
     """Print the mean of a step's metrics: rewards for GRPO, and losses for SFT and DPO."""
     values = torch.stack(metrics)  # rewards (rows, G) or losses (rows,)
     text = f"{stage.__name__} step {step} of {max_steps}: {values.mean():.3f}"
     if stage is grpo and (values == values[:, :1]).all():
-        text += ", all completions of a prompt earned the same, so the rewards taught nothing"
+        text += ", equal rewards of a prompt teach nothing; if they stay 0, run --sft first"
     print(text, flush=True)
-    if stage is grpo and step == 1 and not values.any():
-        print(NO_REWARD, flush=True)
 
 
 # ---- Folder in Hugging Face's format -> model with tokenizer, and back
@@ -782,8 +775,6 @@ ONLY = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
-# prefixes of control tokens; in a question, such a token is ordinary text
-STRUCTURE = ("<|im", "<|vision", "<|video", "<|endoftext")
 
 
 class InputError(ValueError):
@@ -793,13 +784,6 @@ class InputError(ValueError):
 def require(condition, message):
     if not condition:
         raise InputError(message)
-
-
-def refuse_other(file, settings):
-    """Raise InputError if a file has a setting with another value than ONLY."""
-    for key, only in ONLY.items():
-        message = f"{file}: {key} is {settings.get(key)!r}, but minimal.py only computes {only!r}"
-        require(settings.get(key) in (None, only), message)
 
 
 def read_json(file):
@@ -812,18 +796,14 @@ def write_json(file, values):
 
 def read_config(folder) -> dict:
     """Read config.json. transformers 5 writes the language model's options into text_config."""
-    file = Path(folder, "config.json")
-    config = read_json(file)
+    config = read_json(Path(folder, "config.json"))
     is_qwen = config.get("model_type") == "qwen2_5_vl"
     require(is_qwen, f"{folder} is not a Qwen2.5-VL folder; train.py reads other families")
-    known = {key: value for key, value in config.items() if value is not None}
-    config = {**config.get("text_config", {}), **known}
+    config = {**config.get("text_config", {}), **config}
     vision = {**VISION_DEFAULTS, **config["vision_config"]}
     rope = config.get("rope_parameters") or config["rope_scaling"]
     kind = rope.get("rope_type", rope.get("type"))
-    require(kind in ("default", "mrope"), f"{file}: minimal.py cannot compute the rope {kind!r}")
-    refuse_other(file, config)
-    refuse_other(file, vision)
+    require(kind in ("default", "mrope"), f"{folder}: minimal.py cannot compute the rope {kind!r}")
     return {**config, **rope, "vision_config": vision}  # rope: mrope_section and rope_theta
 
 
@@ -835,34 +815,28 @@ def read_files(folder) -> dict[str, bytes]:
             target = file.resolve()
             is_own = target.parent == folder.resolve() or target.parent.name == "blobs"
             require(is_own, f"{file} is a link to {target}; replace it with a copy of the file")
-            files[file.name] = file.read_bytes()
+            files[file.name] = content = file.read_bytes()
+            if file.name.startswith("chat_template") or b'"chat_template": "' in content:
+                message = f"{file}: train.py reads other chat templates than Qwen2.5-VL's"
+                require(b"You are a helpful assistant." in content, message)  # as in `render`
     return files
 
 
-def check_template(folder, files):
-    """Refuse a chat template whose system turn differs from that in `render`."""
-    for name, content in files.items():
-        if name.startswith("chat_template") or b'"chat_template": "' in content:
-            message = f"{folder / name}: train.py reads other chat templates than Qwen2.5-VL's"
-            require(b"You are a helpful assistant." in content, message)
-
-
-def read_pixels(folder, files, max_pixels) -> tuple[int, int]:
-    """Return the smallest and largest area of an image, and note them for the saved folder."""
+def read_images(folder, files, max_pixels) -> dict:
+    """Read the settings of images; max_pixels replaces their largest area, also in `files`."""
     name = "processor_config.json"  # written by transformers 5
     content = json.loads(files.get(name, "{}"))
     images = content.get("image_processor")
     if images is None:
         name = "preprocessor_config.json"
         content = images = read_json(folder / name)
-    refuse_other(folder / name, images)
     low = images.get("min_pixels") or images["size"]["shortest_edge"]
     high = max_pixels or images.get("max_pixels") or images["size"]["longest_edge"]
     require(low <= high, f"{folder / name}: an image has {low} or more pixels, but at most {high}")
     size = {"shortest_edge": low, "longest_edge": high}
     images.update(min_pixels=low, max_pixels=high, size=size)
     files[name] = json.dumps(content, indent=2).encode()
-    return low, high
+    return images
 
 
 def read_weights(folder, device, dtype) -> dict[str, Tensor]:
@@ -873,41 +847,38 @@ def read_weights(folder, device, dtype) -> dict[str, Tensor]:
         names = sorted(set(index["weight_map"].values()))
     weights = {}
     for file in names:
-        try:
-            tensors = load_file(folder / file, str(device))
-        except SafetensorError as error:
-            raise InputError(f"{folder / file} cannot be read: {error}") from error
-        for name, weight in tensors.items():
+        for name, weight in load_file(folder / file, str(device)).items():
             name = name.replace("model.visual.", "visual.").replace("language_model.", "")
             weights[name] = weight.to(dtype)
     return weights
-
-
-def read_tokenizer(folder, image_token) -> Tokenizer:
-    """Read a tokenizer that encodes control tokens in a user's text as ordinary text.
-
-    Other added tokens, such as <|box_start|>, keep their ids.
-    """
-    content = read_json(folder / "tokenizer.json")
-    for token in content["added_tokens"]:
-        token["special"] = token["content"].startswith(STRUCTURE)
-    tokenizer = Tokenizer.from_str(json.dumps(content))
-    tokenizer.encode_special_tokens = True
-    has_image = tokenizer.token_to_id("<|image_pad|>") == image_token
-    require(has_image, f"{folder}: image_token_id in config.json is not the id of <|image_pad|>")
-    return tokenizer
 
 
 def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
     """Load a model from a Hugging Face folder; max_pixels replaces the folder's image limit."""
     folder = Path(folder)
     config = read_config(folder)
+    files = read_files(folder)
+    images = read_images(folder, files, max_pixels)
+    for settings in (config, config["vision_config"], images):
+        for key, only in ONLY.items():
+            message = f"{folder}: {key} is {settings.get(key)!r}, but minimal.py computes {only!r}"
+            require(settings.get(key) in (None, only), message)
+
+    # In a row, control tokens are ordinary text. Other added tokens, as <|box_start|>, keep their id.
+    control = ("<|im", "<|vision", "<|video", "<|endoftext")
+    content = read_json(folder / "tokenizer.json")
+    for token in content["added_tokens"]:
+        token["special"] = token["content"].startswith(control)
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    tokenizer.encode_special_tokens = True
+    has_image = tokenizer.token_to_id("<|image_pad|>") == config["image_token_id"]
+    require(has_image, f"{folder}: image_token_id in config.json is not the id of <|image_pad|>")
+
     with torch.device("meta"):  # no memory for weights, which the files contain
         model = QwenVL(config)
-    model.tokenizer = read_tokenizer(folder, config["image_token_id"])
-    model.files = read_files(folder)
-    check_template(folder, model.files)
-    model.pixels = read_pixels(folder, model.files, max_pixels)
+    model.tokenizer = tokenizer
+    model.files = files
+    model.pixels = images["min_pixels"], images["max_pixels"]
     model.template = "{problem}"  # text around each question
     weights = read_weights(folder, device, dtype)
     is_tied = config["tie_word_embeddings"]  # one matrix is lm_head and embed_tokens
@@ -929,9 +900,9 @@ def save(model, folder):
     new = folder / "model.safetensors.new"  # an earlier model stays until this file is complete
     try:
         save_file(weights, new, {"format": "pt"})
-    except SafetensorError as error:
+        new.replace(folder / "model.safetensors")
+    finally:
         new.unlink(missing_ok=True)
-        raise OSError(f"{folder}: the model cannot be saved: {error}") from error
     for name, content in model.files.items():
         (folder / name).write_bytes(content)
     config = json.loads(model.files["config.json"])
@@ -942,7 +913,6 @@ def save(model, folder):
     low, high = model.pixels
     prompt = {"prompt_template": model.template, "min_pixels": low, "max_pixels": high}
     write_json(folder / "minivlmrl.yaml", {"data": {**prompt, "answer_format": "tags"}})
-    new.replace(folder / "model.safetensors")
 
 
 # ---- File of rows -> rows
@@ -955,65 +925,57 @@ ASK = " First think about it between <think> and </think>, then give the answer 
 ASK += "between <answer> and </answer>."
 
 
-def check_row(row, answers):
-    """Raise InputError if a row lacks a field, or has one that minimal.py cannot use."""
+def read_row(line, answers, folder) -> dict:
+    """Read and check a row in JSON. Of its images, only the headers are read."""
+    row = json.loads(line)
+    require(isinstance(row, dict), f"a row is an object {{...}}, but this is {row!r:.80}")
+    row = {field: value for field, value in row.items() if value is not None}
     for field in REFUSED:
         require(not row.get(field), f"minimal.py does not read {field!r}; train.py reads such rows")
     for field in ("problem", *answers):
-        kinds = (str, int, float) if field == "solution" else str
         value = row.get(field)
-        has_text = isinstance(value, kinds) and (field == "problem" or str(value).strip())
-        require(has_text, f"{field!r} must be a non-empty text in {row!r}")
-    has_answer = "solution" not in answers or plain(row["solution"])
-    require(has_answer, f"no answer can equal the 'solution' {row.get('solution')!r}")
+        if field == "solution":
+            is_text = isinstance(value, str | int | float) and plain(value)
+        else:
+            is_text = isinstance(value, str) and (value.strip() or field == "problem")
+        require(is_text, f"{field!r} must be a text with letters or digits in {row!r}")
     require("<video>" not in row["problem"], "'problem' has <video>; train.py reads videos")
 
-
-def find_images(row, folder) -> list[Path]:
-    """Return the paths of a row's images, of which only the headers are read."""
-    message = f"the row has {[*row]}, but it needs either 'image' or 'images'"
-    require(("image" in row) != ("images" in row), message)
+    has_one = ("image" in row) != ("images" in row)
+    require(has_one, f"the row has {[*row]}, but it needs either 'image' or 'images'")
     names = row.get("images", [row.get("image")])
-    paths = [Path(folder, name) for name in names]
-    for path in paths:
+    row["images"] = [Path(folder, name) for name in names]
+    for path in row["images"]:
         with PIL.Image.open(path) as image:
             # Pillow would make nearly all pixels of 16 or 32 bits white or black.
             require(image.mode[0] not in "IF", f"{path}: save the image with 8 bits per color")
             is_long = max(image.size) > 200 * min(image.size)
             require(not is_long, f"{path} is more than 200 times as long as wide")
     places = row["problem"].count("<image>")
-    message = f"'problem' has {places} <image>, but the row's images are {len(paths)}"
-    require(places in (0, len(paths)), message)
-    return paths
-
-
-def find_template(rows, answers) -> str:
-    """Return the text around each question: a sentence that asks for tags, if answers have them."""
-    has_tags = answers == ["solution"] or all("<answer>" in row[answers[0]] for row in rows)
-    is_asked = all("<answer>" in row["problem"] for row in rows)
-    return "{problem}" + ASK if has_tags and not is_asked else "{problem}"
+    message = f"'problem' has {places} <image>, but the row's images are {len(names)}"
+    require(places in (0, len(names)), message)
+    return row
 
 
 def read_rows(file, answers) -> tuple[list[dict], str]:
-    """Read rows from JSON Lines, in which image paths are relative to the file, and a template."""
+    """Read rows from JSON Lines, and return them with the template of their questions.
+
+    Image paths are relative to the file. Questions ask for tags if all answers have them.
+    """
     rows = []
     for number, line in enumerate(Path(file).read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
         try:
-            row = json.loads(line)
-            require(isinstance(row, dict), f"a row is an object {{...}}, but this is {row!r:.80}")
-            row = {field: value for field, value in row.items() if value is not None}
-            check_row(row, answers)
-            row["images"] = find_images(row, Path(file).parent)
+            if line.strip():
+                rows.append(read_row(line, answers, Path(file).parent))
         except (OSError, TypeError, ValueError) as error:
             raise InputError(f"{file}, line {number}: {error}"[:400]) from error
-        rows.append(row)
     require(rows, f"{file} has no rows")
-    template = find_template(rows, answers)
+    has_tags = answers == ["solution"] or all("<answer>" in row[answers[0]] for row in rows)
+    is_asked = all("<answer>" in row["problem"] for row in rows)
+    ask = ASK if has_tags and not is_asked else ""
     for row in rows:
-        row["problem"] = template.replace("{problem}", row["problem"])
-    return rows, template
+        row["problem"] += ask
+    return rows, "{problem}" + ask
 
 
 # ---- The built-in task: name the object in a small image. There are 12 answers.
@@ -1199,12 +1161,15 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()  # parse again, with this run's defaults
     if options.folder and not options.rows:
         parser.error("name a file of rows after the folder")
-    if options.folder and Path(options.folder).resolve() == Path(options.output_dir).resolve():
-        parser.error("--output_dir must not be the folder of the model")
     if min(options.max_steps, options.prompts_per_step, options.max_new_tokens) < 1:
         parser.error("--max_steps, --prompts_per_step and --max_new_tokens must be at least 1")
     if options.stage is grpo and options.num_generations < 2:
         parser.error("--num_generations must be at least 2: the rewards of a group are compared")
+    if options.stage is dpo and options.beta <= 0:
+        parser.error("--dpo needs a --beta above 0: with 0, the loss is the same for all models")
+    earlier = Path(options.output_dir, "config.json")
+    if earlier.exists() and read_json(earlier).get("hidden_size") != DECODER["hidden_size"]:
+        parser.error(f"{options.output_dir} has a model; move it, or choose another --output_dir")
     return options
 
 
@@ -1226,8 +1191,8 @@ def save_last(model, options):
     folder = options.output_dir
     try:
         save(model, folder)
-    except OSError as error:
-        print(f"minimal.py: {error}", file=sys.stderr)
+    except (OSError, SafetensorError) as error:
+        print(f"minimal.py: {folder} cannot be saved: {error}", file=sys.stderr)
         folder = tempfile.mkdtemp(prefix="minimal-")
         save(model, folder)
     print(f"saved {folder}")
@@ -1270,5 +1235,5 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except (InputError, OSError) as error:
+    except (InputError, OSError, SafetensorError) as error:
         sys.exit(f"minimal.py: {error}")
