@@ -761,7 +761,7 @@ VISION_DEFAULTS = {
     "window_size": 112,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
-# settings of a model or its images; with other values, minimal.py would train another model
+# the only values that minimal.py computes; with others, it would train another model
 ONLY = {
     "hidden_act": "silu",
     "use_sliding_window": False,
@@ -816,9 +816,10 @@ def read_files(folder) -> dict[str, bytes]:
             is_own = target.parent == folder.resolve() or target.parent.name == "blobs"
             require(is_own, f"{file} is a link to {target}; replace it with a copy of the file")
             files[file.name] = content = file.read_bytes()
+            # a file of its own, or in tokenizer_config.json; `render` writes Qwen2.5-VL's
             if file.name.startswith("chat_template") or b'"chat_template": "' in content:
                 message = f"{file}: train.py reads other chat templates than Qwen2.5-VL's"
-                require(b"You are a helpful assistant." in content, message)  # as in `render`
+                require(b"You are a helpful assistant." in content, message)
     return files
 
 
@@ -848,6 +849,7 @@ def read_weights(folder, device, dtype) -> dict[str, Tensor]:
     weights = {}
     for file in names:
         for name, weight in load_file(folder / file, str(device)).items():
+            # names in transformers' modules -> names in files of the Hub
             name = name.replace("model.visual.", "visual.").replace("language_model.", "")
             weights[name] = weight.to(dtype)
     return weights
@@ -864,7 +866,7 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
             message = f"{folder}: {key} is {settings.get(key)!r}, but minimal.py computes {only!r}"
             require(settings.get(key) in (None, only), message)
 
-    # In a row, control tokens are ordinary text. Other added tokens, as <|box_start|>, keep their id.
+    # In a row, control tokens are ordinary text; other added tokens, as <|box_start|>, stay tokens.
     control = ("<|im", "<|vision", "<|video", "<|endoftext")
     content = read_json(folder / "tokenizer.json")
     for token in content["added_tokens"]:
