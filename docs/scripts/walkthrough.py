@@ -31,7 +31,7 @@ In [minimal.py](../minimal.py), a GRPO step turns an image into new weights in e
 tensors of one: shape, dtype and first values. `python -m docs.scripts.step` writes docs/step.html, with the tensors of
 [each line](scripts/step.py):
 
-[![Each line of grpo_loss with the tensors that it computed](images/step.png)](scripts/step.py)
+[![Lines of grpo_loss with their tensors](images/step.png)](scripts/step.py)
 
 The tiny model had only 15 SFT steps, so that its completions differ, and runs in float64, so that other machines print
 the same.
@@ -55,13 +55,13 @@ The chat template puts the question into a conversation, with a placeholder `<|i
 A token has a position in time, row and column, three equal ones in text. In an image that begins at p, row i and
 column j have p, p + i and p + j. Text after it continues from the largest position:
 
-![Positions of text tokens and of an image with its rows and columns](images/mrope.svg)
+![Positions of text and image tokens](images/mrope.svg)
 
 # Vision tower: Vision.forward patches return
 In the first of two blocks, a patch attends to its window, in the second to the whole image. An MLP, the merger, turns
 four patches into one image token, as wide as a word embedding.
 
-![The image with its patches in their order, and its image tokens by window](images/walkthrough_patches.svg)
+![Patches in their order, image tokens by window](images/walkthrough_patches.svg)
 
 # Language model: QwenVL.forward mask x
 Image tokens replace the placeholders. The three positions give the angles for the rotary embedding, and the causal mask
@@ -76,7 +76,7 @@ False after the end.
 The hidden state before a token gives {vocab} logits. The log-probability is the logit of the token minus the logsumexp
 over all. Darker tokens had lower ones:
 
-![The completions, token by token, shaded by probability](images/walkthrough_tokens.svg)
+![Completions, tokens shaded by probability](images/walkthrough_tokens.svg)
 
 # Rewards: reward
 A completion gets 0.5 for well-formed tags, and 1 more for the right answer, here {solution!r}:
@@ -93,7 +93,7 @@ The gradient reaches every module, the vision tower through the image tokens. Ad
 learning rate, {learning_rate:g}. Right answers become likelier, completions without tags less likely. A wrong answer
 with tags may become likelier, because right answers contain the same tags.
 
-![Gradient norms of the modules, and the change of each completion's log-probability](images/walkthrough_update.svg)
+![Gradient norms, and changes of log-probabilities](images/walkthrough_update.svg)
 """
 FOOT = """
 ## In the package
@@ -101,7 +101,7 @@ FOOT = """
 `train.py` does the same faster. It sorts patches [by window](images/windows.svg), so that no attention is computed
 between windows, and packs prompts and completions of a step into one sequence:
 
-![Each line is a token, and its colors show the tokens to which it attends](images/mask.svg)
+![Attention mask of the packed sequence](images/mask.svg)
 """
 
 
