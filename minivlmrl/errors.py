@@ -182,7 +182,7 @@ def did_you_mean(name: str, names: Iterable[str], write: Callable[[str], str] = 
     """Return a suggestion for an unknown name, to append to a message, such as "; did you mean shapes?".
 
     Args:
-        write: formats the suggested names.
+        write: function that formats a suggested name.
     Returns:
         The most similar name, or two if they are equally similar; "" if none is similar.
     """

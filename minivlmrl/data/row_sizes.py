@@ -1,7 +1,7 @@
 """Measure rows in tokens, and find rows that are too long.
 
-RowFacts give an upper bound on tokens. Only if this bound exceeds the limit, the row is read and tokenized, without
-decoding images.
+RowFacts give an upper bound on the tokens in a row. Rows are tokenized, without decoding images, only if this bound
+exceeds the limit.
 """
 
 import math

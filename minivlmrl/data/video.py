@@ -96,8 +96,8 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, de
     Args:
         source: video file, given as in media.fetch_image, or a list of images to use as frames.
         defaults: frame sampling options for a video file, used if `sampling` has none.
-        sampling: options for extras/video_files.sample_indices. A list of images allows only fps, images per second
-            (default 2), called `sample_fps` in qwen-vl-utils 0.0.14.
+        sampling: options for extras/video_files.sample_indices. With a list of images, only fps is allowed: images per
+            second (default 2), called `sample_fps` in qwen-vl-utils 0.0.14.
     """
     sampling = check_options("video", sampling)
     if isinstance(source, list | tuple):

@@ -141,7 +141,7 @@ class World:
         with suppress(dist.DistError):  # DistError if a rank reports no error within `limit`
             store.wait(errors, limit)
             own = "all"
-        workers = store.compare_set("ranks that save", "", own).decode()  # the first rank with an error decides
+        workers = store.compare_set("ranks that save", "", own).decode()  # the first rank with an error sets this key
         if workers == "all":
             work(self)
         elif not alone:

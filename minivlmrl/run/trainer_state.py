@@ -68,5 +68,5 @@ class TrainerState:
 
 def read_trainer_state(folder: Path) -> TrainerState:
     content = read_json(folder / RUN)
-    content.setdefault("batches_consumed", content.get("draws", 0))  # older checkpoints use the field name draws
+    content.setdefault("batches_consumed", content.get("draws", 0))  # older checkpoints call batches_consumed draws
     return build(TrainerState, content, str(folder / RUN), json=True)

@@ -163,7 +163,7 @@ def notes_of(row: dict, num_images: int) -> Iterator[str]:
 
 
 def report_rows(noted: dict[str, list[str]], num_rows: int):
-    """Print notes about rows; if all rows lack a question, data.prompt_template may contain it, so print no note."""
+    """Print notes about rows, but none if all rows lack a question, which data.prompt_template may contain."""
     for note, places in noted.items():
         if note != NO_QUESTION or len(places) < num_rows:
             print(f"{len(places)} of {num_rows} rows have {note.format(places[0])}", file=sys.stderr)

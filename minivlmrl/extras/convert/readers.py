@@ -139,7 +139,7 @@ def read_messages(row: Columns) -> Columns | None:
         return None
     turns = read_turns(row.pop("messages"), "messages", row.dropped)
     answer = next((turn["content"] for turn in turns if turn["role"] == "assistant"), None)
-    is_right = turns[-1]["role"] == "assistant" and "label" not in row  # with a KTO label, the answer may be wrong
+    is_right = turns[-1]["role"] == "assistant" and "label" not in row  # an answer with a KTO label may be wrong
     if isinstance(answer, str) and answer.strip() and is_right:  # a turn with a tool call may have empty content
         row.setdefault("solution", answer)
     return split_pair(row, turns)
