@@ -527,8 +527,8 @@ def plain(solution) -> str:
     and "<answer> green square </answer>" are equal, and so are the number 2.0 and "2". Of several
     answers, the last one counts.
     """
-    if isinstance(solution, float) and solution.is_integer():
-        solution = int(solution)
+    if isinstance(solution, float):
+        solution = np.format_float_positional(solution, trim="-")  # 2.0 -> "2", 1e-5 -> "0.00001"
     text = str(solution)
     if "<answer>" in text:
         text = text.rpartition("<answer>")[2].partition("</answer>")[0]

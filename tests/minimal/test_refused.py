@@ -104,9 +104,11 @@ def test_a_rejected_answer_may_say_nothing(tmp_path, rejected):
     assert row["rejected"] == rejected
 
 
-@pytest.mark.parametrize("answer", ["3", " 3 ", "Green  square", "green square.", "true", "[28, 56]", "no", "2", "2.0"])
+@pytest.mark.parametrize("answer", [
+    "3", " 3 ", "Green  square", "green square.", "true", "[28, 56]", "no", "2", "2.0", "1e-05", "0.00001", "2.5",
+])  # fmt: skip
 @pytest.mark.parametrize("solution", [
-    "3", 3, 3.0, 2.0, 2.5, "<answer> 3 </answer>", "<think>a</think><answer>3</answer>", "green square",
+    "3", 3, 3.0, 2.0, 2.5, 1e-5, "<answer> 3 </answer>", "<think>a</think><answer>3</answer>", "green square",
     "Green square .", True, [28, 56], [2.0, 1], "caf\u00e9",
 ], ids=str)  # fmt: skip
 def test_solutions_are_compared_as_in_the_package(answer, solution):
