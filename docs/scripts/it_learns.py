@@ -1,6 +1,6 @@
 """Draw the curves in docs/it_learns.md, and write its tables from the JSON files in docs/curves.
 
-python -m docs.scripts.make_pages    # after benchmarks/same_curve.py, sums.py or two_steps.py
+python -m docs.scripts.make_pages    # after benchmarks/same_curve.py, sums.py, trl_sums.py, clothes.py or two_steps.py
 """
 
 import json
@@ -13,6 +13,7 @@ from recipes.sums import TRAINED
 PAGE = DOCS / "it_learns.md"
 COLORS = {"minivlmrl": BLUES, "TRL": ORANGES}
 BESIDE = {"accuracy": ".3f", "cpu_seconds": ".0f", "peak_gib": ".1f"}  # value of a step: format
+EVERY = 4  # steps between rows of the table beside TRL
 TOP, BOTTOM, WIDTH = 60, 260, 290  # chart edges in pixels
 
 
@@ -36,13 +37,13 @@ def chart(picture: Picture, left: float, last: float, label: str, curves: list[t
         picture.line([place(*point) for point in zip(xs, shares, strict=True)], color, thick)
 
 
-def draw_same_curve(results: dict) -> str:
-    """Draw the accuracy of all runs, over steps and over CPU seconds."""
+def draw_both(results: dict, title: str, subject: str) -> str:
+    """Draw the accuracy of all runs of both trainers, over steps and over CPU seconds."""
     runs = results["runs"]
-    picture = Picture(760, 320, "TRL and minivlmrl learn the same curve over steps, and minivlmrl sooner over seconds")
+    picture = Picture(760, 320, title)
     for number, (side, colors) in enumerate(COLORS.items()):
         picture.text(60 + 150 * number, 32, side, 18, colors[0], "start", bold=True)
-    picture.text(700, 32, "accuracy on 256 held-out pictures", 15, INK, "end")
+    picture.text(700, 32, f"accuracy on {subject}", 15, INK, "end")
     shades = [(run, COLORS[run["side"]][1]) for run in runs]
     by_step = [(run["steps"], run["accuracy"], shade, 1.5) for run, shade in shades]
     for side, colors in COLORS.items():
@@ -54,6 +55,16 @@ def draw_same_curve(results: dict) -> str:
     longest = max(run["cpu_seconds"][-1] for run in runs)
     chart(picture, 420, 50 * -(-longest // 50), "CPU seconds", by_time)
     return picture.svg()
+
+
+def draw_same_curve(results: dict) -> str:
+    title = "TRL and minivlmrl learn the same curve over steps, and minivlmrl sooner over seconds"
+    return draw_both(results, title, "256 held-out pictures")
+
+
+def draw_sums_beside_trl(results: dict) -> str:
+    title = "TRL and minivlmrl train a pretrained model of half a billion parameters on a CPU"
+    return draw_both(results, title, "the 128 completions of a step")
 
 
 def draw_sums(results: dict) -> str:
@@ -128,12 +139,12 @@ def two_steps_rows(results: dict) -> list[str]:
 
 
 def beside_rows(results: dict) -> list[str]:
-    """Return the rows of the table about recipes/sums.yaml in both trainers."""
-    sides = [results["beside_trl"][side]["steps"] for side in COLORS]
+    """Return the table rows about recipes/sums.yaml in both trainers."""
+    runs = [next(run for run in results["runs"] if run["side"] == side) for side in COLORS]
     rows = []
-    for number in range(len(sides[0])):
-        cells = [f"{side[number][value]:{form}}" for value, form in BESIDE.items() for side in sides]
-        rows.append(f"| {number + 1} | {' | '.join(cells)} |")
+    for i in range(EVERY - 1, len(runs[0]["steps"]), EVERY):
+        cells = [f"{run[value][i]:{form}}" for value, form in BESIDE.items() for run in runs]
+        rows.append(f"| {runs[0]['steps'][i]} | {' | '.join(cells)} |")
     return rows
 
 
@@ -141,13 +152,14 @@ TABLES = {  # {first heading cell: (JSON file, rows)}
     "after steps": ("same_curve", same_curve_rows),
     "run": ("sums", sums_rows),
     "kind": ("sums", kind_rows),
-    "step": ("sums", beside_rows),
+    "step": ("sums_beside_trl", beside_rows),
     "two steps": ("two_steps", two_steps_rows),
     "clothes": ("clothes", clothes_rows),
 }
 PICTURES = {
     "images/same_curve.svg": lambda: draw_same_curve(read("same_curve")),
     "images/sums.svg": lambda: draw_sums(read("sums")),
+    "images/sums_beside_trl.svg": lambda: draw_sums_beside_trl(read("sums_beside_trl")),
 }
 
 
