@@ -13,8 +13,8 @@ from typing import Literal
 import yaml
 
 from minivlmrl.config.import_utils import find_stage, recipes_folder, split_options
-from minivlmrl.config.options import ImageOptions, RunConfig, VideoOptions
-from minivlmrl.config.parsing import ChangeText, TypeHint, build, check_values, options_of, parse_yaml, read_value
+from minivlmrl.config.options import RunConfig
+from minivlmrl.config.parsing import TypeHint, build, options_of, parse_yaml, read_value
 from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
 from minivlmrl.errors import UserError, did_you_mean, error_context, require
 from minivlmrl.json_files import json_text
@@ -71,27 +71,15 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
         overridden = values
         for override in overrides:
             overridden = _apply(override, overridden, hints)
-        config = _build_run(config_class, overridden, "command line", resolver)
+        config = build(config_class, overridden, "command line", change_text=resolver)
     except ValueError:
         # if the recipe is invalid even without overrides, report the recipe, not the command line
-        _build_run(config_class, values, recipe)
+        build(config_class, values, str(recipe))
         raise
     resolver.check()
     config.recipe = str(recipe)
     config.unused_sections = unused_sections
     config.names_of_files = {file: find_stage(file).stage for file in files}
-    return config
-
-
-def _build_run(
-    config_class: type[RunConfig], values: dict, where: str | Path, change_text: ChangeText | None = None
-) -> RunConfig:
-    config = build(config_class, values, str(where), change_text=change_text)
-    with error_context(where):
-        for name, options_class in (("image", ImageOptions), ("video", VideoOptions)):
-            where = f"data.{name}: options of the {name}"
-            options = check_values(options_class, getattr(config.data, name), where)
-            setattr(config.data, name, options)
     return config
 
 

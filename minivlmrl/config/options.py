@@ -142,9 +142,9 @@ class RowOptions:
     # library for resizing images; transformers' fast image processors use torch. None uses the model folder's setting
     resize_backend: Literal["pil", "torch"] | None = None
     # image size for rows without one, such as {resized_height: 384, resized_width: 384}; see ImageOptions
-    image: dict = field(default_factory=dict)
+    image: Annotated[dict, ImageOptions] = field(default_factory=dict)
     # video options, such as {fps: 1}; options in a row take precedence; see VideoOptions
-    video: dict = field(default_factory=dict)
+    video: Annotated[dict, VideoOptions] = field(default_factory=dict)
 
 
 @dataclass

@@ -76,8 +76,11 @@ def check_values(cls: type[Dataclass], values: Mapping[str, Plain], where: str) 
     """Check a mapping against a dataclass, and return the values other than None."""
     if not values:
         return {}
-    checked = vars(build(cls, values, where))
-    return {name: value for name, value in checked.items() if value is not None}
+    return given_values(build(cls, values, where))
+
+
+def given_values(section: Dataclass) -> dict[str, Plain]:
+    return {name: value for name, value in vars(section).items() if value is not None}
 
 
 def read_value(hint: TypeHint, value: Plain, name: str, json: bool) -> Any:
@@ -114,6 +117,8 @@ class Reader:
             return self._read_union(hint, value, name)
         if origin is Annotated:
             number_type, bounds = typing.get_args(hint)
+            if dataclasses.is_dataclass(bounds):
+                return given_values(self.read_section(bounds, value, name))
             number = self._read_plain(number_type, value, name)
             if not within_bounds(number, bounds):
                 raise invalid_value(name, number, bounds_text(bounds))
@@ -282,7 +287,8 @@ def type_text(hint: TypeHint) -> str:
     origin = typing.get_origin(hint)
     inside = typing.get_args(hint)
     if origin is Annotated:
-        return f"{type_text(inside[0])}, {bounds_text(inside[1])}"
+        bounds = "" if dataclasses.is_dataclass(inside[1]) else f", {bounds_text(inside[1])}"
+        return type_text(inside[0]) + bounds
     if origin is Literal:
         *first, last = map(repr, inside)
         return f"{', '.join(first)} or {last}" if first else last
