@@ -19,6 +19,7 @@ from minivlmrl.json_files import read_json
 
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEAD_FILE = "score.safetensors"  # value head weights, in the same folder as the backbone
 ADAPTER_CONFIG = "adapter/adapter_config.json"
 RUN_CONFIG = "config.yaml"  # all run options, saved in output_dir
 # options that affect generation, saved beside the weights

@@ -10,13 +10,13 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.distributed.weights import recompute_blocks, reshard
-from minivlmrl.files import save_tensors
+from minivlmrl.files import HEAD_FILE, save_tensors
 from minivlmrl.model.checkpoint import check_same_inputs
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.lora import init_adapters, inject_adapters
 from minivlmrl.model.plain_weights import gather_full_tensor
 from minivlmrl.model.trainable import select_trained
-from minivlmrl.model.value_head import HEAD_FILE, ValueModel, load_value_model
+from minivlmrl.model.value_head import ValueModel, load_value_model
 
 
 def save_value_model(

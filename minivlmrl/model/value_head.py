@@ -8,14 +8,12 @@ from torch import Tensor, nn
 
 from minivlmrl.config.types import Frozen
 from minivlmrl.errors import UserError
-from minivlmrl.files import unchanged
+from minivlmrl.files import HEAD_FILE, unchanged
 from minivlmrl.model.checkpoint import load_model, read_tensors
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import select_trained
-
-HEAD_FILE = "score.safetensors"  # value head weights, in the same folder as the backbone
 
 
 class ValueModel(nn.Module):

@@ -11,6 +11,7 @@ import torch
 
 from minivlmrl.config.loading import inference_yaml, trained_quantization
 from minivlmrl.config.options import RunConfig
+from minivlmrl.data.download import find_folder
 from minivlmrl.data.file_dataset import without_rows
 from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.data.messages import as_turns, text_of
@@ -21,7 +22,7 @@ from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.errors import UserError, require
-from minivlmrl.files import INFERENCE_CONFIG, unchanged
+from minivlmrl.files import HEAD_FILE, INFERENCE_CONFIG, unchanged
 from minivlmrl.generation.environments import prepare_tools
 from minivlmrl.generation.sampler import find_engine
 from minivlmrl.json_files import read_json
@@ -92,6 +93,11 @@ def build_processor(config: RunConfig, datasets: dict[str, Dataset] | None = Non
             "and set the other one to null"
         )
     if section.path is not None:
+        if (find_folder(section.path) / HEAD_FILE).is_file():
+            raise UserError(
+                f"{section.path} is a reward model or critic (it contains {HEAD_FILE}), which writes no answers; "
+                "choose the model that it was trained from, or set reward_model.path or ppo.critic_path"
+            )
         processor = load_processor(section.path, *pixel_bounds)
     else:
         assert section.config is not None

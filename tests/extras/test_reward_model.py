@@ -51,6 +51,8 @@ def test_a_reward_model_is_used_in_the_same_run_or_by_its_path(folder, lively, t
     again = "--stages=[reward_model, grpo]", "--reward_model.max_steps=1", "--grpo.max_steps=2"
     two = main(folder, tmp_path, "two", *again, JUDGED, path)[-2:]
     assert one == two
+    with pytest.raises(ValueError, match=r"one/reward_model is a reward model or critic \(it contains"):
+        main(folder, tmp_path, "three", f"--model.path={tmp_path / 'one' / 'reward_model'}", "--model.config=null")
 
 
 HINGE = """
