@@ -5,7 +5,7 @@ extras/agents/ is imported only if a recipe sets `sampling.environment`.
 
 from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Completion, Row
+from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
 from minivlmrl.generation.sampler import Sampler, find_engine
 from minivlmrl.load_extra import load_extra
@@ -47,16 +47,6 @@ def samples_trajectories(sampling: SamplingOptions) -> bool:
     if sampling.environment is None:
         return False
     return agents().has_windows(sampling.environment, sampling.history)
-
-
-def begin_environment(name: str | None, row: Row):
-    """Construct an environment, and reset it with a row's columns; None if `name` is None."""
-    return None if name is None else agents().begin_with_row(name, row)
-
-
-def prepare_tools(processor: Processor, name: str | None) -> Processor:
-    """Return a processor whose chat template declares the environment's tools."""
-    return processor if name is None else agents().with_tools(processor, name)
 
 
 def packed_length(completion: Completion) -> int:

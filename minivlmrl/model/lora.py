@@ -67,17 +67,14 @@ class LoRALinear(ReplacedLinear):
         """Compute base plus adapter: x (N, in_features) -> (N, out_features), in the base dtype."""
         base_result = self.base(x)
         adapter_input = x if self.drop is None else self.drop(x.to(self.lora_A.dtype))
-        if self.can_use_tf32(base_result):
+        is_half = is_half_on_gpu(base_result.device, base_result.dtype)
+        if is_half and self.lora_A.dtype == torch.float32 and torch.version.hip is None:
             return TF32Adapter.apply(base_result, adapter_input, self.lora_A, self.lora_B, self.scaling)
         adapter_input = adapter_input.to(self.lora_A.dtype)
         low_rank = F.linear(adapter_input, self.lora_A)  # (N, r)
         wide_result = base_result.to(self.lora_A.dtype)
         adapted = torch.addmm(wide_result, low_rank, self.lora_B.T, alpha=self.scaling)
         return adapted.to(base_result.dtype)
-
-    def can_use_tf32(self, base_result: Tensor) -> bool:
-        is_half = is_half_on_gpu(base_result.device, base_result.dtype)
-        return is_half and self.lora_A.dtype == torch.float32 and torch.version.hip is None
 
     @property
     def shape(self) -> torch.Size:

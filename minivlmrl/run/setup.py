@@ -23,7 +23,7 @@ from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.errors import UserError, require
 from minivlmrl.files import HEAD_FILE, INFERENCE_CONFIG, unchanged
-from minivlmrl.generation.environments import prepare_tools
+from minivlmrl.generation.environments import agents
 from minivlmrl.generation.sampler import find_engine
 from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
@@ -196,7 +196,8 @@ def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
         end_token_ids=[*processor.end_token_ids, *(config.sampling.stop_token_ids or ())],
         sizes={"image": data.image, "video": data.video},
     )
-    return prepare_tools(processor, config.sampling.environment)
+    environment = config.sampling.environment
+    return processor if environment is None else agents().with_tools(processor, environment)
 
 
 def patch_dtype(config: RunConfig) -> torch.dtype:

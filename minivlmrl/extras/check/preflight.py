@@ -25,7 +25,7 @@ from minivlmrl.extras.check.effects import options_without_effect
 from minivlmrl.extras.check.row_notes import describe_boxes, describe_rows
 from minivlmrl.extras.check.summary import describe_device, trainable_summary
 from minivlmrl.files import INFERENCE_CONFIG
-from minivlmrl.generation.environments import begin_environment
+from minivlmrl.generation.environments import agents
 from minivlmrl.kernels.backend import KERNELS, backend_for
 from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -138,7 +138,9 @@ def try_rewards(config: RunConfig, datasets: dict[str, Dataset], processor: Proc
         skips = stage != "eval" and config.data.skip_unreadable
         row, prompt = next_readable(rows, 0, lambda row: row.prompt(processor), skips)
         row.columns = no_columns | row.columns
-        completion = Completion(ids, tool_use=ToolUse(begin_environment(config.sampling.environment, row)))
+        name = config.sampling.environment
+        environment = None if name is None else agents().begin_with_row(name, row)
+        completion = Completion(ids, tool_use=ToolUse(environment))
         call_rewards(rewards, reward_columns([row], [prompt], [[completion]], processor, reward_model_scores=[0.0]))
 
 
