@@ -65,7 +65,8 @@ def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Ima
     """Open an image, and convert all exceptions in the block to UserError."""
     name, file = open_source(source, folder)
     try:
-        with PIL.Image.open(file) as image:
+        # a stream, because Pillow 13 maps a rotated grayscale TIFF from a path with width and height swapped
+        with file.open("rb") if isinstance(file, Path) else file as stream, PIL.Image.open(stream) as image:
             if image.width * image.height > MAX_IMAGE_PIXELS:
                 raise UserError(
                     f"the image has {image.width} x {image.height} pixels, which is more than the "
