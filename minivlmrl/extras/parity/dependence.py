@@ -1,7 +1,6 @@
 """Check which log-probs in a forward pass depend on which tokens and images."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,19 +9,6 @@ from torch.nn.functional import pad
 from minivlmrl.errors import UserError, pluralize
 
 Place = tuple[int, int]  # row and token index
-
-
-@dataclass
-class Faults:
-    """Faults in a forward pass, and where they were found."""
-
-    places: dict[str, list[str]] = field(default_factory=dict)
-
-    def add(self, says: str, where: str):
-        self.places.setdefault(says, []).append(where)
-
-    def sentences(self) -> list[str]:
-        return [f"{says} ({pluralize(len(where), 'time')}; first: {where[0]})" for says, where in self.places.items()]
 
 
 def depends(
@@ -70,99 +56,28 @@ def depends(
             f"ids have the shape {tuple(ids.shape)} and document {tuple(document.shape)}; both must be (B, T)"
         )
     pictures = () if pixel_values is None else (pixel_values, image_grid_thw)
-    forward = Forward(logps, ids, pictures, tolerance)
+    forward = Forward(logps, ids, document, pictures, tolerance)
     values = [value for value in range(vocabulary or int(ids.max()) + 1) if value != image_token_id]
     is_picture = ids == (-1 if image_token_id is None else image_token_id)
     images = placeholders(is_picture)
-    if len(images) != (0 if image_grid_thw is None else len(image_grid_thw)) or (only_images and not images):
-        grids = "has no rows" if image_grid_thw is None else f"has {pluralize(len(image_grid_thw), 'row')}"
-        raise UserError(f"ids have placeholders for {pluralize(len(images), 'image')}, but image_grid_thw {grids}")
-    faults = Faults()
-    for row, token in forward.not_finite():
-        if is_scored(document, row, token):
-            faults.add("a log-probability is not finite", f"token {token} of row {row}")
-    if faults.places:
-        return faults.sentences()
+    grids = 0 if image_grid_thw is None else len(image_grid_thw)
+    if len(images) != grids or (only_images and not images):
+        raise UserError(
+            f"ids have placeholders for {pluralize(len(images), 'image')}, but image_grid_thw has "
+            f"{pluralize(grids, 'row')}"
+        )
+    for row, token in (~forward.usual.isfinite() & forward.is_scored).nonzero().tolist():
+        forward.add("a log-probability is not finite", f"token {token} of row {row}")
+    if forward.faults:
+        return forward.sentences()
     for image, place in enumerate(images):
-        judge_image(forward, faults, document, image, place)
+        forward.judge_image(image, place)
     if only_images:
-        return faults.sentences()
+        return forward.sentences()
     for row, token in (~is_picture).nonzero().tolist():
-        judge_token(forward, faults, document, (row, token), values)
-    judge_probabilities(forward, faults, document, is_picture, values)
-    return faults.sentences()
-
-
-class Forward:
-    """A trainer's forward pass, to call again with changed token ids and images."""
-
-    def __init__(self, logps: Callable[..., Tensor], ids: Tensor, pictures: tuple, tolerance: float):
-        self.logps = logps
-        self.ids = ids
-        self.pictures = pictures
-        self.tolerance = tolerance
-        self.usual = self(ids, *pictures)
-        B, T = ids.shape
-        if self.usual.dim() != 2 or len(self.usual) != B or not 0 < self.usual.shape[1] <= T:
-            raise UserError(
-                f"logps returned the shape {tuple(self.usual.shape)} for ids of shape {(B, T)}, but it must return "
-                f"(B, K), with K at most {T}"
-            )
-        self.first = T - self.usual.shape[1]  # token index of the first log-probability
-
-    @torch.no_grad()
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        return self.logps(*inputs)
-
-    def not_finite(self) -> list[Place]:
-        return [(row, self.first + column) for row, column in (~self.usual.isfinite()).nonzero().tolist()]
-
-    def moved(self, *inputs: Tensor) -> list[Place]:
-        """Return the tokens whose log-probs change with these inputs."""
-        change = (self(*inputs) - self.usual).abs()
-        is_moved = ~(change <= self.tolerance)  # NaN counts as a change
-        return [(row, self.first + column) for row, column in is_moved.nonzero().tolist()]
-
-
-def is_scored(document: Tensor, row: int, token: int) -> bool:
-    """Return whether a token can have a log-prob: not padding, and not the first in its document."""
-    number = document[row, token]
-    return bool(number and token and document[row, token - 1] == number)
-
-
-def allowed_moves(forward: Forward, faults: Faults, document: Tensor, place: Place, says: str, *inputs) -> list[Place]:
-    """Return tokens that the input at `place` affects and may affect; record others as faults."""
-    row, token = place
-    number = int(document[place])
-    allowed = []
-    for other in forward.moved(*inputs):
-        if not is_scored(document, *other):
-            continue
-        where = f"{says} moves token {other[1]} of row {other[0]}"
-        if not number:
-            faults.add("padding moves a log-probability", where)
-        elif other[0] != row:
-            faults.add("a row depends on another row", where)
-        elif document[other] != number:
-            faults.add(f"document {document[other]} depends on document {number} in the same row", where)
-        elif other[1] < token:
-            faults.add("a token depends on a later token", where)
-        else:
-            allowed.append(other)
-    return allowed
-
-
-def judge_token(forward: Forward, faults: Faults, document: Tensor, place: Place, values: list[int]):
-    """Change one token, and record faults."""
-    row, token = place
-    says = f"token {token} of row {row}"
-    ids = forward.ids.clone()
-    ids[place] = next(value for value in values if value != ids[place])
-    allowed = allowed_moves(forward, faults, document, place, says, ids, *forward.pictures)
-    following = (row, token + 1)
-    is_inside = forward.first <= token + 1 < ids.shape[1]
-    if document[place] and is_inside and document[following] == document[place] and following not in allowed:
-        faults.add("a token does not move the log-probability of the next token", says)
+        forward.judge_token((row, token), values)
+    forward.judge_probabilities(is_picture, values)
+    return forward.sentences()
 
 
 def placeholders(is_picture: Tensor) -> list[tuple[int, int, int]]:
@@ -172,43 +87,97 @@ def placeholders(is_picture: Tensor) -> list[tuple[int, int, int]]:
     return [(row, first, end - 1) for (row, first), (_, end) in zip(firsts, ends, strict=True)]
 
 
-def judge_image(forward: Forward, faults: Faults, document: Tensor, image: int, place: tuple[int, int, int]):
-    """Negate one image's pixels, and record faults."""
-    row, first, last = place
-    says = f"image {image} in row {row}"
-    pixel_values, grids = forward.pictures
-    parts = list(pixel_values.split(grids.prod(1).tolist()))
-    parts[image] = -parts[image]
-    # the first placeholder is predicted before the image is seen
-    start = row, min(first + 1, last)
-    allowed = allowed_moves(forward, faults, document, start, says, forward.ids, torch.cat(parts), grids)
-    if all(token <= last for _, token in allowed):
-        faults.add("an image moves no later token of its document", says)
+class Forward:
+    """A trainer's forward pass, called again with changed token ids and images, and its faults."""
 
+    def __init__(self, logps: Callable[..., Tensor], ids: Tensor, document: Tensor, pictures: tuple, tolerance: float):
+        self.logps = logps
+        self.ids = ids
+        self.document = document
+        self.pictures = pictures
+        self.tolerance = tolerance
+        self.faults: dict[str, list[str]] = {}  # {sentence: where it was found}
+        # (B, T), tokens with a log-prob: not padding, and not the first in their document
+        self.is_scored = (document != 0) & (document == pad(document, (1, -1)))
+        self.usual = self(ids, *pictures)
 
-def judge_probabilities(forward: Forward, faults: Faults, document: Tensor, is_picture: Tensor, values: list[int]):
-    """Check that the probabilities of all token ids add up to 1, at one position per row."""
-    # image placeholders are not tried, as they need pixels, but may have some probability
-    missing = 0.5 if forward.pictures else 0.0
-    places = list(last_scored(forward, document, is_picture))
-    totals = [0.0] * len(places)
-    for value in values:
-        ids = forward.ids.clone()
-        for place in places:
-            ids[place] = value
-        logps = forward(ids, *forward.pictures)
-        for i, (row, token) in enumerate(places):
-            totals[i] += logps[row, token - forward.first].exp().item()
-    for (row, token), total in zip(places, totals, strict=True):
-        rounding = max(1e-6, len(values) * forward.tolerance)
-        if not 1 - missing - rounding <= total <= 1 + rounding:
-            says = "the probabilities of all values of a token do not add up to 1, so the prediction sees the token"
-            faults.add(says, f"token {token} of row {row}, {total:.2f}")
+    @torch.no_grad()
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """Return log-probs (B, T), 0 for tokens before the last K."""
+        logps = self.logps(*inputs)
+        B, T = self.ids.shape
+        if logps.dim() != 2 or len(logps) != B or not 0 < logps.shape[1] <= T:
+            raise UserError(
+                f"logps returned the shape {tuple(logps.shape)} for ids of shape {(B, T)}, but it must return "
+                f"(B, K), with K at most {T}"
+            )
+        before = T - logps.shape[1]
+        self.is_scored[:, :before] = False
+        return pad(logps, (before, 0))
 
+    def add(self, says: str, where: str):
+        self.faults.setdefault(says, []).append(where)
 
-def last_scored(forward: Forward, document: Tensor, is_picture: Tensor) -> Iterator[Place]:
-    for row in range(len(document)):
-        for token in range(document.shape[1] - 1, forward.first - 1, -1):
-            if is_scored(document, row, token) and not is_picture[row, token]:
-                yield row, token
-                break
+    def sentences(self) -> list[str]:
+        return [f"{says} ({pluralize(len(where), 'time')}; first: {where[0]})" for says, where in self.faults.items()]
+
+    def allowed_moves(self, place: Place, says: str, *inputs: Tensor) -> list[Place]:
+        """Return tokens that the input at `place` affects and may affect; record others as faults."""
+        row, token = place
+        number = int(self.document[place])
+        is_same = (self(*inputs) - self.usual).abs() <= self.tolerance  # NaN counts as a change
+        allowed = []
+        for other_row, other in (~is_same & self.is_scored).nonzero().tolist():
+            where = f"{says} moves token {other} of row {other_row}"
+            other_number = int(self.document[other_row, other])
+            if not number:
+                self.add("padding moves a log-probability", where)
+            elif other_row != row:
+                self.add("a row depends on another row", where)
+            elif other_number != number:
+                self.add(f"document {other_number} depends on document {number} in the same row", where)
+            elif other < token:
+                self.add("a token depends on a later token", where)
+            else:
+                allowed.append((other_row, other))
+        return allowed
+
+    def judge_token(self, place: Place, values: list[int]):
+        """Change one token, and record faults."""
+        row, token = place
+        says = f"token {token} of row {row}"
+        ids = self.ids.clone()
+        ids[place] = next(value for value in values if value != ids[place])
+        allowed = self.allowed_moves(place, says, ids, *self.pictures)
+        following = (row, token + 1)
+        if token + 1 < ids.shape[1] and self.is_scored[following] and following not in allowed:
+            self.add("a token does not move the log-probability of the next token", says)
+
+    def judge_image(self, image: int, place: tuple[int, int, int]):
+        """Negate one image's pixels, and record faults."""
+        row, first, last = place
+        says = f"image {image} in row {row}"
+        pixel_values, grids = self.pictures
+        parts = list(pixel_values.split(grids.prod(1).tolist()))
+        parts[image] = -parts[image]
+        # the first placeholder is predicted before the image is seen
+        start = row, min(first + 1, last)
+        allowed = self.allowed_moves(start, says, self.ids, torch.cat(parts), grids)
+        if all(token <= last for _, token in allowed):
+            self.add("an image moves no later token of its document", says)
+
+    def judge_probabilities(self, is_picture: Tensor, values: list[int]):
+        """Check that the probabilities of all token ids add up to 1, at the last possible position per row."""
+        # image placeholders are not tried, as they need pixels, but may have some probability
+        missing = 0.5 if self.pictures else 0.0
+        rounding = max(1e-6, len(values) * self.tolerance)
+        could_change = self.is_scored & ~is_picture
+        last = could_change & (could_change.cumsum(1) == could_change.sum(1, keepdim=True))
+        total = 0.0
+        for value in values:
+            total = total + self(self.ids.masked_fill(last, value), *self.pictures).exp()
+        for row, token in last.nonzero().tolist():
+            found = total[row, token].item()
+            if not 1 - missing - rounding <= found <= 1 + rounding:
+                says = "the probabilities of all values of a token do not add up to 1, so the prediction sees the token"
+                self.add(says, f"token {token} of row {row}, {found:.2f}")

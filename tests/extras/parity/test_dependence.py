@@ -249,7 +249,7 @@ def test_depends_refuses_wrong_shapes():
     pictures = torch.ones(12, 2), grids
     with pytest.raises(ValueError, match="ids have placeholders for 1 image, but image_grid_thw has 2 rows"):
         depends(lambda ids, *_: torch.ones(ids.shape), ids, torch.ones_like(ids), *pictures, image_token_id=9)
-    with pytest.raises(ValueError, match="ids have placeholders for 0 images, but image_grid_thw has no rows"):
+    with pytest.raises(ValueError, match="ids have placeholders for 0 images, but image_grid_thw has 0 rows"):
         depends(lambda ids: torch.ones(ids.shape), ids, torch.ones_like(ids), only_images=True)
     with pytest.raises(ValueError, match=r"ids have the shape \(3,\) and document \(3,\); both must be \(B, T\)"):
         depends(None, torch.ones(3), torch.ones(3))
