@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minivlmrl.errors import UserError, pluralize, truncate
-from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.compile_alone import Clone, Names
-from minivlmrl.extras.parity.examined import DEFAULTS, MASKS, random_batch
-from minivlmrl.extras.parity.frameworks import as_torch
+from minivlmrl.extras.parity.examined import MASKS, Examined, random_batch
+from minivlmrl.extras.parity.frameworks import FRAMEWORKS, as_torch
 from minivlmrl.extras.parity.loss import SETTINGS, CloseLoss, cases, closest_losses, compare, judge
 
 TOLERANCE = 1e-5  # many projects compute in float32
@@ -138,7 +137,9 @@ class Candidate:
 
     @property
     def framework(self) -> str:
-        return next((name for name in ("torch", "jax", "mlx") if self.names.imports(name)), "torch")
+        text = ast.unparse(self.names.tree)
+        found = (name for name in FRAMEWORKS if re.search(rf"^ *(import|from) {name}\b", text, re.MULTILINE))
+        return next(found, "torch")
 
     def function(self, case: Case) -> Callable:
         if not self.owner:
@@ -153,8 +154,7 @@ class Candidate:
 
     def loss(self, layout: tuple[str, bool]) -> Callable:
         """Return a loss f(batch, options) that calls the function with arguments in this layout."""
-        arguments = [x for x in ast.walk(self.node.args) if isinstance(x, ast.arg)]
-        choices = {x.arg: first_choice(x) for x in arguments if first_choice(x) is not None}
+        choices = {x.arg: first_choice(x) for x in ast.walk(self.node.args) if isinstance(x, ast.arg)}
 
         def loss(batch: dict, options: dict):
             case = Case(batch, options, *layout)
@@ -167,10 +167,10 @@ class Candidate:
                 x = case.by_name(name, logps)
                 if meaning(name, TENSORS) == "logps":
                     logps = "old"  # the first log-probs are the policy's
+                if x is None and parameter.default is parameter.empty:
+                    x = Answers(case) if choices.get(name) is None else choices[name]
                 if x is not None:
                     given[name] = x
-                elif parameter.default is parameter.empty:
-                    given[name] = choices.get(name, Answers(case))
             return scalar(function(**given), batch["mask"], options)
 
         return loss
@@ -237,20 +237,20 @@ class Audited:
         return f"{self.candidate}: {self.result}: {self.says}"
 
 
-def audit_clone(folder: Path, name: str = "", **limit: float) -> Iterator[Audited]:
+def audit_clone(folder: Path, name: str = "") -> Iterator[Audited]:
     """Compare functions in a folder with TRL losses; `name` selects functions whose name contains it."""
     for candidate in candidates(Clone(folder)):
         if name in candidate.node.name:
             with contextlib.redirect_stdout(open(os.devnull, "w")):
                 try:
-                    found = audit_candidate(candidate, **limit)
+                    found = audit_candidate(candidate)
                 except Exception as error:  # the project's code failed, or its arguments do not fit
                     reason = f"{type(error).__name__}: {truncate(str(error).partition(chr(10))[0], 90)}"
                     found = Audited(candidate, "not bound", reason)
             yield found
 
 
-def audit_candidate(candidate: Candidate, **limit: float) -> Audited:
+def audit_candidate(candidate: Candidate) -> Audited:
     fitting = {}
     error = None
     for i, layout in enumerate(LAYOUTS):
@@ -266,7 +266,7 @@ def audit_candidate(candidate: Candidate, **limit: float) -> Audited:
     loss = candidate.loss(layout)
     results = []
     for close in best[:TRIED]:
-        verdict = judge(loss, TOLERANCE, framework=candidate.framework, **limit, **close.only)
+        verdict = judge(loss, TOLERANCE, framework=candidate.framework, **close.only)
         if verdict.agrees:
             return Audited(candidate, "agrees", f"TRL's {close}")
         if verdict.kinds:
@@ -275,26 +275,21 @@ def audit_candidate(candidate: Candidate, **limit: float) -> Audited:
             return Audited(candidate, result, f"{'; '.join(lines)} (closest: {close})")
         laws = "; ".join(says.partition(". Smallest")[0] for says in verdict.broken)
         unnamed = f"from TRL's {close} for no known cause, but obeys all laws"
-        results.append(Audited(candidate, "broken law", laws) if laws else Audited(candidate, "differs", unnamed))
+        found = ("broken law", laws) if laws else ("differs", unnamed)
+        results.append(Audited(candidate, *found))
     return results[0]
 
 
 def close_losses(candidate: Candidate, layout: tuple[str, bool]) -> list[CloseLoss]:
     """Sort TRL's losses by distance to the candidate, closest first."""
-    loss = as_torch(candidate.loss(layout), candidate.framework)
-    kind = candidate.kind
-    read = set()
-    batch = random_batch(kind, MASKS[5])
-    tokens = int(batch["mask"].sum())
-    _, slope = loss_and_gradient(loss, batch, {"kind": kind, **DEFAULTS[kind], "tokens": tokens}, read)
+    loss = Examined(as_torch(candidate.loss(layout), candidate.framework), candidate.kind, {})
+    slope = loss.gradient(random_batch(candidate.kind, MASKS[5]))
     if not (slope.isfinite().all() and slope.any()):
         raise UserError("no gradient reaches the log-probabilities")
-    has_kl = "ref_per_token_logps" in read
+    has_kl = "ref_per_token_logps" in loss.read
     only = {} if has_kl else {"beta": 0.0}
-    results = []
-    for _, options, batch, value, gradient in cases(kind=kind, **only):
-        results.append((options, compare(loss, options, batch, value, gradient).error))
-    settings = [name for name in SETTINGS[: 3 if has_kl else 2] if name in results[0][0]]
+    results = [compare(loss.my_loss, TOLERANCE, *case) for case in cases(kind=candidate.kind, **only)]
+    settings = [name for name in SETTINGS[: 3 if has_kl else 2] if name in results[0].options]
     close = closest_losses(results, settings, TOLERANCE)
     for trl_loss in close:
         trl_loss.only |= only

@@ -37,52 +37,41 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--framework", choices=FRAMEWORKS, help="framework of a loss function (default: torch)")
     p.add_argument("--tolerance", type=float, help="largest error of a loss (default: 1e-6; float32 needs 1e-5)")
     p.add_argument("--json", action="store_true", help="print the report about a step as one JSON object")
-    p.add_argument(
-        "--seconds",
-        type=float,
-        help=f"limit of the search, in CPU seconds for a step (default: {SECONDS:g}), and in trials of about so many "
-        "seconds for a loss (default: the whole search)",
-    )
+    p.add_argument("--seconds", type=float, help=f"limit of the search in a step, in CPU seconds (default {SECONDS:g})")
     options = p.parse_args(arguments)
     if options.target.endswith(".py"):
         p.error(f"{options.target} is a file; also name its function: {options.target}:FUNCTION")
-    if options.json and ":" in options.target:
-        p.error("--json prints the report about a recorded step, not about a loss")
+    if (options.json or options.seconds is not None) and ":" in options.target:
+        p.error("--json and --seconds are options for a recorded step; the search in a loss has no limit")
     for name in ("laws", "framework", "tolerance"):
         if getattr(options, name) and ":" not in options.target:
             p.error(f"--{name} is an option for a loss function, FILE.py:FUNCTION")
     return options
 
 
-def given(options: argparse.Namespace, *names: str) -> dict:
-    """Return those options in `names` that were given on the command line."""
-    return {name: value for name, value in vars(options).items() if name in names and value is not None}
-
-
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    limit = given(options, "seconds")
     folder, _, name = options.target.partition(":")
     if Path(folder).is_dir() and not (Path(folder) / "step.json").is_file():
-        return check_clone(Path(folder), name, limit)
+        return check_clone(Path(folder), name)
     if ":" in options.target:
-        return check_loss(options, limit)
+        return check_loss(options)
     findings, d = checked(options.target, SECONDS if options.seconds is None else options.seconds)
     result = as_json(findings, d)
     print(json.dumps(result, indent=1) if options.json else report(findings, d))
     return int(not result["agrees"])
 
 
-def check_loss(options: argparse.Namespace, limit: dict[str, float]) -> int:
+def check_loss(options: argparse.Namespace) -> int:
     """Print the verdict on a loss function; return the exit status."""
     only = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in options.only)}
-    bridge = given(options, "framework", "tolerance")
-    framework = bridge.get("framework", "torch")
+    framework = options.framework or "torch"
+    only |= {"framework": framework, "tolerance": options.tolerance or 1e-6}
     with optional_dependency(framework, INSTALL.format(framework)):  # first, because my_loss.py imports the framework
         import_module(framework)
     try:
         my_loss = load_name(options.target)
-        verdict = examine(my_loss, **bridge, **only) if options.laws else judge(my_loss, **bridge, **limit, **only)
+        verdict = examine(my_loss, **only) if options.laws else judge(my_loss, **only)
     except Exception as error:
         if user_error_message(error) is None:  # an exception in my_loss
             traceback.print_exc()
@@ -92,10 +81,10 @@ def check_loss(options: argparse.Namespace, limit: dict[str, float]) -> int:
     return int(not verdict.agrees)
 
 
-def check_clone(folder: Path, name: str, limit: dict[str, float]) -> int:
+def check_clone(folder: Path, name: str) -> int:
     """Check the losses in a code folder, and print one line for each; return the exit status."""
     found = []
-    for audited in audit_clone(folder, name, **limit):
+    for audited in audit_clone(folder, name):
         print(audited, flush=True)
         found.append(audited)
     if not found:

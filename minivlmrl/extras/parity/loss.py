@@ -13,24 +13,20 @@ from torch import Tensor
 
 from minivlmrl.errors import UserError
 from minivlmrl.extras.parity.all_laws import LawReport, examine
-from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.examined import OPTIONS
 from minivlmrl.extras.parity.formulas import distance
 from minivlmrl.extras.parity.frameworks import as_torch
-from minivlmrl.extras.parity.loss_search import case_of, examples, find_names
+from minivlmrl.extras.parity.loss_search import NO_NAME, case_of, examples, find_names
 from minivlmrl.extras.parity.progress import with_bar
 from minivlmrl.extras.parity.step import Dump
 from minivlmrl.extras.parity.vectors import read_cases, read_options
 
 CASES = "cases", "cases (JAX compiles my_loss for each shape)"  # progress bar title
-SECONDS = 300.0  # search limit; a search without a result takes about 20 seconds
 SHOWN = 4  # maximum differing cases to print
 SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options that select a TRL loss
 
 
-def check(
-    my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = SECONDS, framework: str = "torch", **only
-) -> int:
+def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str = "torch", **only) -> int:
     """Compare a loss with values and gradients recorded from TRL; return the number of test cases.
 
     `my_loss` gets a batch of B completions or pairs with T tokens, as a dict of float64 tensors:
@@ -57,18 +53,16 @@ def check(
         tolerance: maximum error in value and gradient, relative to max(1, TRL's largest absolute value); float32 losses
             need 1e-5.
         kind: grpo, dpo or sft.
-        seconds: approximate search limit; the default is enough for all known mistakes. Trials are counted, so a loss
-            has the same verdict on all machines.
         framework: "torch", "jax" or "mlx"; a JAX or MLX loss gets float64 arrays in its framework.
         only: required case options, for example loss_type="dapo" and whole_step=True.
 
     Raises:
         ValueError: no case has these options; the message lists the recorded values.
-        AssertionError: some cases differ from TRL, or the loss breaks a law in all_laws.py that the cases do not test.
-        The message lists them, and mistakes or designs that explain the differences.
+        AssertionError: some cases differ from TRL, or the loss lacks a property of every correct loss (all_laws.py)
+        that the cases do not test. The message lists them, and mistakes or deliberate variants that explain them.
     """
     __tracebackhide__ = True  # makes pytest show the caller's line
-    verdict = judge(my_loss, tolerance, kind, seconds, framework, **only)
+    verdict = judge(my_loss, tolerance, kind, framework, **only)
     if not verdict.agrees:
         raise AssertionError(str(verdict))
     return verdict.cases
@@ -78,7 +72,8 @@ def check(
 class Verdict:
     """Result of comparing a user's loss with TRL's loss.
 
-    A finding is a "design" if all gradients agree or a public project does the same on purpose, else a "mistake".
+    A finding is a "design" (deliberate variant) if all gradients agree, or if a public project does the same on
+    purpose. Else it is a "mistake".
     """
 
     cases: int
@@ -86,7 +81,7 @@ class Verdict:
     kinds: Sequence[str] = ()  # "mistake" or "design" per finding; empty if nothing was named
     names: Sequence[str] = ()  # lines to print about the findings
     broken: Sequence[str] = ()  # sentences about broken laws, if cases agree or nothing was named
-    untested: Sequence[str] = ()  # properties that no case or law tests, if cases agree
+    untested: Sequence[str] = ()  # properties that nothing tests, if cases agree
 
     @property
     def agrees(self) -> bool:
@@ -103,31 +98,24 @@ class Verdict:
         return "\n".join([head, *self.differences[:SHOWN], *more, *self.names, *laws])
 
 
-def judge(
-    my_loss, tolerance: float = 1e-6, kind: str = "grpo", seconds: float = SECONDS, framework: str = "torch", **only
-) -> Verdict:
+def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str = "torch", **only) -> Verdict:
     """Compare a loss with losses recorded from TRL, and name mistakes that explain the differences."""
     my_loss = as_torch(my_loss, framework)
-    results = []  # (case, options, comparison)
-    steps = []
-    for case, options, batch, value, slope in with_bar(CASES[framework == "jax"], [*cases(kind=kind, **only)]):
-        result = compare(my_loss, options, batch, value, slope)
-        results.append((case, options, result))
-        steps.append(case_of(my_loss, batch, options, tolerance))
-    varied = varied_options(results)
-    verdict = differences_of(results, varied, tolerance)
+    recorded = with_bar(CASES[framework == "jax"], [*cases(kind=kind, **only)])
+    results = [compare(my_loss, tolerance, *case) for case in recorded]
+    first = results[0].options
+    varied = [name for name in first if any(result.options.get(name) != first[name] for result in results)]
+    verdict = Verdict(len(results), [result.says(varied) for result in results if result.error > tolerance])
     if not verdict.differences:
         report = laws_of(my_loss, tolerance, kind, only)  # laws may find mistakes that the cases miss
         verdict.broken, verdict.untested = report.sentences("broken"), report.sentences("not tested")
         return verdict
-    verdict.kinds, verdict.names = names_without_search([result for _, _, result in results], tolerance)
-    if verdict.kinds:
-        return verdict
-    errors = [(options, result.error) for _, options, result in results]
-    settings = [name for name in SETTINGS if name in varied or name in only]
-    closest = closest_losses(errors, settings, tolerance)[0]
-    verdict.kinds, verdict.names = find_names_by_loss(steps, closest, seconds)
-    if not verdict.kinds and verdict.names[0].startswith(("no name", "unfinished")):
+    verdict.kinds, verdict.names = names_without_search(results, tolerance)
+    steps = [result.step for result in results]
+    if not verdict.kinds:
+        settings = [name for name in SETTINGS if name in varied or name in only]
+        verdict.kinds, verdict.names = find_names_by_loss(steps, closest_losses(results, settings, tolerance)[0])
+    if NO_NAME in verdict.names:
         report = laws_of(my_loss, tolerance, kind, only)
         verdict.broken = report.sentences("broken")
         if not verdict.broken:
@@ -139,22 +127,43 @@ def judge(
     return verdict
 
 
-def varied_options(results: list[tuple[str, dict, "Comparison"]]) -> list[str]:
-    """Return the options that vary between test cases."""
-    first = results[0][1]
-    return [name for name in first if any(options.get(name) != first[name] for _, options, _ in results)]
+@dataclass
+class Comparison:
+    """A user's loss compared with TRL's for a recorded batch."""
+
+    case: str
+    options: dict
+    step: Dump  # user's loss and gradient
+    constant: float  # loss minus TRL's loss
+    loss_error: float
+    gradient_error: float
+
+    @property
+    def error(self) -> float:
+        return max(self.loss_error, self.gradient_error)
+
+    def says(self, varied: list[str]) -> str:
+        """Describe the errors; `varied` are options that differ between cases."""
+        chosen = ", ".join(f"{name}={self.options.get(name)}" for name in varied)
+        where = f"{self.case} ({chosen})" if chosen else self.case
+        return f"{where}: value differs by {self.loss_error:.1e}, gradient by {self.gradient_error:.1e}"
 
 
-def differences_of(results: list[tuple[str, dict, "Comparison"]], varied: list[str], tolerance: float) -> Verdict:
-    differences = []
-    for case, options, result in results:
-        if result.error > tolerance:
-            chosen = ", ".join(f"{name}={options.get(name)}" for name in varied)
-            differences.append(f"{case} ({chosen}): {result}" if chosen else f"{case}: {result}")
-    return Verdict(len(results), differences)
+def compare(
+    my_loss, tolerance: float, case: str, options: dict, batch: dict, value: Tensor, gradient: Tensor
+) -> Comparison:
+    """Compare a loss and its gradient with TRL's for a recorded batch.
+
+    Raises:
+        ValueError: `my_loss` does not return a scalar tensor.
+    """
+    step = case_of(my_loss, batch, options, tolerance)
+    error = distance(step["loss"], value.view(1))
+    gradient_error = distance(step["logps_gradient"], gradient.flatten(0, -2))
+    return Comparison(case, options, step, (step["loss"] - value).item(), error, gradient_error)
 
 
-def names_without_search(results: list["Comparison"], tolerance: float) -> tuple[list[str], list[str]]:
+def names_without_search(results: list[Comparison], tolerance: float) -> tuple[list[str], list[str]]:
     """Classify a loss that has no gradient, or correct gradients but different values; return kinds and lines."""
     if all(result.gradient_error <= tolerance for result in results):
         constants = [result.constant for result in results]
@@ -162,7 +171,7 @@ def names_without_search(results: list["Comparison"], tolerance: float) -> tuple
         if max(constants) - min(constants) <= tolerance:
             says = f"the value has a constant of {constants[0]:.6g} without gradient"
         return ["design"], [f"design: {says}"]
-    if not any(result.gradient.any() for result in results):
+    if not any(result.step["logps_gradient"].any() for result in results):
         return ["mistake"], ["mistake: no gradient reaches the policy", "  effect: training changes nothing"]
     return [], []
 
@@ -185,15 +194,16 @@ class CloseLoss:
         return " ".join(f"{name}={x}" for name, x in self.only.items() if name != "kind")
 
 
-def closest_losses(results: list[tuple[dict, float]], settings: list[str], tolerance: float) -> list[CloseLoss]:
-    """Sort the TRL losses, closest first; `results` has (options, error) per test case."""
+def closest_losses(results: list[Comparison], settings: list[str], tolerance: float) -> list[CloseLoss]:
+    """Sort the TRL losses, closest first."""
     names = "kind", *settings
     groups = defaultdict(list)
-    for i, (options, _) in enumerate(results):
-        groups[tuple(x[0] if isinstance(x := options[name], list) else x for name in names)].append(i)
+    for i, result in enumerate(results):
+        values = (result.options[name] for name in names)
+        groups[tuple(x[0] if isinstance(x, list) else x for x in values)].append(i)
     close = []
     for values, group in groups.items():
-        share = statistics.mean(results[i][1] > tolerance for i in group)
+        share = statistics.mean(results[i].error > tolerance for i in group)
         close.append(CloseLoss(dict(zip(names, values, strict=True)), group, share))
 
     def difference(loss: CloseLoss) -> tuple:
@@ -204,7 +214,7 @@ def closest_losses(results: list[tuple[dict, float]], settings: list[str], toler
     return sorted(close, key=difference)
 
 
-def find_names_by_loss(steps: list[Dump], closest: CloseLoss, seconds: float) -> tuple[list[str], list[str]]:
+def find_names_by_loss(steps: list[Dump], closest: CloseLoss) -> tuple[list[str], list[str]]:
     """Search for names in all test cases, then in those of the closest TRL loss.
 
     The first search is skipped for a loss that does not read loss_type.
@@ -212,45 +222,17 @@ def find_names_by_loss(steps: list[Dump], closest: CloseLoss, seconds: float) ->
     kinds, names = [], []
     is_all = len(closest.cases) == len(steps)
     if is_all or steps[0].reads("loss_type"):
-        kinds, names = find_names(steps, seconds)
+        kinds, names = find_names(steps)
     if is_all or (kinds and "mistake" not in kinds):
         return kinds, names
-    of_closest = f"the {len(closest.cases)} cases of --only kind={closest.only['kind']} {closest}"
+    of_closest = f"{len(closest.cases)} cases of --only kind={closest.only['kind']} {closest}"
     # no mistake: for example, a correct GSPO loss differs from GRPO
     if not closest.share:
-        return [], [f"  Your loss agrees in all {of_closest.removeprefix('the ')}"]
+        return [], [f"  Your loss agrees in all {of_closest}"]
     if kinds:
         return kinds, names
-    kinds, names = find_names([steps[i] for i in closest.cases], seconds)
-    return kinds, [*names, f"  Your loss is closest to {of_closest}"]
-
-
-@dataclass
-class Comparison:
-    loss: Tensor
-    gradient: Tensor
-    constant: float  # loss minus TRL's loss
-    loss_error: float
-    gradient_error: float
-    read: set[str]  # names of tensors and options that the loss has read
-
-    @property
-    def error(self) -> float:
-        return max(self.loss_error, self.gradient_error)
-
-    def __str__(self) -> str:
-        return f"value differs by {self.loss_error:.1e}, gradient by {self.gradient_error:.1e}"
-
-
-def compare(my_loss, options: dict, batch: dict, value: Tensor, gradient: Tensor) -> Comparison:
-    """Compare a loss and its gradient with TRL's for a recorded batch.
-
-    Raises:
-        ValueError: `my_loss` does not return a scalar tensor.
-    """
-    read = set()
-    loss, ours = loss_and_gradient(my_loss, batch, options, read)
-    return Comparison(loss, ours, (loss - value).item(), distance(loss, value), distance(ours, gradient), read)
+    kinds, names = find_names([steps[i] for i in closest.cases])
+    return kinds, [*names, f"  Your loss is closest to the {of_closest}"]
 
 
 def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor]]:

@@ -24,16 +24,16 @@ from minivlmrl.extras.parity.search import (
     lines_of,
     possible_bugs,
 )
-from minivlmrl.extras.parity.step import Dump, SearchEndedError, Trials
+from minivlmrl.extras.parity.step import Dump
 from minivlmrl.extras.parity.step_format import options_of
 
 PARTS = 4  # maximum bugs in a combination
-TRIALS_PER_SECOND = 400  # on an ordinary CPU core
 DIVIDED_BY_0 = Bug(
     "a row without tokens is divided by 0 in the mean over each row",
     {},
     replace(RATE, effect="a completion without tokens makes the loss NaN"),
 )
+NO_NAME = "no name: no known mistake or deliberate variant reproduces the loss in all cases"
 SEARCHED = 32  # approximate number of cases to search; all others only test the result
 
 
@@ -121,25 +121,16 @@ def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iter
         yield pair, options  # reveals bugs in the sum over tokens
 
 
-def find_parts(steps: list[Dump], seconds: float) -> list[list[Bug]]:
+def find_parts(steps: list[Dump]) -> list[list[Bug]]:
     """Find bugs, such as a wrong sign and a wrong mask, that together explain a loss; [] if there are none.
 
     Returns one list per bug: the bug, then alternatives that give the same loss.
-
-    Raises SearchEndedError after about `seconds`, measured in trials.
     """
-    trials = Trials(seconds * TRIALS_PER_SECOND)
-    for step in steps:
-        step.trials = trials
-    try:
-        # NaN for completions without tokens is a separate bug, and must not hide others
-        finite = [step for step in steps if is_finite(step) or step["completion_mask"].any(1).all()]
-        agrees = all(explains(step, {}) for step in finite)
-        parts = [] if agrees else parts_of(finite)
-        return [*parts, [DIVIDED_BY_0]] if len(finite) < len(steps) and (agrees or parts) else parts
-    finally:
-        for step in steps:
-            step.trials = Trials()
+    # NaN for completions without tokens is a separate bug, and must not hide others
+    finite = [step for step in steps if is_finite(step) or step["completion_mask"].any(1).all()]
+    agrees = all(explains(step, {}) for step in finite)
+    parts = [] if agrees else parts_of(finite)
+    return [*parts, [DIVIDED_BY_0]] if len(finite) < len(steps) and (agrees or parts) else parts
 
 
 def parts_of(steps: list[Dump]) -> list[list[Bug]]:
@@ -149,8 +140,6 @@ def parts_of(steps: list[Dump]) -> list[list[Bug]]:
     by_size = sorted(searched, key=lambda step: len(step.all_rows))
     variants = chain(*zip(by_size[-1].simpler(), by_size[0].simpler(), strict=True))
     variants = [step for step in variants if is_finite(step)]
-    for step in variants:
-        step.trials = steps[0].trials
     while True:
         combination = Combination(searched, variants)
         parts = combination.run()
@@ -211,8 +200,8 @@ class Combination:
         ]
         simplest = left[0]
         left.sort(key=lambda search: count_wrong(search.base))
-        fewest, most = left[0], left[-1]
-        chosen = dict.fromkeys((simplest, most, fewest))
+        most = left[-1]
+        chosen = dict.fromkeys((simplest, most, left[0]))  # most and fewest wrong numbers
         plain, scoped, fitted = self.bugs
 
         def plain_bugs(searches: Iterable[Search]) -> Iterator[Iterable[Bug]]:
@@ -247,23 +236,17 @@ def simplicity(bug: Bug) -> tuple:
     return "factor" not in bug.change, len(f"{bug.number:g}"), "left out" not in bug.says
 
 
-def find_names(steps: list[Dump], seconds: float) -> tuple[list[str], list[str]]:
+def find_names(steps: list[Dump]) -> tuple[list[str], list[str]]:
     """Return the kind per bug, "mistake" or "design", and the lines to print."""
-    parts, says = [], "no name reproduces the loss in all cases: no known mistake or design does"
+    parts = find_parts(steps)
     of_value = []
-    try:
-        parts = find_parts(steps, seconds)
-        if not parts and (parts := find_parts([without_value(step) for step in steps], seconds)):
+    if not parts:
+        parts = find_parts([without_value(step) for step in steps])
+        if parts:
             of_value = ["design: the remaining differences are in the value, which does not train"]
-    except SearchEndedError:
-        says = (
-            f"unfinished: the search ended before all causes were tried; a larger --seconds than {seconds:g} tries more"
-        )
-    lines = []
-    for part in parts:
-        lines += lines_of(part)
+    lines = [line for part in parts for line in lines_of(part)]
     kinds = [part[0].kind for part in parts] + ["design"] * len(of_value)
-    return kinds, [*lines, *of_value] or [says]
+    return kinds, [*lines, *of_value] or [NO_NAME]
 
 
 def examples(steps: list[Dump]) -> list[str]:

@@ -7,7 +7,6 @@ K rewards per completion.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
@@ -29,19 +28,7 @@ OTHER_STEP = "../{}/"  # folder of the step that sampled a row, relative to this
 
 
 class SearchEndedError(Exception):
-    """Search reached its time limit, or used all its trials."""
-
-
-@dataclass
-class Trials:
-    """Trials left in a search; unlike a time limit, the same on all machines."""
-
-    left: float = math.inf
-
-    def use_one(self):
-        self.left -= 1
-        if self.left < 0:
-            raise SearchEndedError
+    """Search reached its time limit."""
 
 
 class Dump(dict):
@@ -57,7 +44,6 @@ class Dump(dict):
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
         self.about = about
-        self.trials = Trials()
         self.cache = {}  # results of model forward and backward passes
         self.usual_answers = {}  # stage results without a simulated bug
         ones = torch.ones_like(tensors["input_ids"])
@@ -73,8 +59,8 @@ class Dump(dict):
             if x.is_floating_point():
                 self.eps[name] = torch.finfo(x.dtype).eps
                 x = x.double()
-            is_by_token = name in BY_TOKEN or (name in BY_ROW and x.shape[1:].numel() > 1)
-            if is_by_token:  # values for only the last T tokens: pad with zeros on the left
+            if name in BY_TOKEN or (name in BY_ROW and x.shape[1:].numel() > 1):
+                # values for only the last T tokens: pad with zeros on the left
                 x = pad(x, (self.width - x.shape[1], 0))
             self[name] = x
         other_tokens = self["attention_mask"] * (1 - self["completion_mask"].long())
@@ -113,7 +99,6 @@ class Dump(dict):
         return self.about.get("schedule", {})
 
     def check_time(self):
-        self.trials.use_one()
         if time.thread_time() > self.deadline:
             raise SearchEndedError
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from minivlmrl.extras.parity.calling import loss_and_gradient
+from minivlmrl.extras.parity.calling import Arguments, loss_and_gradient
 from minivlmrl.extras.parity.command import main
 from minivlmrl.extras.parity.frameworks import as_torch
 from minivlmrl.extras.parity.loss import check, judge
@@ -51,7 +51,7 @@ def grpo(framework, kl_sign=1):
 def test_a_right_loss_agrees_and_a_mistake_is_named(framework):
     tolerance = {"jax": 1e-12, "mlx": 1e-7}[framework]  # MLX converts Python's numbers, such as beta, to float32
     assert check(grpo(framework), tolerance, framework=framework, **ONE_SHAPE) > 1
-    verdict = judge(grpo(framework, kl_sign=-1), seconds=math.inf, framework=framework, **ONE_SHAPE)
+    verdict = judge(grpo(framework, kl_sign=-1), framework=framework, **ONE_SHAPE)
     assert verdict.names[0] == "mistake: policy and reference are swapped in the KL"
 
 
@@ -88,7 +88,7 @@ def test_the_gradient_is_scaled_by_that_of_later_operations(framework):
     numpy_of(framework)
     logps = torch.tensor([[1.0, 2.0]], dtype=torch.float64, requires_grad=True)
     loss = as_torch(lambda batch, options: (batch["per_token_logps"] ** 2).sum() * options["c"], framework)
-    (3 * loss({"per_token_logps": logps}, {"c": 5.0})).backward()
+    (3 * loss(Arguments({"per_token_logps": logps}, set()), Arguments({"c": 5.0}, set()))).backward()
     assert logps.grad.tolist() == [[30.0, 60.0]]
 
 
@@ -148,7 +148,8 @@ def test_options_of_a_loss_are_refused_for_a_step(option, capsys):
 
 def test_the_command_refuses_half_a_target_and_json_of_a_loss(capsys):
     for words, expected in (
-        (["my_loss.py:my_loss", "--json"], "--json prints the report about a recorded step"),
+        (["my_loss.py:my_loss", "--json"], "--json and --seconds are options for a recorded step"),
+        (["my_loss.py:my_loss", "--seconds=0"], "the search in a loss has no limit"),
         (["my_loss.py"], "my_loss.py is a file; also name its function: my_loss.py:FUNCTION"),
     ):
         with pytest.raises(SystemExit):
@@ -159,7 +160,7 @@ def test_the_command_refuses_half_a_target_and_json_of_a_loss(capsys):
 def test_the_tolerance_of_the_command(tmp_path, capsys):
     loss = "def loss(batch, options):\n    return batch['per_token_logps'].sum()\n"
     (tmp_path / "my_loss.py").write_text(loss)
-    words = [f"{tmp_path}/my_loss.py:loss", "--only", "kind=sft", "--seconds=0"]
+    words = [f"{tmp_path}/my_loss.py:loss", "--only", "kind=sft"]
     assert [main(words), main([*words, "--tolerance=inf"])] == [1, 0]
     assert "cases agree with TRL" in capsys.readouterr().out
 
@@ -172,6 +173,6 @@ def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = command.removeprefix("minivlmrl parity ").split()
     assert "--framework=jax" in words
-    assert main([*words, "--seconds=inf"]) == 1
+    assert main(words) == 1
     [mistake] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("mistake: ")]
     assert f"`{mistake}`" in PAGE

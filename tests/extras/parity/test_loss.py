@@ -14,7 +14,7 @@ from minivlmrl.extras.parity.all_laws import LAWS
 from minivlmrl.extras.parity.calling import call
 from minivlmrl.extras.parity.command import main
 from minivlmrl.extras.parity.common_laws import COMMON_LAWS
-from minivlmrl.extras.parity.loss import cases, check, distance, judge
+from minivlmrl.extras.parity.loss import cases, check, compare, distance, judge
 from minivlmrl.extras.parity.vectors import read_cases
 from minivlmrl.losses import preference, sft
 from minivlmrl.losses.grpo import grpo_loss
@@ -171,9 +171,13 @@ def test_recorded_cases_have_ratios_that_a_clamp_changes():
         only = {"loss_type": loss_type, "importance_sampling_level": "token", "whole_step": True}
         assert check(usual, **only) > 6
         for loss in (clamp("log_ratio", None, 20), clamp("log_ratio", -10), clamp("ratio", high=10)):
-            assert judge(loss, seconds=0, **only).differences
+            assert differs(loss, **only)
     for loss_type in preference.DPO_LOSSES.keys() - {"sft"}:  # sft has no log-ratio
-        assert judge(clamped_dpo, kind="dpo", loss_type=loss_type, seconds=0).differences
+        assert differs(clamped_dpo, kind="dpo", loss_type=loss_type)
+
+
+def differs(loss, **only):
+    return any(compare(loss, 1e-6, *case).error > 1e-6 for case in cases(**only))
 
 
 def clamped_dpo(batch, options):
@@ -511,29 +515,38 @@ QUICK = ("dual clip", "plain KL", "constant", "half", "mask")
 ])  # fmt: skip
 def test_a_mistake_or_a_design_is_named(name):
     loss, only, phrase = (NAMED | UNSEEN)[name]
-    verdict = judge(loss, seconds=math.inf, **only)
+    verdict = judge(loss, **only)
     found = [line for line in verdict.names if line.startswith(("mistake", "design", "  or"))]
     expected = [text for text in re.split("; (?!and )", phrase) if text]
     assert verdict.differences and len(verdict.kinds) == len(expected), str(verdict)
     assert all(any(re.search(text, line) for line in found) for text in expected), str(verdict)
 
 
-def test_a_loss_that_was_compared_with_many_losses_gets_their_options():
+@pytest.fixture
+def without_search(monkeypatch):
+    """Compare losses, but look for no mistake."""
+    monkeypatch.setattr("minivlmrl.extras.parity.loss_search.PARTS", 0)
+
+
+def test_a_loss_that_was_compared_with_many_losses_gets_their_options(without_search):
     def loss(batch, options):
         return usual(batch, options).sin() + 1e-3 * batch["per_token_logps"].sum()
 
     phrase = "  Your loss is closest to the 25 cases of --only kind=grpo loss_type=dapo importance_sampling_level=token"
     hint = "  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft"
-    unfinished, closest, last = judge(loss, seconds=0.5).names
-    assert unfinished.startswith("unfinished: the search ended") and closest.startswith(phrase) and last == hint
-    verdict = judge(loss, seconds=0.5, **PLAIN)
+    first, closest, last = judge(loss).names
+    assert first.startswith("no name: ") and closest.startswith(phrase) and last == hint
+    verdict = judge(loss, **PLAIN)
     assert len(verdict.names) == 1
     assert verdict.broken and str(verdict).splitlines()[-1] == f"broken law: {verdict.broken[-1]}"
     of_dapo = {"whole_step": True, "importance_sampling_level": "token", "beta": 0.0}
-    right_for_one = judge(lambda batch, options: usual(batch, options | DAPO), seconds=0, **of_dapo)
+    right_for_one = judge(lambda batch, options: usual(batch, options | DAPO), **of_dapo)
     phrase = "  Your loss agrees in all 9 cases of --only kind=grpo loss_type=dapo importance_sampling_level=token"
     assert right_for_one.names == [phrase]
-    swapped = judge(dpo_of(lambda z, _: -z), kind="dpo", seconds=math.inf).names
+
+
+def test_a_loss_that_reads_no_loss_type_is_searched_in_its_closest_cases():
+    swapped = judge(dpo_of(lambda z, _: -z), kind="dpo").names
     assert swapped[0].startswith("mistake: the rejected answer is preferred")
 
 
@@ -546,7 +559,7 @@ def test_a_loss_of_another_kind_gets_the_shapes_that_it_was_called_with():
     ]
 
 
-@pytest.mark.parametrize("option", ["--seconds=1", "--laws"])
+@pytest.mark.parametrize("option", ["--tolerance=1e-6", "--laws"])
 def test_the_exit_status_of_a_loss_that_fails_is_2(tmp_path, option, capsys):
     (tmp_path / "my_loss.py").write_text("def loss(batch, options):\n    return batch['nothing']\n")
     assert main([f"{tmp_path}/my_loss.py:loss", option]) == 2
@@ -555,16 +568,16 @@ def test_the_exit_status_of_a_loss_that_fails_is_2(tmp_path, option, capsys):
         main([f"{tmp_path}/my_loss.py:missing", option])
 
 
-def test_nan_is_shown():
-    [phrase] = judge(lambda *given: my_loss(*given) * math.nan, seconds=0.5, **PLAIN).broken
+def test_nan_is_shown(without_search):
+    [phrase] = judge(lambda *given: my_loss(*given) * math.nan, **PLAIN).broken
     assert phrase.startswith("the loss or its gradient is not a number. Smallest batch: mask [[1]]")
 
 
-def test_numbers_are_shown_if_no_law_is_broken():
+def test_numbers_are_shown_if_no_law_is_broken(without_search):
     def loss(batch, options):
         return usual(batch, options) * (1.01 if len(batch["mask"]) == 6 else 1.0)
 
-    _, note, *numbers = judge(loss, seconds=0.5, **PLAIN).names
+    _, note, *numbers = judge(loss, **PLAIN).names
     assert note.startswith("  note: the KL has the value of KL(policy || reference)")
     assert numbers[0].startswith("  loss: 1 of 1, logps_gradient: ") and " instead of " in numbers[1]
 
@@ -588,8 +601,7 @@ def test_a_detached_loss_has_a_name():
 
 def test_the_verdict_does_not_depend_on_the_machine(monkeypatch):
     monkeypatch.setattr("time.thread_time", lambda: 1e9)
-    assert judge(changed(kl=lambda q: k3(q.logps - q.ref)), seconds=5.0, **KL).names[0] == f"mistake: {SWAPPED}"
-    assert judge(changed(kl=lambda q: k3(q.logps - q.ref)), seconds=0.01, **KL).names[0].startswith("unfinished: ")
+    assert judge(changed(kl=lambda q: k3(q.logps - q.ref)), **KL).names[0] == f"mistake: {SWAPPED}"
 
 
 def smoothed(batch, options):
@@ -692,7 +704,7 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_but_unusual_loss_agrees(name):
     loss, only = RIGHT[name]
-    verdict = judge(loss, seconds=0, **only)
+    verdict = judge(loss, **only)
     assert not verdict.differences and verdict.cases > 1, str(verdict)
 
 
@@ -702,7 +714,7 @@ def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
     (tmp_path / "my_loss.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     words = commands.splitlines()[-1].removeprefix("minivlmrl parity ").split()
-    assert main([*words, "--seconds=inf"]) == 1
+    assert main(words) == 1
     assert capsys.readouterr().out == printed
     estimates = [f"{math.exp(-d) + d - 1:.3g}" for d in (1, 2, 3)] + [f"{math.exp(d) - d - 1:.3g}" for d in (1, 2, 3)]
     assert estimates == ["0.368", "1.14", "2.05", "0.718", "4.39", "16.1"]
