@@ -1,7 +1,7 @@
-"""Check a loss against laws, without recorded numbers or a reference loss.
+"""Check properties that every correct loss has, without recorded numbers or a reference loss.
 
-A law is a property of all correct losses, such as that padding changes nothing. Small batches are tried first, so a
-finding shows the smallest batch with the error.
+Such a property is called a law; for example, padding changes nothing. Small batches are tried first, so a finding shows
+the smallest batch with the error.
 
     all losses       NaN, masked tokens, padding, row order, micro-batches       common_laws.py
     policy losses    advantages, ratios and their bounds, averages, KL           policy_laws.py

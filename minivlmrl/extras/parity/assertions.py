@@ -7,8 +7,7 @@ import torch
 
 from minivlmrl.errors import UserError
 from minivlmrl.extras.parity.audit import SECONDS, checked, report
-from minivlmrl.extras.parity.calling import loss_and_gradient
-from minivlmrl.extras.parity.examined import DEFAULTS
+from minivlmrl.extras.parity.examined import Examined
 from minivlmrl.extras.parity.search import gaps
 from minivlmrl.extras.parity.step import read
 
@@ -67,13 +66,14 @@ def split_error(gradient: Callable, batch: dict[str, torch.Tensor], tolerance: f
         gradient: function from a batch to the loss gradient with respect to per_token_logps.
         batch: {name: tensor with B rows}.
     """
-    rows = len(batch["mask"])
-    if not accumulated(gradient, batch, [list(range(rows))], is_mean=False)["per_token_logps"].any():
+    if not gradient(batch).nan_to_num().any():
         return ""
     error = ""
     for is_mean in (False, True):
         try:
-            assert_split_invariant(partial(accumulated, gradient, batch, is_mean=is_mean), rows, tolerance)
+            assert_split_invariant(
+                partial(accumulated, gradient, batch, is_mean=is_mean), len(batch["mask"]), tolerance
+            )
             return ""
         except AssertionError as found:
             error = str(found)
@@ -104,8 +104,8 @@ def assert_step_split_invariant(folder, my_loss: Callable, tolerance: float = 1e
     logps = d["per_token_logps"]
     batch = {"per_token_logps": logps, "mask": d["completion_mask"].double(), "advantages": d["advantages"]}
     batch |= {name: d.get(name, logps) for name in ("old_per_token_logps", "ref_per_token_logps")}
-    options = {"kind": "grpo", **DEFAULTS["grpo"], **d.about.get("loss", {}), "whole_step": False}
-    options["tokens"] = int(batch["mask"].sum())
+    options = {"whole_step": False, "tokens": int(batch["mask"].sum())}
     options["max_completion_length"] = d.about.get("max_completion_length") or d.width
-    error = split_error(lambda part: loss_and_gradient(my_loss, part, options)[1], batch, tolerance)
+    loss = Examined(my_loss, "grpo", d.about.get("loss", {}) | options)
+    error = split_error(loss.gradient, batch, tolerance)
     assert not error, f"{folder}: {error}"

@@ -163,17 +163,17 @@ def notes(d: Dump) -> list[str]:
 
 def finding_lines(finding: Finding) -> list[str]:
     word = "agrees" if finding.ok else "DIFFERS"
-    numbers = f"{finding.numbers:9} numbers, error {finding.error:.0e}"
-    line = f"{finding.stage:20} {word:8}{numbers}  {'; '.join(finding.where[:1])}"
-    lines = [line.rstrip()]
+    line = f"{finding.stage:20} {word:8}{finding.numbers:9} numbers, error {finding.error:.0e}"
+    lines = ["  ".join([line, *finding.where[:1]])]
     if finding.again:
         return [*lines, f"{'':12}same cause as in an earlier stage: {finding.explained[0].says}"]
     lines += [f"{'':12}{text}" for text in finding.doubts()]
-    if not (finding.ok or finding.explained):
+    if finding.explained:
+        lines += [f"{'':12}{text}" for text in lines_of(finding.explained)]
+    elif not finding.ok:
         lines.append(f"{'':12}no known cause explains the difference")
-        return lines + [f"{'':16}{text}" for text in finding.where[1:]]
-    texts = lines_of(finding.explained) if finding.explained else []
-    return lines + [f"{'':12}{text}" for text in texts]
+        lines += [f"{'':16}{text}" for text in finding.where[1:]]
+    return lines
 
 
 def not_in_step(findings: list[Finding]) -> list[str]:

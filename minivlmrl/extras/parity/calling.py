@@ -41,14 +41,8 @@ class Arguments(dict):
         return Arguments(dict(super().items()) | other, self.read)  # super().__or__ would record all names as read
 
 
-def converted(arguments: dict, convert: Callable) -> Arguments:
-    """Convert all argument values without recording their names as read."""
-    values = {name: convert(x) for name, x in dict.items(arguments)}
-    return Arguments(values, getattr(arguments, "read", set()))
-
-
 def loss_and_gradient(
-    my_loss: Callable, batch: dict[str, Tensor], options: dict, read: set[str] | None = None
+    my_loss: Callable, batch: dict[str, Tensor], options: dict, read: set[str]
 ) -> tuple[Tensor, Tensor]:
     """Return the scalar loss and its gradient with respect to per_token_logps, both detached.
 
@@ -60,9 +54,8 @@ def loss_and_gradient(
         ValueError: `my_loss` does not return a scalar tensor.
     """
     logps = batch["per_token_logps"].detach().requires_grad_()
-    read = set() if read is None else read
     # pass copies: the loss may change its arguments in place
-    copies = {name: x.clone() for name, x in batch.items()} | {"per_token_logps": logps.clone()}
+    copies = {name: x.clone() for name, x in (batch | {"per_token_logps": logps}).items()}
     try:
         loss = call(my_loss, Arguments(copies, read), Arguments(options, read))
     except Exception as error:

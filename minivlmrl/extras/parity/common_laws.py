@@ -7,17 +7,7 @@ import torch
 from torch.nn.functional import pad
 
 from minivlmrl.extras.parity.assertions import split_error
-from minivlmrl.extras.parity.examined import (
-    MASKS,
-    Examined,
-    Finding,
-    Law,
-    contrast,
-    described,
-    numbers,
-    random_batch,
-    rows_of,
-)
+from minivlmrl.extras.parity.examined import MASKS, Examined, Finding, Law, contrast, described, numbers
 
 
 def numbers_are_finite(loss: Examined) -> Iterator[Finding]:
@@ -99,24 +89,22 @@ def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
     if loss.given.get("whole_step"):
         return  # the user's loss only supports whole steps
     rows = [mask for mask in MASKS if len(mask) > 1]
-    for mask in [*rows, 2 * rows[-1]]:  # batches with up to 8 rows
-        batch = random_batch(loss.kind, mask)
+    for batch, options in loss.batches([*rows, 2 * rows[-1]]):  # up to 8 rows
         step = {"whole_step": False, "tokens": int(batch["mask"].sum())} if loss.kind == "grpo" else {}
-        for options in ({"beta": 0.0}, {"beta": 0.1}) if loss.kind == "grpo" else ({},):
-            error = split_error(partial(loss.gradient, **options, **step), batch, loss.tolerance)
-            if not error:
-                continue
-            says = f"micro-batches change the gradient. Smallest batch: {described(batch, options)}; {error}"
-            # an error only if the loss uses step totals, as DAPO must: trainers may weight micro-batches later
-            parts = [rows_of(batch, slice(i, i + 1)) for i in range(len(mask))]
-            reads_totals = any(
-                loss.differ(loss.gradient(part, **options), loss.gradient(part, **options, **step)) for part in parts
-            )
-            if loss.kind != "grpo" or not (reads_totals or loss.given.get("loss_type") == "dapo"):
-                yield Finding(f"{says}. Each micro-batch is averaged by itself, as in BNPO", "note")
-            else:
-                yield Finding(says)
-            return
+        error = split_error(partial(loss.gradient, **options, **step), batch, loss.tolerance)
+        if not error:
+            continue
+        says = f"micro-batches change the gradient. Smallest batch: {described(batch, options)}; {error}"
+        # an error only if the loss uses step totals, as DAPO must: trainers may weight micro-batches later
+        parts = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(len(batch["mask"]))]
+        reads_totals = any(
+            loss.differ(loss.gradient(part, **options), loss.gradient(part, **options, **step)) for part in parts
+        )
+        if loss.kind != "grpo" or not (reads_totals or loss.given.get("loss_type") == "dapo"):
+            yield Finding(f"{says}. Each micro-batch is averaged by itself, as in BNPO", "note")
+        else:
+            yield Finding(says)
+        return
 
 
 COMMON_LAWS: tuple[Law, ...] = (

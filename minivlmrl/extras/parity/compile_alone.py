@@ -52,10 +52,6 @@ class Names(dict):
         for node in reversed([*walk(tree.body)]):  # reversed: the first definition counts
             self.statements.update(dict.fromkeys(bound_names(node), node))
 
-    def imports(self, package: str) -> bool:
-        texts = [ast.unparse(x) for x in self.statements.values() if isinstance(x, ast.Import | ast.ImportFrom)]
-        return any(re.match(rf"(import|from) {package}\b", text) for text in texts)
-
     def __missing__(self, name: str):
         if name not in self.statements:
             if hasattr(builtins, name) and name not in DENIED.split():
@@ -146,13 +142,13 @@ def alone(node: ast.stmt) -> ast.stmt:
             decorators = [ast.unparse(y) for y in x.decorator_list]
             x.decorator_list = [parsed(y.replace("torch", "__import__('torch')")) for y in decorators if y in KEPT]
         if isinstance(x, ast.arguments):
-            x.defaults = [y if is_literal(y) else ast.Constant(None) for y in x.defaults]
-            x.kw_defaults = [y if y is None or is_literal(y) else ast.Constant(None) for y in x.kw_defaults]
+            for defaults in (x.defaults, x.kw_defaults):
+                defaults[:] = [y if is_literal(y) else ast.Constant(None) for y in defaults]
     if isinstance(node, ast.ClassDef):
         is_data = any("dataclass" in ast.unparse(y) for y in node.decorator_list)
         node.decorator_list = [parsed("__import__('dataclasses').dataclass")] * is_data
-        bases = [ast.unparse(base) for base in node.bases]
-        node.bases = [parsed("__import__('enum').Enum")] * any("Enum" in x for x in bases)
+        is_enum = any("Enum" in ast.unparse(y) for y in node.bases)
+        node.bases = [parsed("__import__('enum').Enum")] * is_enum
         node.keywords = []
         node.body = [x for x in node.body if isinstance(x, ast.FunctionDef) or is_literal(getattr(x, "value", None))]
     return node

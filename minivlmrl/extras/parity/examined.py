@@ -77,19 +77,14 @@ class Examined:
         Args:
             tolerance: maximum difference, relative to max(1, largest number), None = self.tolerance.
         """
-        scale = max(1.0, b.nan_to_num(0.0).abs().max().item()) if b.numel() else 1.0
-        allowed = (self.tolerance if tolerance is None else tolerance) * scale
+        allowed = (tolerance or self.tolerance) * b.nan_to_num(0.0).abs().max().clamp(min=1)
         return bool(((a - b).nan_to_num(0.0).abs() > allowed).any())
 
-    def batches(self) -> Iterator[tuple[dict[str, Tensor], dict]]:
+    def batches(self, masks: Sequence = MASKS) -> Iterator[tuple[dict[str, Tensor], dict]]:
         """Yield random batches with options, from small to large; for policy losses, without and with a KL."""
-        for mask in MASKS:
-            batch = random_batch(self.kind, mask)
-            if self.kind == "grpo":
-                yield batch, {"beta": 0.0}
-                yield batch, {"beta": 0.1}
-            else:
-                yield batch, {}
+        for mask in masks:
+            for options in ({"beta": 0.0}, {"beta": 0.1}) if self.kind == "grpo" else ({},):
+                yield random_batch(self.kind, mask), options
 
 
 Law = Callable[[Examined], Iterator[Finding]]
@@ -120,10 +115,6 @@ def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[st
         advantages = normal(len(mask))
         batch["advantages"] = advantages + 0.3 * advantages.sign()  # advantages not near 0: all tokens have a gradient
     return batch
-
-
-def rows_of(batch: dict[str, Tensor], rows: slice | Tensor) -> dict[str, Tensor]:
-    return {name: x[rows] for name, x in batch.items()}
 
 
 def described(batch: dict[str, Tensor], options: dict | None = None) -> str:

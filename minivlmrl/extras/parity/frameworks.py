@@ -6,13 +6,13 @@ import numpy
 import torch
 
 from minivlmrl.errors import UserError, optional_dependency
-from minivlmrl.extras.parity.calling import Arguments, call, converted
+from minivlmrl.extras.parity.calling import Arguments, call
 
 INSTALL = "--framework={0} needs the package {0}"
 
 
 def as_torch(my_loss: Callable, framework: str) -> Callable:
-    """Return a function (batch, options) -> scalar tensor that calls a loss from another framework.
+    """Return a function (batch, options) -> scalar tensor that calls a loss from another framework with Arguments.
 
     Args:
         my_loss: loss in a form from config/loss_forms.py, for float64 arrays.
@@ -65,7 +65,7 @@ def from_jax(my_loss: Callable) -> Callable:
                 jit = lambda function: function  # noqa: E731
                 functions.clear()
                 return loss(batch, options)
-        getattr(options, "read", set()).update(read)
+        options.read.update(read)
         return with_gradient(logps, value, gradient)
 
     return loss
@@ -79,7 +79,8 @@ def from_mlx(my_loss: Callable) -> Callable:
         logps = batch["per_token_logps"]
         # MLX: float64 only on the CPU
         with mx.stream(mx.cpu):
-            arrays = converted(batch, lambda x: mx.array(x.detach().numpy(), dtype=mx.float64))
+            values = {name: mx.array(x.detach().numpy(), dtype=mx.float64) for name, x in dict.items(batch)}
+            arrays = Arguments(values, batch.read)
             function = mx.value_and_grad(lambda x: call(my_loss, arrays | {"per_token_logps": x}, options))
             value, gradient = function(arrays["per_token_logps"])
             mx.eval(value, gradient)

@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 
 from minivlmrl.extras.parity.formulas import clipped, rounded
 from minivlmrl.json_files import read_json
+from minivlmrl.losses.grpo import row_mean
 from minivlmrl.losses.preference import DPO_LOSSES
 
 PATH = Path(__file__).with_name("bugs.json")
@@ -35,18 +36,10 @@ class Scoped(NamedTuple):
 
 
 regions = partial(Scoped, "regions")
+BOTH = "policy", "reference"  # log-probs
 
 
 # functions used in formulas
-
-
-def both(formula: Callable) -> dict[str, Callable]:
-    """Apply a formula to policy and reference log-probs."""
-    return {"policy": formula, "reference": formula}
-
-
-def row_mean(x, mask):
-    return (x * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 def is_positive(s):
@@ -59,14 +52,13 @@ def shifted(x, by):
     return pad(x, (by, -by))
 
 
-def end_tokens(s):
-    """Return a mask for stop tokens, or the last tokens in turns if no stop ids are known."""
-    return s.is_stop(s.input_ids) if s.about.get("stop_token_ids") else s.x * (1 - shifted(s.x, -1))
-
-
 def cispo(bounded: Callable) -> Callable:
     """Return the CISPO formula; `bounded` clips the importance ratio."""
     return lambda s: -bounded(s).detach() * s.gain * s.per_token_logps
+
+
+def k3_in_float32(d):
+    return (d.exp() - d - 1).double()
 
 
 def encoded_again(s):
@@ -171,7 +163,7 @@ FORMULAS: dict[str, dict[str, Any]] = {
         "a truncated completion is in the loss if an earlier turn ended": lambda s: s.end_tokens.any(1, keepdim=True),
     },
     "mask: the policy never learns to stop": {
-        "the end token is not trained on": lambda s: s.x * ~end_tokens(s).bool()
+        "the end token is not trained on": lambda s: s.x * ~s.is_stop(s.input_ids)
     },
     "mask: padding is trained": {
         "one token after the completion is counted, too": lambda s: torch.maximum(s.x, shifted(s.x, 1) * s.completion),
@@ -201,8 +193,6 @@ FORMULAS: dict[str, dict[str, Any]] = {
     "mean: the effective learning rate changes with lengths and rows": {
         "the loss is the sum over all tokens instead of a mean": lambda s: s.terms.sum(),
         "the loss is the sum over the rows of their means": lambda s: row_mean(s.terms, s.mask).sum(),
-        "the loss is divided by the rows and by the length of the longest completion":
-            lambda s: s.terms.sum() / s.mask.sum(1).max() / s.num_rows,
         "the loss is divided by a fixed length of {c} for each row": lambda s: s.terms.sum() / s.c / s.num_rows,
     },
     "mean: tokens are weighted differently": {
@@ -270,8 +260,6 @@ FORMULAS: dict[str, dict[str, Any]] = {
     "terms: other ratios get the largest weight": {
         "cispo's ratio is clamped to 1 - epsilon_low and 1 + epsilon_high": cispo(lambda s: s.clipped_ratio),
         "cispo's ratio is at most 1 + epsilon_high": cispo(lambda s: s.ratio.clamp(max=1 + s.epsilon_high)),
-        "cispo's ratio is clamped to 1 - epsilon_low and epsilon_high":
-            cispo(lambda s: s.ratio.clamp(1 - s.epsilon_low, s.epsilon_high)),
     },
     "terms: tokens outside of the bounds are not trained": {
         "no token outside of 1 - epsilon_low to 1 + epsilon_high is trained, whatever its advantage":
@@ -303,7 +291,6 @@ FORMULAS: dict[str, dict[str, Any]] = {
             "epsilon_low": lambda s: -math.expm1(-s.epsilon_low),
             "epsilon_high": lambda s: math.expm1(s.epsilon_high),
         },
-        "the upper bound of the clip is epsilon_high instead of 1 + epsilon_high": lambda s: s.x - 1,
     },
     "epsilon_low: the update is different": {
         "ratios are clipped to at least 1 / (1 + epsilon_high)": lambda s: 1 - 1 / (1 + s.epsilon_high),
@@ -333,8 +320,6 @@ FORMULAS: dict[str, dict[str, Any]] = {
     "reference: tokens far from the reference are not drawn back": {
         "the log-ratio in the KL is clamped to -{c} and {c}":
             lambda s: s.per_token_logps + (s.x - s.per_token_logps).clamp(-s.c, s.c),
-        "the log-ratio in the KL is at most {c}":
-            lambda s: s.per_token_logps + (s.x - s.per_token_logps).clamp(max=s.c),
     },
     "KL estimate: another divergence is penalized": {
         "the KL is that of torch's kl_div, pi_ref * log(pi_ref / pi)":
@@ -349,7 +334,7 @@ FORMULAS: dict[str, dict[str, Any]] = {
     },
     "KL estimate: small KLs are rounding errors": {
         "k3 loses its digits, because it is exp(d) - d - 1 in float32 instead of expm1(d) - d":
-            lambda s: s.k3_in_float32 if s.kl_estimator == "k3" else s.x,
+            lambda s: k3_in_float32(-s.ref_log_ratio.float()) if s.kl_estimator == "k3" else s.x,
     },
     "reference: another divergence is penalized": {
         "policy and reference are swapped in the KL": lambda s: 2 * s.per_token_logps - s.x,
@@ -376,10 +361,12 @@ FORMULAS: dict[str, dict[str, Any]] = {
         "one over beta is used instead of beta": lambda s: 1 / s.x,
     },
     "policy: the objective is different": {
-        "log-probabilities are averaged over tokens": both(lambda s: s.x / s.mask.sum(1, keepdim=True).clamp(min=1)),
+        "log-probabilities are averaged over tokens":
+            dict.fromkeys(BOTH, lambda s: s.x / s.mask.sum(1, keepdim=True).clamp(min=1)),
         "beta multiplies only the policy's log-probability": {"reference": lambda s: s.x / s.about["loss"]["beta"]},
-        "the first token of each answer is left out": both(lambda s: s.x * (s.mask.cumsum(1) > 1)),
-        "log-probabilities are averaged over all columns, padding included": both(lambda s: s.x / s.mask.shape[1]),
+        "the first token of each answer is left out": dict.fromkeys(BOTH, lambda s: s.x * (s.mask.cumsum(1) > 1)),
+        "log-probabilities are averaged over all columns, padding included":
+            dict.fromkeys(BOTH, lambda s: s.x / s.mask.shape[1]),
     },
     "loss_type: the objective is different": {
         f"the loss is {name}": [name] for name in DPO_LOSSES
@@ -470,7 +457,7 @@ class Target:
     needs: str = "input_ids"  # required tensor
     used_by: str = ""  # projects that do this on purpose, with their option
     threshold: float = 0.0  # fitted numbers below this are mistakes
-    unread: str = ""  # option or tensor that a design does not read
+    unread: str = ""  # option or tensor that a loss with this on purpose does not read
     read: str = ""  # option or tensor that a loss with these mistakes must read
     values: dict = field(default_factory=dict)  # {bug: constant that replaces the correct value, "{c}" = fitted}
     instead: dict[str, dict] = field(default_factory=dict)  # {bug: {quantity: quantity used instead}}
@@ -481,8 +468,8 @@ class Target:
         return set(self.stages.split(", "))
 
     def bugs(self) -> dict[str, Any]:
-        """Return {bug: replacement}, see Change."""
-        result = {**FORMULAS.get(f"{self.name}: {self.effect}", {}), **self.values}
+        """Return {bug: replacement} for the bugs in bugs.json, see Change."""
+        result = dict(self.values)
         for says, names in self.instead.items():
             result[says] = {name: attrgetter(other) for name, other in names.items()}
         result |= {says: Scoped(kinds) for says, kinds in self.orders.items()}
@@ -493,4 +480,4 @@ class Target:
 
 
 TARGETS = {key: Target(*key.split(": ", 1), **values) for key, values in read_json(PATH).items()}
-BUGS = {key: target.bugs() for key, target in TARGETS.items()}
+BUGS = {key: FORMULAS.get(key, {}) | target.bugs() for key, target in TARGETS.items()}

@@ -7,44 +7,38 @@ OF_FORWARD = ("logps", "logps of old", "logps of sampler", "logps of reference",
 
 def known_numbers(d, stage: str) -> dict[str, float]:
     """Return {name: number} for counts, options and ratios of options, except 1 and 0."""
-    result = {f"the number of {unit}": count for unit, count in counts(d, stage).items()}
+    about = d.about
+    result = {"the number of ranks": about.get("world_size")}
+    if stage in ("advantages", "loss"):
+        result["the number of completions of a group"] = about.get("num_generations")
+    if stage == "advantages":
+        result["the number of rewards"] = d["rewards"].view(len(d["rewards"]), -1).shape[1]
+    else:
+        result["the number of micro-batches"] = len(d.micro_batches)
+    if stage in ("loss", "schedule"):
+        result["the number of steps of a rollout"] = about.get("steps_per_rollout")
     if stage in (*OF_FORWARD, "loss"):
         result["1 / ln 2, as in bits"] = 1 / math.log(2)
     if stage in OF_FORWARD:
-        result["the temperature"] = d.about.get("temperature", 1.0)
+        result["the temperature"] = about.get("temperature", 1.0)
     if stage == "loss":
-        result["beta"] = d.about.get("loss", {}).get("beta")
+        rows = len(d.micro_batches[0])
+        result |= {
+            "beta": about.get("loss", {}).get("beta"),
+            "the number of rows": len(d.all_rows),
+            "the number of counted tokens": d["completion_mask"].sum().item(),
+            "the number of tokens of completions, including padding": d.completion.sum().item(),
+            "the number of columns": d["input_ids"].numel(),
+            "the number of tokens of prompts and completions": d["row_lengths"].sum().item(),
+            "the number of tokens of the longest completion": d["lengths"].max().item(),
+            "the number of tokens of max_completion_length": about.get("max_completion_length"),
+            "the number of rows of a micro-batch": rows,
+        }
+        if "pair" in d:
+            result["the number of pairs of a micro-batch"] = rows // 2
     if stage in ("update", "schedule"):
         rate = d.optimizer.get("learning_rate") or 1
         earlier = [0.0, *d.schedule.get("rates", [])][-1]
         result["the learning rate of the previous step over the current one"] = earlier / rate
         result["the largest learning rate over the current one"] = d.schedule.get("learning_rate", 0) / rate
     return {says: number for says, number in result.items() if number not in (None, 0, 1)}
-
-
-def counts(d, stage: str) -> dict[str, float]:
-    about = d.about
-    result = {"ranks": about.get("world_size")}
-    if stage == "advantages":
-        result["completions of a group"] = about.get("num_generations")
-        result["rewards"] = d["rewards"].view(len(d["rewards"]), -1).shape[1]
-    else:
-        result["micro-batches"] = len(d.micro_batches)
-    if stage in ("loss", "schedule"):
-        result["steps of a rollout"] = about.get("steps_per_rollout")
-    if stage == "loss":
-        rows = len(d.micro_batches[0])
-        result |= {
-            "rows": len(d.all_rows),
-            "counted tokens": d["completion_mask"].sum().item(),
-            "completions of a group": about.get("num_generations"),
-            "tokens of completions, including padding": d.completion.sum().item(),
-            "columns": d["input_ids"].numel(),
-            "tokens of prompts and completions": d["row_lengths"].sum().item(),
-            "tokens of the longest completion": d["lengths"].max().item(),
-            "tokens of max_completion_length": about.get("max_completion_length"),
-            "rows of a micro-batch": rows,
-        }
-        if "pair" in d:
-            result["pairs of a micro-batch"] = rows // 2
-    return result

@@ -119,10 +119,9 @@ def possible_bugs(name: str, d: Dump) -> list[Bug]:
     names = names_of(name, d)
     result = []
     for key, target in table.TARGETS.items():
-        could_be = not target.read or d.reads(target.read)
-        if target.about.startswith("clipping") and d.about.get("loss", {}).get("loss_type") in ("sapo", "vespo"):
+        if target.about == "clipping" and d.about.get("loss", {}).get("loss_type") in ("sapo", "vespo"):
             continue  # SAPO and VESPO do not clip
-        if names & target.stage_names() and target.needs in d and could_be:
+        if names & target.stage_names() and target.needs in d and (not target.read or d.reads(target.read)):
             if target.unread and d.reads(target.unread):
                 target = replace(target, used_by="")
             for says, change in table.BUGS[key].items():
@@ -160,15 +159,15 @@ def computed(name: str, d: Dump, change: dict | None) -> Any:
     d.check_time()
     if change is None:
         return None
-    factor = Change(d, change)("factor", 1.0)
-    if "factor" in change:
-        change = {piece: x for piece, x in change.items() if piece != "factor"}
+    bug = Change(d, change)
+    factor = bug("factor", 1.0)
+    bug.pop("factor", None)
     try:
-        answer = STAGES[name](d, Change(d, change))
+        answer = STAGES[name](d, bug)
     # a bug, such as an empty mask, may make the computation fail
     except (ValueError, *DAMAGES):
         return None
-    if answer and not change:
+    if answer and not bug:
         d.usual_answers[name] = answer
     for key, (theirs, ours, unit) in (answer or {}).items():
         ours = ours * factor
@@ -230,9 +229,6 @@ class Region(NamedTuple):
         values = {key: (*answer[key], mask) for key, mask in self.inside.items()}
         return {key: (theirs.where(mask, ours), ours, unit) for key, (theirs, ours, unit, mask) in values.items()}
 
-    def distance(self, answer: dict | None) -> float:
-        return distance(self.of(answer))
-
 
 def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
     """List the whole step, and parts that contain all wrong numbers, such as truncated completions."""
@@ -279,8 +275,7 @@ class Search:
         try:
             for phase, some in ((self.tried, plain), (self.tried, scoped), (self.fitted, fitted)):
                 if not any(bug.parts == 1 for bug in self.explained):
-                    for bug in phase(some):
-                        self.explained.append(bug)
+                    self.explained.extend(phase(some))  # one by one: the time limit may end the search
         finally:
             self.explained += factors  # last: a factor says less than other bugs
 
@@ -304,11 +299,6 @@ class Search:
             return fit({"loss": (theirs, ours + others, unit + other_unit)}, bug, d)
         return explained
 
-    def is_few(self, region: Region) -> bool:
-        """Return whether fewer than two rows or groups are wrong: too few to fit a number."""
-        d = self.d
-        return not d.case_tolerance and d.part is None and count_groups(self.name, region.of(self.base), d) < 2
-
     def factors(self) -> list[Bug]:
         """Return bugs such as "all values are divided by the number of rows", or "are 8 times as large"."""
         if self.name in IDS:
@@ -321,15 +311,15 @@ class Search:
         for region in self.regions:
             if count_wrong(region.of(self.base)) <= 2:
                 continue  # two opposite advantages always match some factor
-            values = [(*self.base[key], mask) for key, mask in region.inside.items()]
-            pairs = [[(x / unit)[mask.expand_as(x)] for x in (theirs, ours)] for theirs, ours, unit, mask in values]
-            theirs, ours = (torch.cat(x) for x in zip(*pairs, strict=True))
-            best = float(theirs @ ours / (ours @ ours + 1e-300))
+            product = square = 0.0
+            for key, mask in region.inside.items():
+                theirs, ours, unit = self.base[key]
+                ours = (ours / unit).where(mask, 0.0)
+                product += (theirs / unit * ours).sum()
+                square += ours.square().sum()
+            best = float(product / (square + 1e-300))  # least squares
             for digits in (1, 2, 3, 17):
-                number = float(f"{best:.{digits}g}")
-                if number == 0 and theirs.any():
-                    continue  # do not round small values to zero
-                bug = (OWN_LENGTH if has_own_length else FACTOR).with_number(number)
+                bug = (OWN_LENGTH if has_own_length else FACTOR).with_number(float(f"{best:.{digits}g}"))
                 if found := self.confined(self.answer(bug.change), bug, region):
                     result += found
                     break
@@ -337,16 +327,19 @@ class Search:
 
     def fitted(self, bugs: list[Bug]) -> Iterator[Bug]:
         """Fit unknown constants, such as a clip bound; yield bugs that reproduce the recorded numbers."""
-        numbers, count = (FEW_NUMBERS, CASE_REFINED) if self.d.case_tolerance else (NUMBERS, REFINED)
+        d = self.d
+        numbers, count = (FEW_NUMBERS, CASE_REFINED) if d.case_tolerance else (NUMBERS, REFINED)
         near = []
         for region in self.regions:
-            if self.is_few(region):
+            base = region.of(self.base)
+            # one wrong row or group is too few to fit a number
+            if not d.case_tolerance and d.part is None and count_groups(self.name, base, d) < 2:
                 continue
-            usual_gap = region.distance(self.base)
+            usual_gap = distance(base)
             for bug in with_bar("causes with a number", bugs):
 
                 def gap_with(number: float, bug=bug, region=region) -> float:
-                    return region.distance(self.answer(bug.with_number(number).change))
+                    return distance(region.of(self.answer(bug.with_number(number).change)))
 
                 gap, start = min((gap_with(number), number) for number in numbers)
                 if gap <= 0.9 * usual_gap:
@@ -394,7 +387,7 @@ def find_bugs(name: str, d: Dump, seconds: float = math.inf) -> Search:
     try:
         bugs = possible_bugs(name, d)
         if name in IDS and count_wrong(answer) < 2:
-            bugs = [bug for bug in bugs if bug.of.about.startswith("padding")]
+            bugs = [bug for bug in bugs if bug.of.about == "padding"]
         search.run(bugs)
     except SearchEndedError:
         search.has_ended = True

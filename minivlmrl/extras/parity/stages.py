@@ -273,11 +273,6 @@ class PolicyPieces:
     def clipped_ratio(self) -> Tensor:
         return self.ratio.clamp(1 - self.options.epsilon_low, 1 + self.options.epsilon_high)
 
-    @property
-    def k3_in_float32(self) -> Tensor:
-        d = -self.ref_log_ratio.float()
-        return (d.exp() - d - 1).double()
-
 
 def policy(logps: Tensor, change: Change) -> Tensor:
     total = torch.zeros(2, len(change.d.micro_batches))
@@ -294,20 +289,17 @@ def policy(logps: Tensor, change: Change) -> Tensor:
 def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
     options = pieces.options
     d = change.d
-    no_mismatch = torch.ones(len(d.all_rows), 1)
-    correction = change("correction", d.get("importance_sampling_ratio", no_mismatch))
+    weights = change("correction", d.get("importance_sampling_ratio", torch.ones(1, 1)))
     arguments = term_arguments(options)
-    weights = mask_in(change, "the sum")
-    if options.loss_type == "vespo":
-        arguments["importance_sampling_ratio"] = correction
-    else:
-        weights = weights * correction
-    logps, ratio, advantages, mask = pieces.per_token_logps, pieces.ratio, pieces.advantages, pieces.mask
+    if options.loss_type == "vespo":  # corrects its own ratio
+        arguments["importance_sampling_ratio"] = weights
+        weights = torch.ones_like(weights)
+    logps, advantages, mask = pieces.per_token_logps, pieces.advantages, pieces.mask
     if options.off_policy_mask_threshold is not None:
         sampler_logps = d.get("sampler_logps", logps - pieces.log_ratio)
         weights = weights * off_policy_mask(logps, sampler_logps, advantages, mask, options.off_policy_mask_threshold)
     term_inputs = TermInputs(
-        logps, pieces.log_ratio, ratio, advantages, mask, options.epsilon_low, options.epsilon_high
+        logps, pieces.log_ratio, pieces.ratio, advantages, mask, options.epsilon_low, options.epsilon_high
     )
     terms, _ = TERMS[options.loss_type](term_inputs, **arguments)
     return averaged(change("terms", terms * weights, pieces, gain=advantages * weights), change)
@@ -316,10 +308,9 @@ def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
 def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
     options = pieces.options
     of_both = (pieces.per_token_logps, pieces.ref_per_token_logps)
-    estimator = options.kl_estimator + "+" * options.kl_straight_through
-    kl = change("KL estimate", kl_term(*of_both, estimator), pieces)
+    kl = change("KL estimate", kl_term(*of_both, options.kl_estimator), pieces)
     if options.use_bias_correction_kl:
-        kl = correct_kl(kl, pieces.ratio, estimator)
+        kl = correct_kl(kl, pieces.ratio, options.kl_estimator)
     kl = change("KL", kl, pieces)
     # accept float32 rounding errors in a KL with torch.expm1, about 1e-7 times the log-ratio
     return averaged(kl, change, rounding=0.02 * pieces.ref_log_ratio.detach().abs())

@@ -47,7 +47,6 @@ class PolicyOptions:
     kl_estimator: str = "k3"
     use_bias_correction_kl: bool = True
     delta: float | None = None
-    kl_straight_through: bool = False
     off_policy_mask_threshold: float | None = None
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05

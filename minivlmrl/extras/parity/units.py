@@ -23,7 +23,6 @@ TOKENS = {
 BLOCKS = {
     "the next {1}": lambda x: x.roll(-1, 0),
     "the row that repeat gives instead of repeat_interleave, by {1}": lambda x: x.T,
-    "the row that repeat_interleave gives instead of repeat, by {1}": lambda x: x.flatten().view(x.T.shape).T,
 }
 
 
@@ -93,9 +92,9 @@ def ends(number: Tensor, name: str, suffix: str = "", begin: int = 0) -> dict[st
     }
 
 
-def place_within(label: Tensor, row: Tensor) -> Tensor:
-    """Return row positions among rows with the same label."""
-    return ((label == label[:, None]) & (row < row[:, None])).sum(1)
+def place_within(label: Tensor) -> Tensor:
+    """Return row positions among rows with the same label: [5, 5, 2, 5] gives [0, 1, 0, 2]."""
+    return (label == label[:, None]).tril(-1).sum(1)
 
 
 def row_sets(d) -> dict[str, Tensor]:
@@ -109,7 +108,7 @@ def row_sets(d) -> dict[str, Tensor]:
         sets["rows with positive advantages"] = d["advantages"] > 0
         sets["rows with negative advantages"] = d["advantages"] < 0
         sets["rows with an advantage of 0"] = d["advantages"] == 0
-    sets |= ends(place_within(d["micro_batch"], d.all_rows), "row", " of each micro-batch")
+    sets |= ends(place_within(d["micro_batch"]), "row", " of each micro-batch")
     sets |= ends(d["micro_batch"] - d["micro_batch"].min(), "micro-batch")
     sets = {says: mask for says, mask in sets.items() if mask.sum() > 1}  # drop single rows: many descriptions fit
     return different(sets, torch.tensor(False))
