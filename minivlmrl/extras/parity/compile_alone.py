@@ -142,7 +142,8 @@ def alone(node: ast.stmt) -> ast.stmt:
             decorators = [ast.unparse(y) for y in x.decorator_list]
             x.decorator_list = [parsed(y.replace("torch", "__import__('torch')")) for y in decorators if y in KEPT]
         if isinstance(x, ast.arguments):
-            for defaults in (x.defaults, x.kw_defaults):
+            both: list[list] = [x.defaults, x.kw_defaults]
+            for defaults in both:
                 defaults[:] = [y if is_literal(y) else ast.Constant(None) for y in defaults]
     if isinstance(node, ast.ClassDef):
         is_data = any("dataclass" in ast.unparse(y) for y in node.decorator_list)

@@ -173,9 +173,9 @@ class Forward:
         rounding = max(1e-6, len(values) * self.tolerance)
         could_change = self.is_scored & ~is_picture
         last = could_change & (could_change.cumsum(1) == could_change.sum(1, keepdim=True))
-        total = 0.0
+        total = torch.zeros_like(self.usual)
         for value in values:
-            total = total + self(self.ids.masked_fill(last, value), *self.pictures).exp()
+            total += self(self.ids.masked_fill(last, value), *self.pictures).exp()
         for row, token in last.nonzero().tolist():
             found = total[row, token].item()
             if not 1 - missing - rounding <= found <= 1 + rounding:
