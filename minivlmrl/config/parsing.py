@@ -117,7 +117,7 @@ class Reader:
             return self._read_union(hint, value, name)
         if origin is Annotated:
             number_type, bounds = typing.get_args(hint)
-            if dataclasses.is_dataclass(bounds):
+            if isinstance(bounds, type):  # a dataclass, whose options the dictionary may have
                 return given_values(self.read_section(bounds, value, name))
             number = self._read_plain(number_type, value, name)
             if not within_bounds(number, bounds):
@@ -287,7 +287,7 @@ def type_text(hint: TypeHint) -> str:
     origin = typing.get_origin(hint)
     inside = typing.get_args(hint)
     if origin is Annotated:
-        bounds = "" if dataclasses.is_dataclass(inside[1]) else f", {bounds_text(inside[1])}"
+        bounds = "" if isinstance(inside[1], type) else f", {bounds_text(inside[1])}"
         return type_text(inside[0]) + bounds
     if origin is Literal:
         *first, last = map(repr, inside)
