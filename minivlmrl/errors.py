@@ -14,7 +14,7 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent
 # folders with minivlmrl's own code
 OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kernels", "recipes"))
-# these modules import only torch, and raise ValueError instead of UserError
+# folders that import only torch, and raise ValueError instead of UserError
 TORCH_ONLY = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in ("minivlmrl/losses", "minivlmrl/kernels", "kernels"))
 # user Python files, named in recipes as `file.py:name`
 USER_FILES: set[str] = set()
@@ -40,7 +40,7 @@ class error_context(AbstractContextManager):
     Other exceptions get the file, row or field as a note.
     """
 
-    # a class is faster than contextlib.contextmanager; used for every data row
+    # used for every data row, so a class: contextlib.contextmanager is slower
     def __init__(self, where: str | Path):
         self.where = where
 
@@ -134,7 +134,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """
     if not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)
-    # torch.OutOfMemoryError by name, because errors.py must not import torch
+    # check torch.OutOfMemoryError by name, because errors.py must not import torch
     return type(error).__name__ == "OutOfMemoryError" or bool(NO_MEMORY.search(str(error)))
 
 

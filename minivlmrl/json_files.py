@@ -9,7 +9,7 @@ from typing import Any
 from minivlmrl.errors import UserError, error_context, require
 
 LFS = b"version https://git-lfs"  # start of a Git LFS pointer file
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # surrogate escape, paired or not
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # Unicode surrogate escape, paired or not
 _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 
 

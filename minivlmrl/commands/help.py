@@ -20,7 +20,7 @@ from minivlmrl.errors import UserError, did_you_mean
 
 
 def print_options(*names: str):
-    """Print the options in these sections, by default all."""
+    """Print the options in the named sections, by default all."""
     config_class = RunConfig
     if names and names[0].endswith(".yaml"):
         config_class = type(load_config(names[0]))

@@ -76,7 +76,7 @@ def recipes_folder() -> Path:
 
 def run_file(path: str) -> ModuleType:
     """Execute a Python file once, as a module, and return the module."""
-    # name the module after its path, so that pickle finds it on all ranks; escape dots, which separate packages
+    # name the module after its path, without dots, so that pickle finds it on all ranks
     name = path.removesuffix(".py").replace(".", "%2e")
     if name in sys.modules:
         return sys.modules[name]
@@ -148,7 +148,7 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
         table: {name: "package.module:Class"}.
     """
     cls, options = resolve_object("stage", stage, table or {})
-    if options:  # stages take no options in parentheses
+    if options:
         raise UserError(f"stages: {stage}: write the options {options} in the section of the stage")
     if not isinstance(cls, type) or not hasattr(cls, "stage") or not hasattr(cls, "config_type"):
         raise UserError(

@@ -73,7 +73,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
             overridden = _apply(override, overridden, hints)
         config = build(config_class, overridden, "command line", change_text=resolver)
     except ValueError:
-        # if the recipe is invalid even without overrides, report the recipe, not the command line
+        # report the recipe, not the command line, if it is invalid without overrides
         build(config_class, values, str(recipe))
         raise
     resolver.check()
@@ -157,7 +157,7 @@ class Resolver:
             return located
         if hint is RecipePath:
             return self._find(text, is_typed)
-        if hint is FilePath and os.path.exists(text):  # other texts are Hub repository ids
+        if hint is FilePath and os.path.exists(text):  # missing paths are Hub repository ids
             return str(Path(text).resolve())
         return text
 
@@ -262,7 +262,7 @@ def changed_prompts(trained: Path | None, config: RunConfig) -> list[str]:
     """Return the prompt options that differ from a trained model's recipe or minivlmrl.yaml."""
     data = read_section(trained, "data")
     names = ["prompt_template", "system_prompt", "chat_template_kwargs", "answer_format", "box_space"]
-    # None means the model folder's setting
+    # None uses min_pixels or max_pixels from the model folder
     sizes = ("min_pixels", "max_pixels")
     names += [name for name in sizes if None not in (data.get(name), getattr(config.data, name))]
     return [f"data.{name}" for name in names if name in data and data[name] != getattr(config.data, name)]

@@ -132,7 +132,7 @@ class RowOptions:
 
     # folder for relative image paths; None uses the folder of the data file
     image_root: FilePath | None = None
-    # function for other row formats, as file.py:name; converts a row (dict) to the columns in docs/data.md
+    # function that converts your rows (dicts) to the columns in docs/data.md, as file.py:name
     format: Code | None = None
     # columns to rename: {label: solution} reads `label` as `solution`
     columns: dict[str, str] = field(default_factory=dict)
@@ -168,12 +168,12 @@ class DataOptions(RowOptions):
 
     # built-in task "shapes", or your own as "file.py:TASK"; arguments may follow in parentheses
     task: Code | None = None
-    # training rows; for columns, see docs/data.md
+    # data file with training rows; see docs/data.md
     train_file: FilePath | None = None
     train: list[FileOptions] = field(default_factory=list)  # several training files, instead of train_file
     # training files for single stages, such as {sft: rows.jsonl}
     files: dict[str, FilePath] = field(default_factory=dict)
-    # held-out rows; for columns, see docs/data.md
+    # data file with held-out rows; see docs/data.md
     eval_file: FilePath | None = None
     # maximum prompt length in tokens: longer training rows are skipped. Stages that train on given answers, such as
     # SFT, count the prompt plus its longest answer
@@ -343,7 +343,7 @@ class TrainingOptions:
 class SFTOptions(TrainingOptions):
     """Options for supervised fine-tuning."""
 
-    loss_type: Literal["nll", "dft"] = "nll"  # negative log-likelihood or DFT; see losses/sft.py
+    loss_type: Literal["nll", "dft"] = "nll"  # loss: negative log-likelihood or DFT; see losses/sft.py
 
 
 @dataclass
@@ -352,7 +352,7 @@ class DPOOptions(TrainingOptions):
 
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # one or more losses from losses/preference.py
     loss_weights: list[Finite] | None = None  # loss weights, None for 1 each; MPO: [0.8, 0.2, 1.0]
-    # scales the log ratios; larger values keep the policy closer to the reference
+    # scale of the log ratios; larger values keep the policy closer to the reference
     beta: Annotated[float, "(0, inf)"] = 0.1
     # assumed fraction of swapped pairs, for sigmoid, exo_pair, robust, aot and aot_unpaired
     label_smoothing: Finite = 0.0
@@ -361,7 +361,7 @@ class DPOOptions(TrainingOptions):
     f_alpha_divergence_coef: Finite = 0.5  # alpha for f_divergence_type=alpha_divergence
     ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight for tokens beyond the shorter answer's length
     use_weighting: bool = False  # WPO: weight pairs by their probability under the policy
-    reference_free: bool = False  # without a reference model: all reference log-probabilities are 0
+    reference_free: bool = False  # train without a reference model: its log-probabilities are set to 0
     # compute all reference log-probabilities before the first step, so that no second model stays in memory; see
     # extras/reference_logps.py
     precompute_ref_log_probs: bool = False
@@ -423,7 +423,7 @@ class GRPOOptions(TrainingOptions):
     rollout_correction_bounds: tuple[CorrectionBound, CorrectionBound] = (None, 3.0)
 
     def __post_init__(self):
-        if not 0 <= self.epsilon_low <= self.epsilon_high:  # reject NaN as well
+        if not 0 <= self.epsilon_low <= self.epsilon_high:  # also True for NaN
             raise UserError(
                 f"epsilon_low is {self.epsilon_low}, but it must be between 0 and epsilon_high, "
                 f"which is {self.epsilon_high}"
@@ -458,12 +458,12 @@ class PPOOptions(TrainingOptions):
     # clip the policy ratio pi / pi_old to 1 +- cliprange, and changes in critic values to +- cliprange
     cliprange: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
     vf_coef: Annotated[float, "[0, inf)"] = 0.1  # critic loss weight
-    critic: Literal["shared", "separate"] = "shared"  # shared: value head on the policy; separate: its own model
+    critic: Literal["shared", "separate"] = "shared"  # value head on the policy, or a separate critic model
     # critic or reward model folder to initialize a separate critic; None copies the policy
     critic_path: FilePath | None = None
     kl_coef: Annotated[float, "[0, inf)"] = 0.05  # KL penalty weight; 0 needs no reference model
     kl_estimator: Literal["k1", "k3"] = "k1"  # KL estimator; see losses/ppo.py
-    # subtracted from scores for completions without an end token; None subtracts nothing
+    # penalty on the score of a completion without an end token; None = no penalty
     missing_eos_penalty: Finite | None = None
     gamma: Annotated[float, "[0, 1]"] = 1.0  # GAE discount factor
     lam: Annotated[float, "[0, 1]"] = 0.95  # GAE lambda
@@ -486,7 +486,7 @@ class RunConfig:
 
     seed: int = 0  # seed for weights, data order and sampling
     output_dir: str = "runs/default"  # folder for all run files
-    # training stages, in order; your own stage is file.py:Class, whose attribute `stage` names its section
+    # training stages, in order; your own as file.py:Class, with the section name in Class.stage
     stages: list[Code] = field(default_factory=lambda: [Code("grpo")])
     # maximum epochs per stage; repeated passes over a rollout do not count as epochs
     max_epochs: Annotated[float, "(0, 1e6]"] | None = None
@@ -503,7 +503,7 @@ class RunConfig:
     eval_steps: Annotated[int, ">= 0"] = 0  # also evaluate every N steps; 0 evaluates only between stages
     # also write weights to checkpoint/ every N steps; 0 writes them only after a stage
     save_steps: Annotated[int, ">= 0"] = 0
-    # what save_steps and best_metric write: all weights with the adapter merged, or only the adapter. At the end,
+    # weights that save_steps and best_metric save: all weights with the adapter merged, or only the adapter. Final
     # weights are always merged
     save: Literal["merged", "adapter"] = "merged"
     log_completions: Annotated[int, ">= 0"] = 10  # steps between entries in completions.jsonl; 0 logs no completions
@@ -545,7 +545,7 @@ class RunConfig:
         self.recipe = ""
         # recipe sections for stages left out by --stages
         self.unused_sections: list[str] = []
-        self.names_of_files: dict[str, str] = {}  # {"file.py:Class" in `stages`: Class.stage}
+        self.names_of_files: dict[str, str] = {}  # {your own stage, as file.py:Class: its section name}
         if self.rewards and not any(self.rewards.values()):
             raise UserError(
                 f"rewards are {self.rewards}; at least one weight must not be 0, because otherwise nothing is learned"

@@ -23,7 +23,7 @@ class Dataclass(Protocol):
 
 
 T = TypeVar("T", bound=Dataclass)
-TypeHint = Any  # type hint such as list[int] or int | None; Python has no such type before PEP 747
+TypeHint = Any  # any type hint, such as int | None: Python has no type for these before PEP 747
 ChangeText = Callable[[TypeHint, str, str], str]
 
 
@@ -133,12 +133,12 @@ class Reader:
             return self._read_dict(hint, value, name)
         if origin in (list, tuple):
             return self._read_sequence(hint, value, name)
-        if hint is float:  # only bounds such as "(0, inf]" allow infinity
+        if hint is float:  # reject infinity unless bounds such as "(0, inf]" allow it
             return self.read(Finite, value, name)
         return self._read_plain(hint, value, name)
 
     def _read_plain(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        plain = getattr(hint, "__supertype__", hint)  # NewType("Code", str) -> str
+        plain = getattr(hint, "__supertype__", hint)  # base type: str for NewType("Code", str)
         if hint is float and (type(value) is int or (isinstance(value, str) and not self.json)):
             with suppress(ValueError, OverflowError):
                 value = float(value)
@@ -167,7 +167,7 @@ class Reader:
                 raise UserError(f"{prefix}{key} is missing")
         try:
             return cls(**read)
-        except ValueError as error:  # __post_init__ rejects invalid values
+        except ValueError as error:  # raised by __post_init__ for invalid values
             raise UserError(f"{prefix}{error}") from None
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:

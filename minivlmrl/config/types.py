@@ -8,12 +8,12 @@ Plain = Any  # any YAML or JSON value: None, bool, int, float, str, list, dict
 FilePath = NewType("FilePath", str)  # path relative to the working directory, unless the option says otherwise
 RecipePath = NewType("RecipePath", str)  # path relative to the recipe's folder
 Code = NewType("Code", str)  # built-in name, or "file.py:name" with a path relative to the recipe's folder
-RewardName = NewType("RewardName", str)  # reward name, or Code: see rewards/registry.py
+RewardName = NewType("RewardName", str)  # reward name, or "file.py:name"; see rewards/registry.py
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 # the merger projects vision tower outputs to decoder embeddings
 Part = Literal["vision", "merger", "language", "embeddings"]
-Frozen = NewType("Frozen", str)  # a Part, or a layer range that matches LAYERS
+Frozen = NewType("Frozen", str)  # model part, or layer range such as layers.0-11
 LAYERS = re.compile(r"(layers|visual\.blocks)\.(\d+)(?:-(\d+))?")  # layers such as "layers.0-11" and "visual.blocks.7"
 BoxSpace = Literal["original", "resized", "thousandths", "unit"]
 Count = Annotated[int, ">= 1"]

@@ -18,7 +18,7 @@ from minivlmrl.errors import optional_dependency
 
 Item = TypeVar("Item")
 SPACES = get_args(BoxSpace)
-LIMIT = 1e100  # larger coordinates are invalid: areas could overflow
+LIMIT = 1e100  # maximum coordinate, because areas could overflow
 
 NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 COMMA = r"(?:\s*,\s*|\s+)"
@@ -26,7 +26,7 @@ PAIR = rf"\(\s*{NUMBER}{COMMA}{NUMBER}\s*\)"
 FOUR = COMMA.join([NUMBER] * 4)
 GROUP = rf"(?:\[\s*{FOUR}\s*\]|{PAIR}\s*(?:,\s*)?{PAIR})"
 GROUPS = re.compile(rf"{FOUR}|{GROUP}(?:\s*(?:,\s*)?{GROUP})*", re.ASCII)
-MARKED_BOX = re.compile(rf"\[\s*{FOUR}\s*\]|{PAIR}\s*,\s*{PAIR}")  # [1, 2, 5, 6] or (1, 2), (5, 6)
+MARKED_BOX = re.compile(rf"\[\s*{FOUR}\s*\]|{PAIR}\s*,\s*{PAIR}")  # box such as [1, 2, 5, 6] or (1, 2), (5, 6)
 KEYS = ("bbox_2d", "bbox", "Position")
 QWEN2 = re.compile(r"<\|object_ref_start\|>[^<]*<\|object_ref_end\|>|<\|box_start\|>|<\|box_end\|>")
 
@@ -65,7 +65,7 @@ class Box:
     @property
     def valid(self) -> bool:
         """Whether coordinates are finite and in order, with a positive area."""
-        is_finite = all(abs(number) < LIMIT for number in self.numbers)  # comparisons with NaN are False
+        is_finite = all(abs(number) < LIMIT for number in self.numbers)  # also False for NaN
         return is_finite and self.x2 > self.x1 and self.area > 0  # a positive area implies y2 > y1
 
     def inside(self) -> bool:

@@ -12,14 +12,14 @@ class SpecialToken(str):
 
 
 class RewrittenTurnsError(UserError):
-    """A chat template changes a turn when more turns follow, for example by dropping its reasoning."""
+    """Raised if a chat template changes a turn when more turns follow, for example by dropping reasoning."""
 
 
 START = SpecialToken("<|im_start|>")
 END = SpecialToken("<|im_end|>")
 # stop tokens: end of a turn, end of a document
 ENDS = (END, SpecialToken("<|endoftext|>"))
-# image and video placeholders; compare with `is`, because the user text "<|image_pad|>" == IMAGE
+# image and video placeholders, compared with `is`, because user text may contain the same characters
 IMAGE = SpecialToken("<|image_pad|>")
 VIDEO = SpecialToken("<|video_pad|>")
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}

@@ -21,11 +21,11 @@ VALUES = {  # {column: type with bounds}
 
 
 class LayoutError(UserError):
-    """A row has the columns of another project; `minivlmrl convert` may be able to convert it."""
+    """Raised for rows with another project's columns, which `minivlmrl convert` may convert."""
 
 
 class EmptyColumnError(LayoutError):
-    """A required column has no value; another project's data may have the value in a different column."""
+    """Raised if a required column has no value; another project may use a different column."""
 
 
 def rename_columns(row: dict, renamed: dict[str, str]) -> dict:

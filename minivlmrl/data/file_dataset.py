@@ -65,7 +65,7 @@ class RowFile:
         self.columns: list[str] = []
         self.given: set[str] = set()  # columns with a value in at least one row
         self.unread: set[str] = set()  # columns that no stage or reward reads
-        # sizes cached by row_sizes.measure, for one processor: {line: {answer names: size}}
+        # row sizes for one processor, from row_sizes.measure: {line: {answer names: size}}
         self.sizes: dict[int, dict[tuple, Any]] = {}
         self.processor: Any = None
 
@@ -80,7 +80,7 @@ class RowFile:
             try:
                 row, media = checked_row(self.columns_of(line), required, known, self.options, self.folder)
             except ValueError as error:
-                # after a valid row, an empty column does not mean another project's layout
+                # an empty column after a valid row is an error, not another project's layout
                 if not is_foreign(error) or (isinstance(error, EmptyColumnError) and self.given):
                     raise
                 advice = convert_advice(self.path, self.options.format, self.options.columns)
@@ -131,7 +131,7 @@ class RowFacts:
     literal_tokens: tuple[str, ...]  # control tokens written as plain text, such as <|im_end|>
     boxes: dict[str, str]  # {answer column: first box in it}
     box_space: str | None
-    # (size or None if unknown, options) per image in prompt and answers
+    # per image in prompt and answers: (size or None, options)
     images: tuple[tuple[Size | None, dict], ...]
 
     @property
@@ -325,7 +325,7 @@ def image_size(image: Media, folder: Path) -> Size | None:
     """Return an image's (width, height), or None if it is unreadable."""
     try:
         return read_header(image.sources[0], folder).size
-    except ValueError:  # ignore the error here: training on the row raises it
+    except ValueError:  # training on the unreadable image raises the error again
         return None
 
 

@@ -81,7 +81,7 @@ class ChatTemplate:
     def _structure(self, special_tokens: Iterable[str]) -> set[str]:
         """Return the control tokens that only the template may write, not a message."""
         written = [self.text]
-        # a template may build a token: '<|' + message.role + '|>'
+        # templates may build a token, as in '<|' + message.role + '|>'
         for conversation in [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]:
             messages = [{"role": role, "content": ""} for role in conversation]
             with suppress(ValueError):  # templates may reject a role
@@ -207,7 +207,7 @@ class ChatTemplate:
         if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):
             # the Qwen3.8 template would add an empty <think></think> before reasoning in the content
             messages = [_with_thought_apart(message) for message in messages]
-        if "<function=" in self.text:  # this template renders tool call arguments one by one, not as JSON
+        if "<function=" in self.text:  # templates with "<function=" render tool call arguments one by one, not as JSON
             _parse_arguments(messages)
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
         # use a Chinese character that occurs nowhere, because templates may strip spaces and escape symbols
@@ -264,7 +264,7 @@ def with_values(template: ChatTemplate | None, values: dict) -> ChatTemplate | N
 
 def _literal_pattern(name: str) -> str:
     """Return a regular expression that matches the first character of a control token written as plain text."""
-    # also match "<|im_ end|>", because templates may strip the space, and a message that ends with "<|im_"
+    # also match "<|im_ end|>", because templates may strip the space, and "<|im_" at the end of a message
     others = [re.escape(character) for character in name[1:]]
     endings = [*([*others[:length], "$"] for length in range(len(others))), others]
     patterns = [r"\s*".join(["", *ending]) for ending in endings]
@@ -301,7 +301,7 @@ def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
         return [_as_json(item, change) for item in value]
     if isinstance(value, str):
         return change(value)
-    # other objects become their type name: a template could call their methods
+    # replace other objects by their type name, because a template could call their methods
     return value if isinstance(value, int | float | None) else f"<{type(value).__name__}>"
 
 

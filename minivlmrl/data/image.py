@@ -123,9 +123,9 @@ def patchify(frames: np.ndarray, patch_size: int, temporal_patch_size: int, merg
     h = frames.shape[2] // patch_size
     w = frames.shape[3] // patch_size
     axes = frames.reshape(
-        t, temporal_patch_size, 3,  # 0 to 2: time, frame, channel
-        h // merge_size, merge_size, patch_size,  # 3 to 5: block row, row in block, y
-        w // merge_size, merge_size, patch_size,  # 6 to 8: block column, column in block, x
+        t, temporal_patch_size, 3,  # axes 0 to 2: time, frame, channel
+        h // merge_size, merge_size, patch_size,  # axes 3 to 5: block row, row in block, y
+        w // merge_size, merge_size, patch_size,  # axes 6 to 8: block column, column in block, x
     )  # fmt: skip
     patches = axes.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return patches.reshape(t * h * w, -1), (t, h, w)
@@ -211,7 +211,7 @@ class ImageProcessor:
         """Resize image or video frames; return normalized patches and image_grid_thw (t, h, w)."""
         mean = np.array(self.image_mean, np.float32)[:, None]  # (3, 1)
         std = np.array(self.image_std, np.float32)[:, None]
-        # one frame at a time, because RGB copies of all frames could fill the memory
+        # convert frames one at a time, because RGB copies of all frames could fill the memory
         resized = self.resize(map(to_rgb, frames), height, width, mean, std)
         patches, image_grid_thw = patchify(resized, self.patch_size, self.temporal_patch_size, self.merge_size)
         return torch.from_numpy(patches).to(self.dtype), image_grid_thw

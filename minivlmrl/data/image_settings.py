@@ -24,7 +24,7 @@ def torch_resize_frames(
     size = (height, width)
     resized = []
     for frame in frames:
-        # resize uint8 as transformers does: torch then rounds after each axis
+        # resize uint8, as transformers does: torch rounds after each axis
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
@@ -62,7 +62,7 @@ SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "m
 
 @dataclass
 class Size:
-    """Bounds on the image area in pixels, under old and new transformers names; height and width must be unset."""
+    """Bounds on the image area in pixels, under old and new transformers names; height and width are not supported."""
 
     shortest_edge: MinPixels | None = None
     longest_edge: Count | None = None
@@ -112,7 +112,7 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
     resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
     processor = ImageProcessor(**given, min_pixels=low, max_pixels=high, resize=resize)
     with error_context("data" if min_pixels or max_pixels else where):
-        # raises UserError if max_pixels is less than min_pixels or one token
+        # check that max_pixels is at least min_pixels and one token
         side = processor.factor
         smart_resize(side, side, side, low, high)
     return processor
@@ -136,7 +136,7 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
         **patch_settings(processor),
         "min_pixels": low,
         "max_pixels": high,
-        "size": {"shortest_edge": low, "longest_edge": high},  # new transformers name of min_pixels and max_pixels
+        "size": {"shortest_edge": low, "longest_edge": high},  # new transformers names for min_pixels and max_pixels
     }
 
 
@@ -156,7 +156,7 @@ def write_video_processor(processor: ImageProcessor, options: dict[str, float]) 
     area = processor.factor**2
     low, high = area_bounds(processor, options, (MIN_FRAME_TOKENS * area, MAX_FRAME_TOKENS * area))
     content = {
-        "video_processor_type": "Qwen2VLVideoProcessor",  # this processor resizes frames like video.frame_size
+        "video_processor_type": "Qwen2VLVideoProcessor",  # processor that resizes frames like video.frame_size
         **FIXED,
         **patch_settings(processor),
         "size": {"shortest_edge": low, "longest_edge": high},

@@ -123,7 +123,7 @@ class Media:
     # path, data URI or bytes; a video may be a list of frames
     source: str | bytes | list[str]
     options: dict[str, float]  # fields of ImageOptions or VideoOptions
-    column: str | None = None  # column that contains the image or video, None if a message part does
+    column: str | None = None  # column with the image or video, None for a message part
 
     @property
     def sources(self) -> Sequence[str | bytes]:
@@ -170,7 +170,7 @@ def place_media(
         Messages with one part per image and video, and the media in the same order.
     """
     counts = {kind: len(entries) for kind, entries in row_media.items()}
-    if not shown_parts_of(turns):  # if there are image parts, <image> is ordinary text
+    if not shown_parts_of(turns):  # <image> is ordinary text if there are image parts
         turns = add_placeholders(turns, counts)
     kinds = [(part, part_kind(part)) for part in shown_parts_of(turns)]
     check_counts([kind for part, kind in kinds if kind and not source_keys(part, kind)], counts)

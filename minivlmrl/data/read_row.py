@@ -86,7 +86,7 @@ def split_answers(columns: dict, template: str) -> tuple[str, list[dict], Answer
 def without_nulls(text_or_turns: str | list[dict]) -> str | list[dict]:
     """Remove keys whose value is None, and add content: None to turns without content.
 
-    In parquet files, all turns and parts have the same keys.
+    Parquet files have null for keys missing from a turn or part.
     """
     if isinstance(text_or_turns, str):
         return text_or_turns

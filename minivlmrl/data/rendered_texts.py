@@ -20,13 +20,13 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
     Templates may change whitespace and order, and may escape tool call arguments as JSON.
 
     Args:
-        history: number of messages at the start whose reasoning templates may drop.
+        history: number of leading messages whose reasoning templates may drop.
     Returns:
         End of an error message, such as "message 2 completely: the text 'Hi' of the role 'user' is missing or changed";
         None if nothing is missing.
     """
     compact = _compact(rendered)
-    texts, calls = [], []  # (text, message number, kind)
+    texts, calls = [], []  # to find: (text, message number, kind)
     for number, message in enumerate(messages):
         texts += [(text, number, "text") for text in _written_texts(message, number < history)]
         calls += [(value, number, "tool call with") for value in _call_texts(message.get("tool_calls") or [])]

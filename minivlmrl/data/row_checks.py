@@ -41,7 +41,7 @@ TURN_KEYS = {  # {role: allowed keys in its turns}
     "tool": ("role", "content", "name", "tool_call_id", *LOSS_KEYS),  # name and id of the answered tool call
 }
 CALL_KEYS = ("id", "type", "index", "function", "name", "arguments")
-# typical image and video columns
+# typical names of image and video columns
 MEDIA_NAME = re.compile(
     r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*"
     r"|file_?names?"

@@ -149,7 +149,7 @@ def image_tokens(facts: RowFacts, counter: PatchCounter) -> float:
         return math.inf
     try:
         return sum(counter.tokens(size, options) for size, options in facts.images if size is not None)
-    except ValueError:  # ignore the error here: training on the row raises it
+    except ValueError:  # training on the invalid image raises the error again
         return math.inf
 
 

@@ -39,7 +39,7 @@ class ToolUse:
     environment: Any = None  # an Environment; see extras/agents/environment.py
     num_calls: int = 0
     num_failed: int = 0
-    cut: bool = False  # whether a tool result that was too long ended the completion
+    cut: bool = False  # whether a too long tool result ended the completion
 
     @property
     def counts(self) -> tuple[int, int, bool]:
@@ -60,13 +60,13 @@ class Completion:
     stopped: bool = True
     # (C,) bool, False for tokens from a tool or user; None if the policy generated all tokens
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # (counts, ids): top_k, top_p and min_p kept counts[i] token ids at position i; `ids` concatenates them
+    # (counts, ids) of tokens kept by top_k, top_p and min_p: counts per position, all ids concatenated
     sampling_mask: tuple[Tensor, Tensor] | None = None
     pictures: Sequence[tuple] = ()  # (image, patches, patch grid) or (image,) per image in the completion
     tool_use: ToolUse = field(default_factory=ToolUse)
     extra: dict = field(default_factory=dict)  # values logged with log_extra, as in TRL
     turns: "Sequence[Completion]" = ()  # one Completion per assistant turn, if each turn has its own prompt
-    prompt: Prompt | None = None  # for a Completion in `turns`: its own prompt
+    prompt: Prompt | None = None  # prompt of this turn, only for a Completion in `turns`
 
     def __post_init__(self):
         if self.policy_mask is None:

@@ -108,7 +108,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise UserError(f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, {advice}")
     listed = listed_tokens(Path(path).parent)
     try:
-        read_json(Path(path))  # raises clear errors for Git LFS pointers and invalid JSON
+        read_json(Path(path))  # read_json has clear errors for Git LFS pointers and invalid JSON
         backend = tokenizers.Tokenizer.from_file(str(path))
         vocabulary = backend.get_vocab()
         unknown = [token.content for token in listed if token.content not in vocabulary]
@@ -137,7 +137,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def listed_tokens(folder: Path) -> list[AddedToken]:
-    """Return the added tokens listed in TOKEN_FILES.
+    """Return the added tokens listed in files beside tokenizer.json.
 
     As in transformers, if tokenizer_config.json has added_tokens_decoder, other files are ignored.
     """

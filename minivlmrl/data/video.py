@@ -16,7 +16,7 @@ from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, fetch_image, open_ima
 from minivlmrl.errors import UserError
 from minivlmrl.load_extra import load_extra
 
-FRAME_FACTOR = 2  # the number of sampled frames is a multiple of this
+FRAME_FACTOR = 2  # sampled frame counts are multiples of 2
 TOTAL_TOKENS = 115_200  # default maximum per video, in tokens of 28 * 28 pixels
 # maximum pixels in all sampled frames: 6 GiB as RGB
 MAX_VIDEO_PIXELS = 2**31
@@ -56,8 +56,8 @@ class Video:
         frames are resized like images in transformers.
 
         Returns:
-            pixel_values, image_grid_thw (see image.patchify), and seconds between temporal patches, or for model
-            families with timestamps in the prompt, a list of times, one per temporal patch.
+            pixel_values, image_grid_thw (see image.patchify), and seconds between temporal patches. With timestamps in
+            prompts, the seconds are a list of times, one per temporal patch.
         """
         depth = processor.temporal_patch_size
         num_frames = len(self.frames)
@@ -76,7 +76,7 @@ class Video:
 class VideoFile:
     """Video file that is read when the processor is known, because model families sample different frames."""
 
-    load: Callable[..., Video]  # load_video with source and options bound; takes frame_factor and defaults
+    load: Callable[..., Video]  # load_video with fixed source and options; arguments: frame_factor, defaults
 
     def read(self, processor: ImageProcessor) -> Video:
         if processor.videos is None:

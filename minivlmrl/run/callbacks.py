@@ -60,9 +60,9 @@ class Callback:
         """Run code after sampling, before the weight update."""
 
     def after_step(self, trainer: Trainer, number: int):
-        """Update state after the weight update, before any checkpoint, such as a moving reference model.
+        """Update other state, such as a moving reference model, after the weights and before any checkpoint.
 
-        A checkpoint contains the weights and this state after the same step.
+        Checkpoints contain weights and other state after the same step.
 
         Args:
             number: step in the stage, from 0.
@@ -121,7 +121,7 @@ def harmless(hook: Callable) -> Callable:
     return call
 
 
-WATCHERS = {  # {what is monitored: callback class in extras/}
+WATCHERS = {  # monitoring callbacks: {name: class in extras/}
     "recipe": "check.preflight:Preflight",
     "out of memory": "memory.out_of_memory:OutOfMemoryReport",
     "memory": "memory.memory_check:MemoryCheck",
@@ -132,7 +132,7 @@ WATCHERS = {  # {what is monitored: callback class in extras/}
 
 
 def default_callbacks(config: RunConfig) -> Callbacks:
-    """Build the callbacks in WATCHERS, if the folder extras/ exists, and those that recipe options need."""
+    """Build the monitoring callbacks, if extras/ exists, and those that recipe options need."""
     names = dict(WATCHERS) if has_extras() else {}
     if not (config.check_memory and config.model.path):
         names.pop("memory", None)

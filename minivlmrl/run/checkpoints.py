@@ -41,7 +41,7 @@ from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
 from minivlmrl.trainers.base import Trainer
 
 COMPLETE = "complete.json"
-UPDATE = "optimizer"  # after an error in this phase, weights may be partly updated
+UPDATE = "optimizer"  # training phase: weights may be partly updated after an error
 NUM_KEPT_STATES = 2  # checkpoints to keep: two, in case the newest is damaged
 
 
@@ -49,7 +49,7 @@ def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return {name: tensor} with weights and optimizer moments for a checkpoint."""
     modules = nn.ModuleDict(trainer.modules())
     reshard(modules)
-    # with LoRA, skip the frozen base weights: a resumed run loads or initializes them again
+    # skip LoRA's frozen base weights: a resumed run loads or initializes them again
     base_ids = shared_base(trainer.policy)
     named_tensors = {}
     for name, parameter in modules.named_parameters():
@@ -103,7 +103,7 @@ class Resumed(NamedTuple):
     folder: Path | None  # checkpoint to load, None for a new run
     state: TrainerState
     saved: list[Path]
-    stamps: dict[Path, tuple[int, ...]]  # {file: size and times} in the checkpoint, to detect later changes
+    stamps: dict[Path, tuple[int, ...]]  # {checkpoint file: size and times}, to detect later changes
 
     def newer(self) -> list[Path]:
         """Return checkpoints newer than the loaded one; the run deletes them when it begins."""
@@ -207,7 +207,7 @@ def load_checkpoint(folder: Path, stamps: dict, trainer: Trainer, optimizer: Opt
     """Copy a checkpoint's tensors into weights and optimizer.
 
     Args:
-        stamps: {file: size and times} from before the checksums were verified, to detect later changes.
+        stamps: {file: size and times} before the checksums were verified, to detect later changes.
     """
     try:
         with unchanged(folder, since=stamps):
@@ -285,7 +285,7 @@ class CheckpointManager:
         self.callbacks = callbacks
         self.saved_steps = self.state.steps if resumed.saved else 0
         self.saved_time = clock()
-        self.can_save = True  # False in the middle of a rollout, because checkpoints contain no completions
+        self.can_save = True  # False between updates on the same rollout, because checkpoints contain no completions
         self.trainer: Trainer | None = None
 
     def begin_stage(self, trainer: Trainer, optimizer: Optimizer):
@@ -336,7 +336,7 @@ class CheckpointManager:
 
     @contextmanager
     def saved_on_error(self) -> Iterator[None]:
-        """If a `with` block fails between weight updates, save a checkpoint; note in the error how to continue."""
+        """Save a checkpoint if the `with` block fails between weight updates; the error says how to continue."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -353,7 +353,7 @@ class CheckpointManager:
             raise
 
     def try_to_save(self, error: BaseException) -> bool:
-        """Save a checkpoint after an error, with FSDP from all ranks, otherwise from one; return True on success."""
+        """Save a checkpoint after an error, from all ranks with FSDP, otherwise from one; return True on success."""
         try:
             return self.world.run_after_error(self.ensure_saved, alone=not self.config.uses_fsdp)
         except Exception as failure:

@@ -97,11 +97,11 @@ def _load_datasets(
             rows = open_file(path, columns | scores)
         datasets |= dict.fromkeys(names, rows)
     if options.eval_file and options.eval_rows:
-        # if all stages train on pairs, evaluate on held-out pairs, without sampling
+        # evaluate on pairs, without sampling, if all stages train on pairs
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(options.eval_file, eval_columns, options.eval_rows)
-    if stages:  # without stages (evaluation only), the file may already have the renamed columns
+    if stages:  # evaluation-only files may already have the renamed columns
         _check_renamed(options.columns, datasets)
     return {name: datasets[name] for name in [*stages, "eval"] if name in datasets}
 
@@ -186,7 +186,7 @@ def _open_file(
         changed_options: options that override section `data`.
     """
     options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
-    # a constant, so that a file's own column named row_rewards is ignored
+    # constant, to ignore a data column named row_rewards
     constants = {"row_rewards": rewards or None}
     required = ("problem", *sorted(columns))
     return FileDataset(path, required, limit, constants, checks_files, reads, **options | changed_options)

@@ -55,7 +55,7 @@ def evaluate(
         parts = generate_for_rows(
             sample, rows, 1, rewards, "evaluation", lambda _row, _completions, scores: scores[0], images
         )
-        scores = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.float64)  # (rows, reward functions)
+        scores = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.float64)  # shape (rows, reward functions)
         means[name] = scores.nanmean(0).tolist()
     values = metrics_by_name([reward.name for reward in rewards], means)
     return {name: value for name, value in values.items() if not math.isnan(value)}
@@ -107,7 +107,7 @@ def gray_images(row: Row, _rows: Dataset) -> dict[str, list]:
 
 
 def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
-    """Return images and videos of the next row that has some, repeated or truncated to this row's number.
+    """Return as many images and videos as this row has, taken from the next row that has some.
 
     Images are resized to this row's image sizes, so box coordinates keep their units.
     """
@@ -144,7 +144,7 @@ def generate_for_rows(
     """
     world = sample.world
     bar = ProgressBar("answers", len(rows), world.is_main, leave=False)
-    # None for required columns that held-out rows lack
+    # value None for columns that rewards require but held-out rows lack
     no_columns = dict.fromkeys(required_columns(rewards))
     for numbers in split(range(len(rows)), BATCH_SIZE * world.size):
         world.stop_if_preempted()
@@ -162,7 +162,7 @@ def generate_for_rows(
         rewards_of_rows = scores.view(len(batch), count, len(rewards)).tolist()
         described = [describe(*answer) for answer in zip(batch, completions, rewards_of_rows, strict=True)]
         all_ranks = world.gather_objects(described)
-        # restore the row order: of two ranks, rank 0 has rows 0, 2, 4, ...
+        # restore the row order: with two ranks, rank 0 has rows 0, 2, 4, ...
         in_order = chain.from_iterable(zip(*all_ranks, strict=True))
         yield list(in_order)[: len(numbers)]
         bar.update(len(numbers))

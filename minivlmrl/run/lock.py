@@ -9,7 +9,7 @@ from uuid import uuid4
 from minivlmrl.errors import UserError
 from minivlmrl.kernels.file_lock import lock_file
 
-NO_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS  # errors on file systems without locks
+NO_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS  # error codes of file systems without locks
 
 
 @contextmanager

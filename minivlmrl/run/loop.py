@@ -50,7 +50,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
         with notify_on_error(callbacks):
             with error_phase("load"):
                 model, processor, datasets = prepare(config, trainers, world, callbacks)
-            # run this check last, because its error tells the user to delete earlier results
+            # check the output folder last, because the error tells the user to delete earlier results
             check_output_dir(config)
 
         # open the output folder
@@ -86,7 +86,7 @@ def train_stages(
         steps_done = state.step if number == first else 0
         with error_phase("load"):
             trainer = trainers[stage](config, results.model, results.processor, results.world, steps_done)
-        if number > first:  # after loading the trainer, so that an out-of-memory error loses no step
+        if number > first:  # load the trainer first, so that an out-of-memory error loses no step
             state.begin_stage(number)
         state.check_rows(len(datasets[stage]))
         optimizer = build_optimizer(trainer.trained, trainer.options, config.optimizer)
@@ -141,7 +141,7 @@ def train_stage(
     stage, options = trainer.stage, trainer.options
     log, state, callbacks = results.log, results.state, results.callbacks
     batches = Batches(rows, trainer, state.batches_consumed)
-    steps = trainer.steps(batches)  # a generator: samples only when a step is requested
+    steps = trainer.steps(batches)  # generator: samples completions only when a step is requested
     callbacks.on_stage_begin(trainer, optimizer, state)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
     for number in range(state.step, options.max_steps + 1):
@@ -154,7 +154,7 @@ def train_stage(
                 step = next(steps)
             callbacks.on_step_begin(trainer, optimizer, step, number, batches)
             metrics = optimizer_step(trainer, step, optimizer, number)
-            with error_phase(UPDATE):  # state changed by `after_step` must match the weights
+            with error_phase(UPDATE):  # after an error, callback state may not match the weights
                 callbacks.after_step(trainer, number)
         except FloatingPointError as error:
             raise UserError(
@@ -198,7 +198,7 @@ def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: i
 def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: int) -> dict[str, float]:
     """Accumulate gradients over micro-batches, and return metrics reduced over all ranks."""
     world = trainer.world
-    parts = []  # (metrics, token or answer counts to weight them) per micro-batch
+    parts = []  # per micro-batch: (metrics, token or answer counts as weights)
     # if only the vision tower is trained, a micro-batch without images has no gradient
     trains_texts = any(p.requires_grad and "visual." not in name for name, p in trainer.trained.named_parameters())
 

@@ -37,7 +37,7 @@ METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 SPEED_STEPS = 10  # steps to average for the printed speed
-MANY_STEPS = 50  # in stages with more steps, print only every tenth step
+MANY_STEPS = 50  # stages with more steps print only every tenth step
 # {metric: reduction over micro-batches}; other metrics are averaged
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum, **dict.fromkeys(CLIP_RATIOS, sum)}
 # {metric: (mean, number of tokens or answers)}
@@ -55,7 +55,7 @@ class MetricsLog(ExitStack):
         self.steps = state.steps  # optimizer steps in all stages
         self.begin_time = 0.0
         self.evaluated: dict[str, float] = {}
-        self.bar = ProgressBar("", 0, is_main=False)  # no bar before a stage begins
+        self.bar = ProgressBar("", 0, is_main=False)  # no progress bar before a stage begins
         self.files = {}
         self.trackers = {}
         for name in dict.fromkeys(config.report_to) if world.is_main else ():
@@ -94,7 +94,7 @@ class MetricsLog(ExitStack):
 
     def write(self, name: str, line: dict):
         rest = encode(line)
-        while rest:  # the file is unbuffered, so that closing it on a full disk cannot fail again
+        while rest:  # files are unbuffered, so that closing them on a full disk cannot fail again
             rest = rest[self.files[name].write(rest) :]
         self.num_lines[name] += 1
 
@@ -144,7 +144,7 @@ class MetricsLog(ExitStack):
     def lines_to_keep(self) -> dict[str, int]:
         """Write the log files to disk, and return {log file: lines} for a checkpoint.
 
-        Lines of evaluations after the last step are not counted, because a resumed run repeats them. After an error
+        Evaluations after the last step are not counted, because a resumed run repeats them. After an error
         between an update and `snapshot_line_counts`, rank 0 counts all lines, and other ranks return {}.
         """
         for file in self.files.values():
@@ -271,8 +271,8 @@ def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
 def check_mismatch(config: RunConfig, metrics: dict[str, float]):
     """Raise UserError if log-probabilities from sampling and training differ.
 
-    In float32, rollout.max_logp_mismatch is the bound on the largest difference, in nats. In bfloat16, the bound on the
-    root mean square difference is a tenth of it.
+    In float32, rollout.max_logp_mismatch limits the largest difference, in nats. In bfloat16, a tenth of
+    rollout.max_logp_mismatch limits the root mean square difference.
     """
     name = "rollout/logp_mismatch"
     bound = config.rollout.max_logp_mismatch
@@ -280,7 +280,7 @@ def check_mismatch(config: RunConfig, metrics: dict[str, float]):
         name = "rollout/logp_mismatch_rms"
         bound = bound / 10
     mismatch = metrics.get(name, 0.0)
-    if mismatch > bound and not config.adapter.dropout:  # the sampler applies no dropout
+    if mismatch > bound and not config.adapter.dropout:  # skip with dropout, which the sampler does not apply
         raise UserError(
             f"{name} is {mismatch:.3g} nats, but at most {bound} is allowed: the sampler and the trainer compute "
             "different log-probabilities for the same tokens. Either there is a bug, or the dtype is not precise "

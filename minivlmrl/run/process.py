@@ -23,7 +23,7 @@ def report_user_error(message: str):
     if error_file:
         info = {"py_callstack": message, "timestamp": str(int(time.time()))}
         write_json(Path(error_file), {"message": {"message": message, "extraInfo": info}})
-    if not error_file or os.environ.get("RANK", "0") == "0":  # print once, not on every rank
+    if not error_file or os.environ.get("RANK", "0") == "0":  # print the message once, not on every rank
         print(message, file=sys.stderr, flush=True)
 
 

@@ -17,7 +17,7 @@ def cut(line: str, width: int) -> str:
 
 
 class ProgressBar:
-    """Bar with steps, remaining time, rate and values.
+    """Progress bar with steps, remaining time, rate and values.
 
     Example: "grpo:  25%|##        | 40/160 [0:00:21<0:01:03, 1.90it/s, reward=0.81]". The bar is written to stderr, and
     hidden if stderr is not a terminal.
@@ -64,7 +64,7 @@ class ProgressBar:
         self._replace(self.line())
 
     def print(self, text: str, file=None):
-        """Print text above the bar."""
+        """Print text above the progress bar."""
         self._replace("", "\r")
         print(text, file=file, flush=True)
         self.draw()

@@ -22,11 +22,11 @@ from minivlmrl.run.trainer_state import Fingerprints, TrainerState
 
 # stage options that determine the rows per batch
 BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-# options that name weights that checkpoints contain
+# options for weights that checkpoints contain
 WEIGHTS = "model.path", "model.config", "adapter.path", "reference.path", "ppo.critic_path"
-# models whose settings, and the reward model's weights, are not in checkpoints
+# models to hash: checkpoints contain neither their settings nor reward model weights
 MODELS = "model.path", "model.config", "reference.path", "ppo.critic_path", "reward_model.path"
-BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # changing one of these resets the best evaluation
+BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # changes in these options reset the best evaluation
 
 
 class Change(NamedTuple):
@@ -71,7 +71,7 @@ def fingerprints(config: RunConfig, datasets: Mapping[str, Dataset]) -> Fingerpr
 
 
 def model_parts(path: Path, has_weights: bool) -> Iterator:
-    """Yield names and contents of config.json, or of a model folder's tokenizer, template and settings."""
+    """Yield names and contents of config.json, or of tokenizer, template and settings in a model folder."""
     files = [path] if path.is_file() else sorted(path.glob("*.*"))
     for file in files:
         if file.suffix in (".json", ".jinja", ".txt") and file.name != INDEX:

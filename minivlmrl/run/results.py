@@ -96,7 +96,7 @@ class Results:
     def write_config(self):
         if self.world.is_main:
             rows = f"evaluated on {pluralize(len(self.held_out), 'row')}" if self.held_out else "not evaluated"
-            first_line = f"# {self.config.recipe}; {rows}\n"  # report.html shows the first line
+            first_line = f"# {self.config.recipe}; {rows}\n"  # first line of config.yaml, shown in report.html
             text = first_line + to_yaml(self.config)
             (self.folder / RUN_CONFIG).write_bytes(text.encode())
 
@@ -125,7 +125,7 @@ class Results:
             self.save(trainer, self.folder)
         else:  # later stages load the reward model, so save all its weights
             trainer.save(self.folder)
-        self.world.barrier()  # the next stage may read files saved here
+        self.world.barrier()  # the next stage may read the saved files
 
     def evaluate(self, name: str, trainer: Trainer | None, steps_done: int) -> dict[str, float]:
         """Evaluate, save the weights if best_metric has improved, and return the metrics."""
@@ -161,7 +161,7 @@ class Results:
             if self.state.best is None or score > self.state.best:
                 self.state.best = score
                 self.save(trainer, self.folder / BEST)
-        # omit from the printed table: only some stages have a held-out loss
+        # omit eval/loss from the printed table, because only some stages have it
         values.pop("eval/loss", None)
         return values
 
@@ -216,7 +216,7 @@ def print_table(results: dict, num_rows: int, chance: float | None):
     columns = [*dict.fromkeys(column for row in results.values() for column in row)]
     titles = [name.removeprefix("eval/") for name in short_names(columns)]
     lines = [(f"held-out {num_rows}", titles)]
-    if chance is not None:  # the same for sampled and greedy answers, the first two columns
+    if chance is not None:  # chance is the same for sampled and greedy answers, the first two columns
         lines.append(("chance", [f"{chance:.3f}"] * 2))
     for name, row in results.items():
         values = [f"{row[column]:.3f}" if column in row else "" for column in columns]

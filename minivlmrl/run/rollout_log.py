@@ -119,7 +119,7 @@ class CompletionsLog:
     def describe(
         self, trainer: Trainer, step: Step, number: int, logged: Iterator[dict]
     ) -> tuple[list[dict], dict[str, bytes]]:
-        """Return this rank's log lines, and images for rank 0 to write, {path: bytes}."""
+        """Return this rank's log lines, and {path: bytes} for images that rank 0 writes."""
         lines = []
         pictures = {}
         for group, line in islice(zip(step.groups, logged, strict=True), self.num_prompts):
@@ -176,7 +176,7 @@ def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
     advantages = dict(chain(*(part.items() for part in trainer.world.gather_objects(own))))
 
     def describe(group: list[Sample]) -> dict:
-        # samples in no micro-batch were dropped, because their advantage is 0
+        # samples with advantage 0 were dropped from the micro-batches
         return describe_group(trainer, group, [advantages.get(sample.index, 0.0) for sample in group])
 
     return map(describe, step.groups)

@@ -56,7 +56,7 @@ def prepare(
         expected = f"a multiple of {world.size}, the number of ranks"
         require(prompts % world.size == 0, f"{stage}.prompts_per_step", prompts, expected)
 
-    # open rows, build the processor
+    # open the datasets, and build the processor
     needs = {stage: trainer.needs for stage, trainer in trainers.items()}
     reward_columns = required_columns(training_rewards(config))
     eval_columns = required_columns(held_out_rewards(config))
@@ -182,7 +182,7 @@ def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
         image_processor = replace(image_processor, resize=RESIZE[data.resize_backend])
     template = processor.template
     if data.chat_template_kwargs:
-        # lazy import: needs Jinja, which most recipes do not
+        # lazy import of Jinja, which most recipes do not need
         from minivlmrl.data.folder_template import with_values
 
         template = with_values(template, data.chat_template_kwargs)

@@ -12,7 +12,7 @@ from minivlmrl.config.time_limit import shorten_limits
 from minivlmrl.distributed.process_group import World
 
 PREEMPTED = 75  # exit code after a stop signal: EX_TEMPFAIL in sysexits.h, retrying may help
-# seconds; signals within this time count as one, because scheduler and torchrun may both send one
+# signals within these seconds count as one, because scheduler and torchrun may both send one
 SAME_REQUEST = 5.0
 LAST_CALL = 10.0  # seconds that a reward or tool may still take after a signal
 
@@ -35,7 +35,7 @@ class StopSignals:
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
         self.first: float | None = None  # time of the first signal
         self.exit_code = 0  # exit code of the run: PREEMPTED after a signal
-        # a checkpoint contains no rollout, so stop only after a rollout's last update
+        # stop only after a rollout's last update, because checkpoints contain no rollouts
         self.can_stop: Callable[[], bool] = lambda: True
 
     def __enter__(self) -> "StopSignals":
@@ -44,7 +44,7 @@ class StopSignals:
         # Python sets signal handlers only in the main thread
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
-                if signal.getsignal(number) != signal.SIG_IGN:  # keep signals ignored, for example under nohup
+                if signal.getsignal(number) != signal.SIG_IGN:  # leave signals ignored, such as SIGHUP under nohup
                     self.handlers[number] = signal.signal(number, self.on_signal)
         return self
 

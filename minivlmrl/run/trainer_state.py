@@ -16,8 +16,8 @@ class Fingerprints:
     """Hashes of files that a run reads."""
 
     base: str | None = None  # hash of an adapter's base weights, which are not in checkpoints
-    models: dict[str, str] = field(default_factory=dict)  # {option: hash of its model's settings}
-    rows: dict[str, str] = field(default_factory=dict)  # {option: hash of its data file}
+    models: dict[str, str] = field(default_factory=dict)  # {model option: hash of the model's settings}
+    rows: dict[str, str] = field(default_factory=dict)  # {data option: hash of the file}
     media: dict[str, str] = field(default_factory=dict)  # {stage: hash of image and video file sizes and times}
     code: dict[str, str] = field(default_factory=dict)  # {file with user code: hash}
 
@@ -39,10 +39,10 @@ class TrainerState:
     files: Fingerprints = field(default_factory=Fingerprints)
     # {log file: number of lines so far}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(kw_only=True)
-    # {log file: its line for the last step}; a resumed run adds the line if an error prevented writing it;
-    # completions.jsonl is left out once its lines are written
+    # {log file: line for the last step}, which a resumed run adds if an error prevented writing it;
+    # completions.jsonl has no entry once its lines are written
     last_lines: dict[str, dict] = field(default_factory=dict)
-    optimizer: list[dict] = field(default_factory=list)  # non-default numbers in every parameter group
+    optimizer: list[dict] = field(default_factory=list)  # non-default optimizer numbers per parameter group
     logs: dict[str, str] = field(default_factory=dict)  # state of callbacks; see Callback.state_dict
 
     def begin_stage(self, number: int):
@@ -68,5 +68,5 @@ class TrainerState:
 
 def read_trainer_state(folder: Path) -> TrainerState:
     content = read_json(folder / RUN)
-    content.setdefault("batches_consumed", content.get("draws", 0))  # older checkpoints call batches_consumed draws
+    content.setdefault("batches_consumed", content.get("draws", 0))  # older checkpoints call this value "draws"
     return build(TrainerState, content, str(folder / RUN), json=True)
