@@ -35,7 +35,7 @@ class UserError(ValueError):
 
 
 class error_context(AbstractContextManager):
-    """Convert a ValueError in the block to a UserError that begins with a file, row or field.
+    """Convert a ValueError in the `with` block to a UserError that begins with a file, row or field.
 
     Other exceptions get the file, row or field as a note.
     """
@@ -118,7 +118,7 @@ def invalid_value(name: str, value: Any, expected: str) -> UserError:
 def truncate_message(error: str | Exception) -> str:
     """Shorten long strings in a message, such as base64 images, then the message itself."""
     text = str(error)
-    if len(text) > 10**6:  # LONG_QUOTES is slow on long strings
+    if len(text) > 10**6:  # regular expressions are slow on long strings
         text = f"{text[:500_000]} ... {text[-500_000:]}"
     text = LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", text)
     if len(text) <= MAX_MESSAGE:
@@ -189,7 +189,7 @@ def did_you_mean(name: str, names: Iterable[str], write: Callable[[str], str] = 
     words = {*name.split("_")}
 
     def similarity(known: str) -> float:
-        # part of a longer name: old_logps in old_per_token_logps
+        # short for a longer name: old_logps for old_per_token_logps
         is_short = len(words) > 1 and words <= {*known.split("_")}
         return max(SIMILAR * is_short, difflib.SequenceMatcher(None, known, name.lower()).ratio())
 

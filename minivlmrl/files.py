@@ -134,7 +134,7 @@ def unchanged(*folders: str | Path, since: dict[Path, tuple[int, ...]] | None = 
     """Context manager: raise UserError if files were replaced while the block read them.
 
     Args:
-        since: earlier file_stamps, or None to take them at block start.
+        since: earlier result of file_stamps, None = take stamps at block start.
     """
     since = file_stamps(*folders) if since is None else since
     failure = None

@@ -22,7 +22,7 @@ from minivlmrl.load_extra import load_extra
 
 
 def load_name(target: str) -> Any:
-    """Load "package.module:name" or "file.py:name"."""
+    """Load an object named "package.module:name" or "file.py:name"."""
     file, _, name = target.rpartition(":")
     module = _load_module(file)
     if not hasattr(module, name):
@@ -39,7 +39,7 @@ def _load_module(file: str) -> ModuleType:
                 f"folder, {os.getcwd()}; for one named on the command line, the working folder is searched first."
             )
         path = os.path.abspath(found[0])
-        USER_FILES.add(path)  # register the file first, because running it may fail
+        USER_FILES.add(path)  # add the file first, because running it may fail
         return run_file(path)
     try:
         module = importlib.import_module(file)

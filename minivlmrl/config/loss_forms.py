@@ -10,7 +10,7 @@ from minivlmrl.config.import_utils import parameters_of
 
 
 class RunBatch(dict):
-    """{name: tensor} for a micro-batch, with the same names as in `minivlmrl parity`."""
+    """Micro-batch as {name: tensor}, with names as in `minivlmrl parity`."""
 
     def __missing__(self, name: str):
         raise KeyError(f"{name} is not in the batch; a run has ref_per_token_logps only if grpo.beta is above 0")

@@ -423,7 +423,7 @@ class GRPOOptions(TrainingOptions):
     rollout_correction_bounds: tuple[CorrectionBound, CorrectionBound] = (None, 3.0)
 
     def __post_init__(self):
-        if not 0 <= self.epsilon_low <= self.epsilon_high:  # also True for NaN
+        if not 0 <= self.epsilon_low <= self.epsilon_high:  # NaN makes the comparison False
             raise UserError(
                 f"epsilon_low is {self.epsilon_low}, but it must be between 0 and epsilon_high, "
                 f"which is {self.epsilon_high}"

@@ -175,7 +175,7 @@ class Reader:
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
         if type(value) in typing.get_args(hint):  # "7" stays a string for float | str
             return value
-        if len(choices) == 1:  # int | None: reading int gives a more specific error
+        if len(choices) == 1:  # int | None: the error for int is more specific
             return self.read(choices[0], value, name)
         for choice in choices:
             if choice is Code and ":" not in str(value):
@@ -231,7 +231,7 @@ class Reader:
 def _unknown_key(root: type, section: type, prefix: str, key: str, value: Plain, dashes: str) -> str:
     """Return the error message for an unknown key, which may be a TRL option or belong to another section."""
     paths = [option.path for option in options_of(root)]
-    if "." in key and key in paths:  # recipes use sections instead of dotted names
+    if "." in key and key in paths:
         parent, _, name = key.rpartition(".")
         return f"unknown key {key}; write {name} in the section {parent}"
     names = {field.name: f"{prefix}{field.name}" for field in dataclasses.fields(section)}

@@ -40,7 +40,7 @@ def time_limit(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # stop the timer again: Overtime may have interrupted the first call
-        # `former` is None for a handler from C code; signal.signal rejects None
+        # None stands for a handler from C code, which signal.signal rejects
         signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
         if delay:
             signal.setitimer(signal.ITIMER_REAL, max(start + delay - time.monotonic(), REPEATED), interval)

@@ -29,7 +29,7 @@ def find_folder(name: str | Path, patterns: Sequence[str] = DOWNLOADED) -> Path:
     folder = Path(name)
     if isdir(folder):
         return folder
-    if isfile(folder):  # os.path, because pathlib raises OSError for long names
+    if isfile(folder):  # use os.path, because pathlib raises OSError for long names
         raise UserError(
             f"{name} is a file, but a model is a folder with config.json and safetensors files, in the Hugging Face "
             "format; a GGUF file of llama.cpp cannot be trained"

@@ -64,7 +64,7 @@ class RowFile:
         self.num_rows = 0
         self.columns: list[str] = []
         self.given: set[str] = set()  # columns with a value in at least one row
-        self.unread: set[str] = set()  # columns that no stage or reward reads
+        self.unread: set[str] = set()
         # row sizes for one processor, from row_sizes.measure: {line: {answer names: size}}
         self.sizes: dict[int, dict[tuple, Any]] = {}
         self.processor: Any = None

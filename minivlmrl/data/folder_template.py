@@ -301,7 +301,7 @@ def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
         return [_as_json(item, change) for item in value]
     if isinstance(value, str):
         return change(value)
-    # replace other objects by their type name, because a template could call their methods
+    # type name instead of other objects, whose methods a template could call
     return value if isinstance(value, int | float | None) else f"<{type(value).__name__}>"
 
 

@@ -72,7 +72,7 @@ class Batches(Iterator[list[Row]]):
         except BaseException:  # the process is about to exit, so do not wait for other rows
             self.workers.shutdown(wait=False, cancel_futures=True)
             raise
-        self.world.barrier("read images")  # reading images may take longer than `timeout`
+        self.world.barrier("read images")  # barrier without `timeout`, because reading images may take longer
         self.batches_consumed += 1
         return rows
 

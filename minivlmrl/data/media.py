@@ -62,7 +62,7 @@ def fetch_image(source: Source, folder: str | Path | None = None) -> Image:
 
 @contextlib.contextmanager
 def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Image]:
-    """Open an image, and convert all exceptions in the block to UserError."""
+    """Open an image, and convert all exceptions in the `with` block to UserError."""
     name, file = open_source(source, folder)
     try:
         # a stream, because Pillow 13 maps a rotated grayscale TIFF from a path with width and height swapped
@@ -122,8 +122,8 @@ class Media:
     kind: str
     # path, data URI or bytes; a video may be a list of frames
     source: str | bytes | list[str]
-    options: dict[str, float]  # fields of ImageOptions or VideoOptions
-    column: str | None = None  # column with the image or video, None for a message part
+    options: dict[str, float]  # image or video options, such as max_pixels
+    column: str | None = None  # column with the image or video, None if it is in a message part
 
     @property
     def sources(self) -> Sequence[str | bytes]:
@@ -199,7 +199,7 @@ def _with_common(item: Media, common_options: dict) -> dict:
     """Return an image's own options, or the common options if it has none; for a video, merge both."""
     if item.kind == "image":
         return item.options or common_options
-    # a row's nframes replaces the common options for frame sampling
+    # a row's nframes overrides the common frame sampling options
     ignored = SAMPLING_OPTIONS if "nframes" in item.options else ()
     if isinstance(item.source, list):  # a list of frames is not sampled, but fps is its frame rate
         ignored = {*SAMPLING_OPTIONS} - {"fps"}
@@ -219,13 +219,13 @@ def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str
 
 
 def source_keys(part: dict, kind: str) -> list[str]:
-    """Return the keys that contain a part's file, such as "image_url"."""
+    """Return the keys that contain the file in a message part, such as "image_url"."""
     return [name for name in SOURCES[kind] if part.get(name) is not None]
 
 
 def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -> Media:
     if isinstance(entry, str) and kind == "image" and re.match(BASE64, entry):
-        entry = {"base64": entry}  # MMBench: base64 without a data URI header
+        entry = {"base64": entry}  # MMBench images are base64 without a data URI header
     if not isinstance(entry, dict) or "bytes" in entry:
         entry = {kind: entry}
     names = source_keys(entry, kind)
@@ -236,7 +236,7 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
     if options:
         options = check_options(kind, options)
     if not names and next_media is not None:
-        listed = next(next_media)  # check_counts has compared the numbers of parts and media
+        listed = next(next_media)  # check_counts ensures that parts and media match
         return Media(kind, listed.source, listed.options | options, listed.column)
     source: Plain = entry[names[0]] if names else None
     if names == ["base64"]:

@@ -28,7 +28,7 @@ def content_parts(message: dict) -> list[dict]:
 
 
 def part_kind(part: dict) -> str | None:
-    """Return a part's kind: "image", "video" or "text"; None if unclear.
+    """Return a message part's kind: "image", "video" or "text"; None if unclear.
 
     Args:
         part: {"type": "image"}, or a dict with key image or image_url (likewise for videos), or {"type": "text",

@@ -46,9 +46,9 @@ class Processor:
     # where to find answers, such as "tags"; see find_answer in rewards/text.py
     answer_format: str = "tags"
     box_space: str = "resized"  # unit of box coordinates in answers; see data.box_space
-    # stop tokens in addition to ENDS, from generation_config.json and sampling.stop_token_ids
+    # further stop tokens, from generation_config.json and sampling.stop_token_ids
     end_token_ids: Sequence[int] = ()
-    sizes: Mapping[str, dict] = field(default_factory=dict)  # data.image and data.video, to save with the model
+    sizes: Mapping[str, dict] = field(default_factory=dict)  # options data.image and data.video, to save with the model
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class Processor:
         Args:
             grids: patch grid (t, h, w) per image and video, in order.
         Returns:
-            Token ids per piece.
+            Token ids per text or control token.
         """
         remaining_grids = iter(grids)
         ids = []

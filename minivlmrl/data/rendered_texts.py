@@ -26,7 +26,7 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
         None if nothing is missing.
     """
     compact = _compact(rendered)
-    texts, calls = [], []  # to find: (text, message number, kind)
+    texts, calls = [], []  # texts to find: (text, message number, kind)
     for number, message in enumerate(messages):
         texts += [(text, number, "text") for text in _written_texts(message, number < history)]
         calls += [(value, number, "tool call with") for value in _call_texts(message.get("tool_calls") or [])]
@@ -94,7 +94,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
             yield from _call_texts(value)
     elif isinstance(calls, str):
         with contextlib.suppress(ValueError):
-            parsed = json.loads(calls)  # arguments may be a JSON string
+            parsed = json.loads(calls)  # tool call arguments may be a JSON string
             if isinstance(parsed, dict):
                 yield from _call_texts(parsed)
                 return

@@ -105,7 +105,7 @@ def check_columns(columns: dict, known: Collection[str]):
     for name, value in columns.items():
         if value is None:
             continue
-        if name in VALUES and (name != "label" or name in known):  # `label` has other meanings in other projects
+        if name in VALUES and (name != "label" or name in known):  # column `label` has other meanings in other projects
             read_value(VALUES[name], value, f"column {name!r}", json=True)
         if name == "solution" and str(value).count("<answer>") > 1:
             require(False, "column 'solution'", value, "a string with at most one <answer> tag")
@@ -130,7 +130,7 @@ def check_prompts(columns: dict, template: str):
         require(not given, "data.prompt_template", template, expected)
     if (
         given == ["messages"] and columns["messages"][-1]["role"] == "assistant"
-    ):  # `messages` contains prompt and answer
+    ):  # column `messages` contains prompt and answer
         given += [name for name in ["completion"] if columns.get(name) is not None]
     if len(given) > 1:
         raise LayoutError(
@@ -216,7 +216,7 @@ def check_call(call: dict, turn_name: str):
     if function is not call:
         check_keys(function, ("name", "arguments"), f"the function of {name}")
     called, arguments = function.get("name"), function.get("arguments")
-    # templates write the name between quotes, without escaping
+    # chat templates write function names between quotes, without escaping
     is_plain = isinstance(called, str) and json.dumps(called, ensure_ascii=False) == f'"{called}"'
     is_name = is_plain and called.strip() != ""
     require(is_name, f"the function name in {name}", called, "a string without quotes, backslashes and line breaks")
@@ -379,7 +379,7 @@ def _unread_kind(item: str | bytes, folder: Path) -> str | None:
     if encoded := ENCODED.match(item):
         return encoded[1] if encoded[1] in SUFFIXES else "image"
     for kind, pattern in FILE_NAMES.items():
-        # names with spaces must exist: "Describe cat.png" is a question
+        # file names with spaces must exist: "Describe cat.png" is a question
         if pattern.fullmatch(item) and (" " not in item or os.path.isfile(join(folder, item))):
             return kind
     return None

@@ -21,7 +21,7 @@ from minivlmrl.json_files import check_downloaded, check_surrogates, parse_json,
 # parquet types that JSON lacks, whose values are converted to strings
 NO_JSON_TYPES = date, time, timedelta, Decimal
 WRAPPERS = "data", "rows", "examples", "samples", "items", "train"  # JSON object keys that may contain all rows
-# files written by `minivlmrl convert`
+# names of files written by `minivlmrl convert`
 CONVERTED = re.compile(r"rows(_.+)?_(converted|trl|ms-swift|verl)\.\w+")
 SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # start, separator or end of a JSON list
 # JSON decoder that rejects repeated keys, and converts NaN and Infinity to None
@@ -35,7 +35,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
         UserError: missing or unreadable file, or several data files in the folder.
     """
     path, split = split_of(path)
-    if isdir(path):  # os.path, because pathlib raises OSError for long names
+    if isdir(path):  # use os.path, because pathlib raises OSError for long names
         return _open_folder(path, split)
     if not isfile(path):
         raise UserError(

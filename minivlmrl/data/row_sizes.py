@@ -56,7 +56,7 @@ class PatchCounter(ImageProcessor):
         return torch.zeros(0, self.patch_dim, dtype=self.dtype), grid
 
     def tokens(self, size: Size, options: dict) -> int:
-        """Return the number of tokens for this image size."""
+        """Return the number of tokens for an image size."""
         _, grid = self(SimpleNamespace(size=size), **options)  # pyright: ignore[reportArgumentType]
         return self.num_tokens(grid)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Prompt:
     """A row's prompt as tensors."""
 
-    input_ids: Tensor  # (P,) int64, with one placeholder per image token
+    input_ids: Tensor  # (P,) int64 token ids, with one placeholder per image token
     # (patches, values per patch) for all images and videos in order; dtype from ImageProcessor
     pixel_values: Tensor
     image_grid_thw: Tensor  # (images and videos, 3) int64: patches in time, height, width
@@ -53,16 +53,16 @@ class Completion:
     Token ids are kept, because tokenizing decoded text can give other ids.
     """
 
-    ids: Tensor  # (C,) int64, including the stop token
+    ids: Tensor  # (C,) int64 token ids, including the stop token
     # (C,) float32 log-probs at the sampling temperature (1 for greedy decoding); None = not sampled
     logps: Tensor | None = None
-    # whether a stop token or stop string ended the completion, not max_new_tokens
+    # whether a stop token or stop string, not max_new_tokens, ended the completion
     stopped: bool = True
     # (C,) bool, False for tokens from a tool or user; None if the policy generated all tokens
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
     # (counts, ids) of tokens kept by top_k, top_p and min_p: counts per position, all ids concatenated
     sampling_mask: tuple[Tensor, Tensor] | None = None
-    pictures: Sequence[tuple] = ()  # (image, patches, patch grid) or (image,) per image in the completion
+    pictures: Sequence[tuple] = ()  # per image in the completion: (image, patches, patch grid) or (image,)
     tool_use: ToolUse = field(default_factory=ToolUse)
     extra: dict = field(default_factory=dict)  # values logged with log_extra, as in TRL
     turns: "Sequence[Completion]" = ()  # one Completion per assistant turn, if each turn has its own prompt
@@ -89,8 +89,8 @@ class Row:
     columns: dict = field(default_factory=dict)
     # demonstration for SFT, a string or turns; images in turns are functions that decode the file
     completion: str | list[dict] | None = None
-    chosen: str | list[dict] | None = None  # better answer in a pair
-    rejected: str | list[dict] | None = None  # worse answer in a pair
+    chosen: str | list[dict] | None = None  # better answer in a preference pair
+    rejected: str | list[dict] | None = None  # worse answer in a preference pair
     # videos, one per video part in the prompt
     videos: "Sequence[Video | VideoFile]" = field(default_factory=list)
     where: str = ""  # file and line, for error messages

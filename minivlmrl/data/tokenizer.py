@@ -94,7 +94,7 @@ def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -
     added_tokens = backend.get_added_tokens_decoder().values()
     if all(token.special == (token.content in names) for token in added_tokens):
         return backend
-    # go through JSON, because `tokenizers` cannot change the flag `special`
+    # rebuild from JSON, because `tokenizers` cannot change the flag `special`
     content = json.loads(backend.to_str())
     for token in content["added_tokens"]:
         token["special"] = token["content"] in names

@@ -57,7 +57,7 @@ class Video:
 
         Returns:
             pixel_values, image_grid_thw (see image.patchify), and seconds between temporal patches. With timestamps in
-            prompts, the seconds are a list of times, one per temporal patch.
+            prompts, seconds are a list of times per temporal patch.
         """
         depth = processor.temporal_patch_size
         num_frames = len(self.frames)

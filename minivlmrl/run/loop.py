@@ -50,7 +50,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
         with notify_on_error(callbacks):
             with error_phase("load"):
                 model, processor, datasets = prepare(config, trainers, world, callbacks)
-            # check the output folder last, because the error tells the user to delete earlier results
+            # check the output folder last: its error tells users to delete earlier results
             check_output_dir(config)
 
         # open the output folder

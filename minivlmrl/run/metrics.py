@@ -52,7 +52,7 @@ class MetricsLog(ExitStack):
         self.config = config
         self.world = world
         self.state = state
-        self.steps = state.steps  # optimizer steps in all stages
+        self.steps = state.steps
         self.begin_time = 0.0
         self.evaluated: dict[str, float] = {}
         self.bar = ProgressBar("", 0, is_main=False)  # no progress bar before a stage begins
@@ -253,7 +253,7 @@ def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
     source = folder / path.name
     if source.is_file() and not (path.is_file() and source.samefile(path)):
         shutil.copyfile(file_inside(folder, path.name), path)
-    # None (keep all lines) if the checkpoint has no line count for this log file
+    # keep all lines (None) if the checkpoint has no line count for this log file
     num_lines = state.num_log_lines.get(path.name)
     path.touch()
     with path.open("rb+") as file:

@@ -72,7 +72,7 @@ def check_optimizer(section: OptimizerOptions):
 
 
 def group_numbers(optimizer: Optimizer) -> list[dict[str, float]]:
-    """Return the non-default numbers in every parameter group, such as a step count."""
+    """Return the non-default numbers in optimizer parameter groups, such as a step count."""
     defaults = optimizer.defaults
     groups = []
     for group in optimizer.param_groups:

@@ -74,7 +74,7 @@ def run_rank(work: Callable[[], int]):
             is_runtime = isinstance(error, RuntimeError)
             if not is_runtime or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
-            # ignore SIGTERM from torchrun, which would end this rank before lost_ranks returns
+            # ignore SIGTERM from torchrun, which would end this rank before lost ranks are known
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             lost = lost_ranks(error)
             if not lost:

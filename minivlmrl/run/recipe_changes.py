@@ -46,7 +46,7 @@ def recipe_options(config: RunConfig) -> dict[str, object]:
 
 
 def fingerprints(config: RunConfig, datasets: Mapping[str, Dataset]) -> Fingerprints:
-    """Hash the files of a run, including the image and video files of `datasets`."""
+    """Hash the files of a run, including image and video files in `datasets`."""
     found = Fingerprints()
     if config.adapter.r:
         model = config.model

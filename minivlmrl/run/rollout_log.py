@@ -1,12 +1,12 @@
 """Log completions to completions.jsonl, one line per prompt.
 
-Fields of a line: stage, step, row (row index), where (file and line), prompt, solution, and
+Fields of a line: stage, step, row (row index), where (file and line), prompt, solution and these:
 
 - images: image paths, relative to the run folder;
 - truth: boxes in the solution, [x1, y1, x2, y2] in fractions of image width and height;
 - completions: one entry per completion in the group.
 
-Fields of a completion: text, boxes, advantage, and
+Fields of a completion: text, boxes, advantage and these:
 
 - stopped: false if max_new_tokens cut the text;
 - answer: the answer that data.answer_format selects, null if there is none;

@@ -70,7 +70,7 @@ class StopSignals:
         if self.first is None:
             self.first = now
             shorten_limits(LAST_CALL)
-            if self.world.is_main:  # os.write, because print is not safe in a signal handler
+            if self.world.is_main:  # use os.write, because print is not safe in a signal handler
                 text = (
                     f"\n{name}: the run stops as soon as possible, and saves a checkpoint if a step is done; a reward "
                     f"or a tool may take {LAST_CALL:g} more seconds; send the signal again to exit now\n"

@@ -39,8 +39,7 @@ class TrainerState:
     files: Fingerprints = field(default_factory=Fingerprints)
     # {log file: number of lines so far}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(kw_only=True)
-    # {log file: line for the last step}, which a resumed run adds if an error prevented writing it;
-    # completions.jsonl has no entry once its lines are written
+    # {log file: line for the last step}, which a resumed run adds if an error prevented writing it
     last_lines: dict[str, dict] = field(default_factory=dict)
     optimizer: list[dict] = field(default_factory=list)  # non-default optimizer numbers per parameter group
     logs: dict[str, str] = field(default_factory=dict)  # state of callbacks; see Callback.state_dict
