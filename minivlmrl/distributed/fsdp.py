@@ -3,9 +3,9 @@
 An FSDP unit gathers its weights before the forward pass and frees them afterwards. Units: vision blocks, decoder
 layers, untied embedding and head, and the root with all other weights.
 
-Gathering waits for all ranks, so ranks must run the same units in the same order. Therefore all ranks get the same
-number of prompts and micro-batches per step, DummyVisionForward runs the vision tower on ranks without images, and
-in_lockstep equalizes decode steps.
+Gathering waits for all ranks, so ranks must run the same units in the same order. Therefore all ranks have equal
+numbers of prompts, micro-batches and decode steps (in_lockstep), and ranks without images encode a black image
+(DummyVisionForward).
 """
 
 from collections.abc import Callable
@@ -70,7 +70,7 @@ class Sharding:
     def shard(self, model: VisionLanguageModel):
         """Shard a model in place, on any device, including meta."""
         has_packed_weights = not all(p.is_floating_point() for p in model.parameters())
-        if has_packed_weights and torch.__version__ < "2.13":  # pytorch issue 177844
+        if has_packed_weights and torch.__version__ < "2.13":  # pytorch 177844: integer shards fail
             raise UserError(
                 f"adapter.quantize: torch {torch.__version__} cannot shard the integer weights of "
                 "a quantized model; install torch 2.13, or remove sharding and model.compute_dtype"
@@ -131,7 +131,7 @@ class Sharding:
 
     @torch.no_grad()
     def gather(self, model: VisionLanguageModel) -> VisionLanguageModel:
-        """Return an unsharded model with gathered weights, which runs independently of other ranks until `reshard`."""
+        """Gather all weights into an unsharded model, which runs independently of other ranks until `reshard`."""
         for unit in units(model):
             unit.unshard()
         unsharded = clone_architecture(model, self.compute_dtype)
@@ -166,7 +166,7 @@ def make_mesh(num_shards: int, world: World) -> DeviceMesh:
     ranks = torch.arange(world.size).view(-1, num_shards)
     limit = timedelta(seconds=world.timeout)
     groups = []
-    for ranks_of_groups in (ranks.T, ranks):  # first the ranks with the same shard, then the ranks of a replica
+    for ranks_of_groups in (ranks.T, ranks):  # replicate groups (ranks with the same shard), then shard groups
         group, _ = dist.new_subgroups_by_enumeration(ranks_of_groups.tolist(), timeout=limit)
         groups.append(group)
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=("replicate", "shard"))
@@ -216,10 +216,10 @@ def sum_counts(counts: list[int]) -> list[int]:
 class DummyVisionForward:
     """Hooks that run the vision tower on a black image if only other ranks have images.
 
-    FSDP requires that all ranks run the vision tower. The tower output, multiplied by 0, is added to the decoder input.
+    The tower output, multiplied by 0, is added to the decoder input.
     """
 
-    zero: Tensor | None = None  # 0 * (tower output for the black image) in the current forward pass
+    zero: Tensor | None = None  # vision tower output for the black image, times 0
 
     def before(self, model: VisionLanguageModel, arguments: tuple):
         batch = arguments[0]
@@ -261,7 +261,7 @@ def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLangua
         if not all_end:
             world.sum(1)
             return ids, logps, ends
-        device = world.device  # weights may be offloaded to another device
+        device = world.device  # not the device of the weights, which may be the CPU
         token = torch.zeros(1, dtype=torch.long, device=device)
         position_ids = torch.zeros(3, 1, device=device)
         attention = GroupAttention(PackedLayout([1], [[]], device))

@@ -40,7 +40,7 @@ def split_into_micro_batches(
         order.sort(key=lambda i: lengths[i][0] + max(lengths[i][1]))
     limit = max_tokens or float("inf")
     micro_batches = []
-    current = []  # micro-batch being filled
+    current = []
     tokens = 0
     for i in order:
         prompt_length, completion_lengths = lengths[i]
@@ -81,7 +81,7 @@ def sample_in_micro_batches(
 ) -> list[list[Completion]]:
     """Sample completions in micro-batches of at most sampling.max_batch_tokens tokens.
 
-    A completion counts as max_new_tokens tokens; completions for the same prompt stay together.
+    Every completion counts as max_new_tokens tokens. Completions for the same prompt stay together.
 
     Args:
         sample: (prompts, num_generations, keys) -> completions for a micro-batch.

@@ -82,7 +82,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
         if is_out_of_memory(error):
             raise
         if "by peer" in str(error):  # gloo's "Connection closed by peer" or "reset by peer"
-            time.sleep(1)  # wait, because torchrun shows the first reported error
+            time.sleep(1)  # torchrun shows the first reported error: let the failed rank report first
             raise UserError(
                 f"rank {rank} on {hosts[rank]} has lost the connection to another rank; look for an earlier error of "
                 "that rank, or a firewall that closes ports between the hosts"
@@ -116,7 +116,7 @@ def wait_for_ranks(store: Store, rank: int, size: int, limit: timedelta) -> list
 
 @contextmanager
 def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
-    """Make process groups created in the block raise an error if a host dies.
+    """Make process groups created in a `with` block raise an error if a host dies.
 
     On Linux, connections close if the other host has not answered for `seconds`. Long computations are safe, because
     the operating system answers TCP keep-alive probes.

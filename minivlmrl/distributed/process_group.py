@@ -21,7 +21,7 @@ from minivlmrl.distributed.watchdog import log_stragglers, restart_watchdog, sto
 
 Value = TypeVar("Value")
 
-NO_LIMIT = timedelta(days=30)  # timeout of process groups without a limit
+NO_LIMIT = timedelta(days=30)  # process group timeout if max_wait_hours is not set
 LAST_ERRORS = 5.0  # if all ranks fail within these seconds, they save together
 # process group for barriers, None with a single rank
 barrier_group: dist.ProcessGroup | None = None
@@ -58,7 +58,7 @@ class World:
         From [0, 1, 2], rank 0 gets [0, 2] and rank 1 gets [1, 0].
 
         Returns:
-            this rank's items, and how many are not repeats.
+            this rank's items, and how many of them are not repeats.
         """
         share = items[self.rank :: self.size]
         missing = math.ceil(len(items) / self.size) - len(share)
@@ -118,14 +118,14 @@ class World:
         restart_watchdog(self.max_wait, self.size)
 
     def run_after_error(self, work: Callable[["World"], object], alone: bool) -> bool:
-        """Call `work`, which saves the run after an error; every rank with an error must call this method.
+        """Save the run after an error by calling `work`; every rank with an error must call this method.
 
         If all ranks have an error, they save together. Otherwise the first rank saves alone, while others wait, because
         torchrun kills all ranks as soon as one exits.
 
         Args:
-            work: called with a World of saving ranks only.
-            alone: whether a single rank can do the work.
+            work: function that saves, called with a World of the saving ranks.
+            alone: whether a single rank can run `work`.
         """
         if self.size == 1:
             work(self)
@@ -136,7 +136,7 @@ class World:
         errors = [f"error of rank {rank}" for rank in range(self.size)]
         own = str(self.rank)
         store.set(errors[self.rank], "")
-        # rank 0 waits less, so that rank 0 saves: only rank 0 knows the log file lengths
+        # rank 0 stops waiting first and saves, because only rank 0 knows the log file lengths
         limit = timedelta(seconds=LAST_ERRORS + min(self.rank, 1))
         with suppress(dist.DistError):  # DistError if a rank reports no error within `limit`
             store.wait(errors, limit)
@@ -241,7 +241,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
         if size > 1:
             global barrier_group
             with ending_with_dead_hosts(timeout):
-                # by its annotation, new_group may return NON_GROUP_MEMBER
+                # new_group returns NON_GROUP_MEMBER only on ranks outside the group
                 barrier_group = dist.new_group(  # pyright: ignore[reportAssignmentType]
                     backend="gloo", timeout=longest_wait(max_wait)
                 )
@@ -257,7 +257,7 @@ def monitored_barrier(limit: timedelta, names_all: bool = False):
 
     Args:
         limit: timeout on rank 0; other ranks wait for rank 0 up to max_wait_hours.
-        names_all: whether the error lists all late ranks, which takes the whole limit.
+        names_all: whether to wait for the whole limit, and list all late ranks in the error.
 
     Raises:
         RuntimeError: a rank has ended or is late. On rank 0, the message names the rank: "Rank 1 failed to pass

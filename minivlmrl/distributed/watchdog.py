@@ -15,10 +15,10 @@ stop_watchdog = faulthandler.cancel_dump_traceback_later
 
 @contextmanager
 def log_stragglers(store: Store | None, rank: int, size: int, work: str) -> Iterator[None]:
-    """Print which ranks are late if the block takes longer than a minute.
+    """Print which ranks are late if a `with` block takes longer than a minute.
 
     Args:
-        store: counts calls per rank; None = print nothing.
+        store: torch.distributed store that counts calls per rank, None = print nothing.
         work: what ranks do, for the message, such as "read images".
     """
     if store is None:
@@ -44,7 +44,7 @@ def log_stragglers(store: Store | None, rank: int, size: int, work: str) -> Iter
 
 @contextmanager
 def hang_watchdog(max_wait: float | None, size: int) -> Iterator[None]:
-    """End the process with a traceback and exit code 1 if the block hangs."""
+    """End the process with a traceback and exit code 1 if a `with` block hangs."""
     restart_watchdog(max_wait, size)
     try:
         yield

@@ -75,8 +75,8 @@ class Communication:
     once_per_step: bool
     # vision block or decoder layer, whose weights are freed after the forward pass
     is_block: bool = False
-    # all-reduce gradients over replicas only in the last micro-batch; every parameter needs a gradient in every
-    # micro-batch, because FSDP reduces a unit's gradients as one tensor
+    # whether replicas all-reduce gradients only in the last micro-batch. FSDP reduces a unit's gradients as one
+    # tensor, so every parameter needs a gradient in every micro-batch.
     all_reduces_once: bool = False
     was_gathered: bool = False  # FSDP cannot postpone reduction in a unit that was never gathered
 
@@ -114,7 +114,7 @@ def end_micro_batches(module: nn.Module):
 
 
 def shard_rows(mesh: "DeviceMesh", num_rows: int) -> slice:
-    """Return this rank's slice of rows: 0:3, 3:6, 6:9 or 9:12 for 10 rows on 4 ranks."""
+    """Return this rank's slice of rows: for 10 rows on 4 ranks, 0:3, 3:6, 6:9 or 9:12 (only row 9)."""
     shards = mesh["shard"]
     rows_per_rank = math.ceil(num_rows / shards.size())
     first_row = shards.get_local_rank() * rows_per_rank
@@ -126,8 +126,8 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
     """Yield the model for sampling, without gradients.
 
     Args:
-        gather_weights: if True, gather all weights first, and ranks run any number of forward passes. If False, gather
-            one layer at a time: less memory, but ranks must run the same number (fsdp.in_lockstep).
+        gather_weights: if True, gather all weights first, so ranks may run different numbers of forward passes. If
+            False, gather single layers; all ranks must run the same number of passes (fsdp.in_lockstep).
     """
     if model.sharding is None:
         with adapter_copies(model), torch.inference_mode():
@@ -147,7 +147,7 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
 
 
 def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn.Parameter]]:
-    """On a GPU, replace adapters by 16-bit copies in the block."""
+    """Return a context manager that uses 16-bit copies of adapters on a GPU."""
     if not has_adapters(model):
         return nullcontext([])
     from minivlmrl.model.lora import sampling_copies
@@ -156,7 +156,9 @@ def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn
 
 
 def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> VisionLanguageModel:
-    """Copy a model, each rank its own shard; copies of an unsharded model with adapters share the base.
+    """Copy a model, or this rank's shard.
+
+    Copies of an unsharded model with adapters share its base weights.
 
     Args:
         in_compute_dtype: if True, copy a sharded model in its compute dtype.

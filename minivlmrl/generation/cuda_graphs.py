@@ -57,7 +57,7 @@ class StaticDecodeAttention(DecodeAttention):
 
 
 class CapturedDecode(Decode):
-    """Run decode steps as a CUDA graph; on a CPU, run them normally."""
+    """Run decode steps as a CUDA graph on a GPU, and normally on a CPU."""
 
     attention_type = StaticDecodeAttention
 

@@ -50,6 +50,6 @@ def samples_trajectories(sampling: SamplingOptions) -> bool:
 
 
 def packed_length(completion: Completion) -> int:
-    """Count completion tokens, and prompt tokens of later turns if turns have their own context window."""
+    """Count completion tokens, plus prompt tokens of later turns with their own context window."""
     windows = [turn.prompt for turn in completion.turns[1:] if turn.prompt is not None]
     return len(completion.ids) + sum(len(window.input_ids) for window in windows)

@@ -29,9 +29,9 @@ from minivlmrl.model.packing import GroupBatch, pack
 UNITS = 2**52
 # sample_token(logits (r, V), row indices (r,), tokens so far (r,)) -> ids, logps, whether finished, each (r,)
 TokenSampler = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-# (probs (r, V), rows, counts) -> sampled ids (r,)
+# function (probabilities (r, V), rows, counts) -> sampled ids (r,)
 SampleIds = Callable[[Tensor, Tensor, Tensor], Tensor]
-# (logits (r, V), rows, counts) -> scores (r, V), for example a top_p filter
+# function (logits (r, V), rows, counts) -> scores (r, V), such as a top_p filter
 LogitsProcessor = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

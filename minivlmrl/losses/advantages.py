@@ -91,8 +91,8 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
     return advantages.nan_to_num(0.0)
 
 
-# {grpo.advantages: function of weighted reward sums (n,), num_generations consecutive sums per group}; keyword
-# arguments: rewards_per_func (n, K), reward_weights (K,) and options of the `grpo` section
+# {option grpo.advantages: function}. Functions take weighted reward sums (n,), in groups of num_generations. Keyword
+# arguments: rewards_per_func (n, K), reward_weights (K,) and options in the section `grpo`.
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "grpo": group_advantages,
     "gdpo": lambda _, rewards_per_func, reward_weights, num_generations: normalize_then_sum(

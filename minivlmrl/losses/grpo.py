@@ -2,15 +2,15 @@
 
 grpo.py imports only torch, so you can copy it into your own project.
 
-B completions are right-padded to T tokens. The loss has four steps; RATIOS, TERMS and AVERAGES are tables of functions:
+B completions are right-padded to T tokens. The loss has four steps; RATIOS, TERMS and AVERAGES list variants:
 
     ratio      r_t = pi(o_t) / pi_old(o_t), per token or per completion       RATIOS
     term       -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)                TERMS
     KL         + beta * KL(pi || pi_ref), estimated from the sampled tokens   kl_term
     average    over tokens and rows                                           AVERAGES
 
-GRPO, DAPO and Dr. GRPO differ only in the average. Averages divide by tokens or completions in the whole optimizer
-step, so that micro-batch gradients can be summed. RLOO, CISPO, SAPO and others are in grpo_variants.py.
+The losses grpo, dapo and dr_grpo differ only in the average. Averages divide by tokens or completions in the whole
+optimizer step, so that micro-batch gradients can be summed. RLOO, CISPO, SAPO and others are in grpo_variants.py.
 """
 
 from collections.abc import Callable, Collection
@@ -77,7 +77,7 @@ def grpo_loss(
         Scalar loss, and detached metrics: `kl` in nats per token, and metrics from TERMS, such as clip_ratio/low_mean.
     Raises:
         ValueError: unknown or invalid option value, or missing tensor.
-    Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071); equals
+    Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr.GRPO (2503.20783), GSPO (2507.18071); equals
         GRPOTrainer._compute_loss in TRL 1.16 in value, gradient and defaults.
     """
     check_bounds(epsilon_low, epsilon_high, beta)
@@ -99,7 +99,7 @@ def grpo_loss(
     log_ratio = per_token_logps - old_per_token_logps  # (B, T)
     ratio = importance_ratio(log_ratio, mask, importance_sampling_level)
     kl = None
-    if beta:  # KL before the policy term: autograd sums gradients in the same order as in TRL
+    if beta:  # compute the KL first, as in TRL, so that autograd sums gradients in the same order
         kl = kl_term(per_token_logps, ref_per_token_logps, kl_estimator)
         if use_bias_correction_kl:
             kl = correct_kl(kl, ratio, kl_estimator)
@@ -125,7 +125,7 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     return RATIOS[level](log_ratio, mask)
 
 
-# (log_ratio, mask) -> pi / pi_old, (B, T) or (B, 1)
+# functions (log_ratio, mask) -> pi / pi_old (B, T) or (B, 1)
 RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": lambda log_ratio, mask: log_ratio.exp(),
     # geometric mean over a completion, (r_1 r_2 ... r_n)^(1/n); GSPO eq. 7
@@ -135,12 +135,12 @@ RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass
 class TermInputs:
-    """Inputs for the functions in TERMS."""
+    """Inputs for loss terms, such as PPO's clipped term."""
 
     logps: Tensor  # (B, T) policy log-probabilities
     log_ratio: Tensor  # (B, T) log pi - log pi_old, always per token
     ratio: Tensor  # pi / pi_old, (B, T) or (B, 1), depending on importance_sampling_level
-    advantages: Tensor  # (B, 1), or (B, T) per token
+    advantages: Tensor  # (B, 1) per completion, or (B, T) per token
     mask: Tensor  # (B, T)
     epsilon_low: float
     epsilon_high: float
@@ -166,7 +166,7 @@ def clipped(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, 
     return -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages), metrics
 
 
-# TermInputs, options such as delta -> per-token losses (B, T), metrics
+# functions (TermInputs, options such as delta) -> (per-token losses (B, T), metrics)
 TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "grpo": clipped,
     "dapo": clipped,
@@ -219,7 +219,7 @@ def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
     return kl * ratio
 
 
-# masked per-token losses (B, T), mask (B, T), normalizer -> scalar
+# functions (masked per-token losses (B, T), mask (B, T), normalizer) -> scalar loss
 AVERAGES: dict[str, Callable[[Tensor, Tensor, LossNormalizer], Tensor]] = {
     # mean over tokens per completion, then over completions in the step
     "grpo": lambda terms, mask, normalizer: (terms.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / normalizer.sequences,

@@ -72,8 +72,8 @@ def vespo_term(
     W is the product of token ratios in a completion. Negative advantages use vespo_k_neg and vespo_lambda_neg.
 
     Args:
-        importance_sampling_ratio: (B, T) or (B, 1), trainer probability / sampler probability; a factor of W, while
-            other losses multiply the loss term by this ratio.
+        importance_sampling_ratio: (B, T) or (B, 1), trainer probability / sampler probability. VESPO multiplies W
+            by this ratio, while other losses multiply the loss term.
     Source: VESPO (arXiv 2602.10693).
     """
     advantages = inputs.advantages
@@ -200,7 +200,7 @@ def rollout_importance_ratio(
             ratios to [clip_min, clip_max]; "..._mask" sets ratios outside this range to 0.
         clip_max, clip_min: bounds on the ratio, None = no bound.
     Returns:
-        (B, T), or (B, 1) for "sequence_...".
+        ratios (B, T), or (B, 1) for modes "sequence_...".
     Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025); TRL's
         vllm_importance_sampling_mode.
     """

@@ -22,7 +22,7 @@ def token_rewards(
     if kl_estimator not in ("k1", "k3"):
         raise ValueError(f"kl_estimator is {kl_estimator!r}, but it must be k1 or k3 in the rewards of PPO")
     kl = -log_ref_ratio if kl_estimator == "k1" else log_ref_ratio.expm1() - log_ref_ratio
-    last_token = mask.sum(1, keepdim=True).long() - 1  # (B, 1) token index
+    last_token = mask.sum(1, keepdim=True).long() - 1  # (B, 1) index of the last completion token
     return (-kl_coef * kl).scatter_add(1, last_token, scores[:, None].to(kl.dtype))
 
 

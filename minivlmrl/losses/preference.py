@@ -43,8 +43,8 @@ class Pairs:
     discopop_tau: float  # DiscoPOP mixture temperature
 
 
-# Pairs -> loss per pair (B,). In the formulas, chosen and rejected are log-ratios log(pi / pi_ref), and margin is
-# f_score(chosen) - f_score(rejected), by default chosen - rejected.
+# {loss_type: function from Pairs to losses (B,)}. In the formulas, chosen and rejected are log-ratios
+# log(pi / pi_ref), and margin is f_score(chosen) - f_score(rejected), by default chosen - rejected.
 DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     # DPO eq. 7 (arXiv 2305.18290): -log sigmoid(beta margin); label smoothing: ericmitchell.ai/cdpo.pdf eq. 3
     "sigmoid": lambda pairs: smoothed(pairs.z, pairs.e),
@@ -159,7 +159,7 @@ def dpo_loss(
     u, v = log_ratio.unbind(1)
     scores = f_score(log_ratio, f_divergence_type, f_alpha_divergence_coef)
     mean_scores = scores / lengths  # (B, 2)
-    # num_pairs / B: per_pair_loss sums B copies of sft_loss, and is divided by num_pairs
+    # times num_pairs / B, because sft_loss is summed over all B pairs and then divided by num_pairs
     sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
     pairs = Pairs(
         logps, ref_logps, u, v,
@@ -200,7 +200,7 @@ def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None =
 
     Source: LD-DPO eq. 9 (arXiv 2409.06411); DPOTrainer.compute_ref_log_probs in TRL 1.16.
     """
-    weights = mask.to(per_token_logps.dtype)  # a float32 mask would round ld_alpha of float64 log-probabilities
+    weights = mask.to(per_token_logps.dtype)  # dtype of the log-probabilities, so that ld_alpha is not rounded
     if ld_alpha is not None:
         shorter = mask.sum(-1).amin(1)  # (B,)
         shared = mask.cumsum(-1) <= shorter[:, None, None]
@@ -277,7 +277,7 @@ def check_dpo_options(
     num_weights = len(loss_type) if loss_weights is None else len(loss_weights)
     only_reverse_kl = [name for name in loss_type if name not in F_LOSSES]
     sorting = [name for name in loss_type if name in ("aot", "aot_unpaired")]
-    rules = [  # (whether the rule is broken, message)
+    rules = [
         (not loss_type or len(loss_type) != num_weights,
          f"loss_type is {loss_type} and loss_weights is {loss_weights}; "
          "name at least one loss, and give one weight for each"),

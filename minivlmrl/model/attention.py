@@ -59,7 +59,7 @@ class PackedLayout:
         for prompt_length, group in zip(prompt_lengths, completion_lengths, strict=True):
             self.prompt_spans.append(range(end, end + prompt_length))
             end += prompt_length
-            last_prompt_token = end - 1  # predicts the first token of all completions
+            last_prompt_token = end - 1
             spans = []
             for n in group:
                 spans.append(range(end, end + n - 1))
@@ -86,8 +86,8 @@ class PackedLayout:
         """Group prompts of equal length, and arrange their token indices in padded matrices.
 
         Returns:
-            Token indices (prompts, P) and (completions, C) for each prompt length, padded with -1, in one list;
-            PromptSlots for each prompt length, None if its completions have at most one token.
+            Two lists. The first has token indices (prompts, P) and (completions, C) for each prompt length, padded
+            with -1. The second has PromptSlots for each prompt length, None if completions have at most one token.
         """
         blocks = []
         slots = []
@@ -121,7 +121,7 @@ def attention_mask(layout: PackedLayout) -> Tensor:
     for number, prompt_span in enumerate(layout.prompt_spans):
         for row, span in enumerate([prompt_span, *layout.completion_spans[number]]):
             tokens += [(number, row)] * len(span)
-    group, row = torch.tensor(tokens).unbind(1)  # two (N,) tensors
+    group, row = torch.tensor(tokens).unbind(1)  # (N,) each
     index = torch.arange(layout.num_tokens)
     prompt_or_row = (row == 0) | (row == row[:, None])
     return (group == group[:, None]) & prompt_or_row & (index <= index[:, None])
@@ -169,7 +169,7 @@ class DecodeAttention:
     """
 
     check_every = 1  # decode steps between checks for finished rows
-    # pairs of slices: rows, and their new tokens; a recurrent layer runs once per pair
+    # a recurrent layer runs once per pair (slice of rows, slice of their new tokens)
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):

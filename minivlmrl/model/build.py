@@ -66,7 +66,7 @@ def random_processor(
 
 
 def default_template(family: Family) -> "ChatTemplate | None":
-    """Return the default chat template for a family, or None for Qwen2.5-VL's in data/chat_template.py."""
+    """Return a family's default chat template, or None for the Qwen2.5-VL template in data/chat_template.py."""
     if family.default_system:
         return None
     # lazy import: Qwen2-VL and Qwen2.5-VL need no Jinja

@@ -31,7 +31,7 @@ from minivlmrl.model.plain_weights import Sharded, Weight, base_weights, plain_n
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# ModelConfig fields that are equal in models with the same inputs
+# models with equal values in these ModelConfig fields take the same inputs
 INPUT_FIELDS = (
     "model_type", "vision_config.patch_dim", "vision_config.spatial_merge_size", "vision_config.tokens_per_second",
 )  # fmt: skip
@@ -55,7 +55,7 @@ def load_model(
     Args:
         dtype: parameter dtype, default: torch_dtype in config.json.
         device: parameter device, ignored with sharding.
-        sharding: Sharding from distributed/fsdp.py, so that ranks load only their shard. None = no sharding.
+        sharding: Sharding from distributed/fsdp.py, so that ranks load only their shard; None = no sharding.
         adapt: function that adds adapters to the model on the meta device, before weights are read.
     """
     folder = find_folder(folder)
@@ -72,7 +72,7 @@ def load_model(
         # take_shard: (tensor in a file, parameter) -> this rank's shard
         take_shard = sharding.take_shard if sharding else lambda x, like: x.to(device, like.dtype, copy=True)
         assign(model, _read_weights(folder, files, model, take_shard, device))
-    model.folder = folder.resolve()  # save_model reads unused tensors from this folder
+    model.folder = folder.resolve()  # where save_model finds tensors that minivlmrl does not use
     return model
 
 
@@ -86,7 +86,7 @@ def _read_weights(
     folder: Path, files: list[Path], model: VisionLanguageModel, take_shard: Callable, device: torch.device | str
 ) -> dict[str, Tensor]:
     """Read weights from files, and return {parameter name: this rank's shard}."""
-    expected = base_weights(model)  # without a tied LM head, which is the embedding
+    expected = base_weights(model)  # excludes an LM head that is tied to the embedding
     is_tied = model.config.tie_word_embeddings
     family = family_of(model)
     weights: dict[str, Tensor] = {}
@@ -229,7 +229,7 @@ def check_fit(model_config: ModelConfig, images: ImageProcessor, image_file: Pat
 
 
 def check_same_inputs(folder: str | Path, policy: VisionLanguageModel, processor: Processor, *more_fields: str):
-    """Raise UserError unless the model in a folder takes the policy's token ids and patches.
+    """Raise UserError unless the model in a folder accepts the policy's token ids and image patches.
 
     Args:
         more_fields: further ModelConfig fields that must match the policy's.

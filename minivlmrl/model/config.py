@@ -1,4 +1,4 @@
-"""ModelConfig and VisionConfig, with field names as in config.json; families with other settings define subclasses."""
+"""ModelConfig and VisionConfig, with field names as in config.json. Families with other settings define subclasses."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal

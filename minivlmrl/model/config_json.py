@@ -105,7 +105,7 @@ def _check_supported(flat: dict, vision: dict, family: Family, where: str):
     rope = _rope(flat, where)
     vision_rope = _rope(vision, f"{where}: vision_config")
     fixed = family.config_type
-    settings = [  # (key, value in the file, supported values)
+    settings = [
         ("rope_scaling.type", rope.get("rope_type") or rope.get("type"), ("mrope", "default")),
         ("rope_scaling.mrope_interleaved", rope.get("mrope_interleaved"), (fixed.mrope_interleaved,)),
         ("attention_bias", flat.get("attention_bias"), (fixed.attention_bias,)),
@@ -134,10 +134,10 @@ def _check(model_config: ModelConfig):
     vision = model_config.vision_config
     num_layers, num_heads = model_config.num_hidden_layers, model_config.num_attention_heads
     num_key_heads = model_config.num_key_value_heads
-    has_head_dim = "head_dim" in vars(model_config)  # False if head_dim is hidden_size / num_attention_heads
+    has_head_dim = "head_dim" in vars(model_config)  # without head_dim: hidden_size / num_attention_heads
     section = list(model_config.mrope_section)
     levels = list(vision.deepstack_visual_indexes)
-    rules = [  # (whether the rule holds, field, value, expected)
+    rules = [
         (has_head_dim or model_config.hidden_size % num_heads == 0, "hidden_size", model_config.hidden_size,
          f"a multiple of its {num_heads} heads"),
         (num_heads % num_key_heads == 0, "num_key_value_heads", num_key_heads,

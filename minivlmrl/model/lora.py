@@ -102,8 +102,8 @@ class LoRALinear(ReplacedLinear):
 class TF32Adapter(torch.autograd.Function):
     """Compute base_result + scaling * x A^T B^T with TF32 products.
 
-    TF32 rounds factors to 11 significant bits, which keeps bfloat16 (8 bits) exact, and sums in float32. Forward and
-    backward enable TF32 separately, because torch's setting is global.
+    TF32 products round inputs to 11 significant bits, so bfloat16 inputs (8 bits) stay exact; sums are float32. Forward
+    and backward enable TF32 separately, because torch's setting is global.
 
     Shapes: base_result (N, out_features), x (N, in_features), A (r, in_features), B (out_features, r).
     """

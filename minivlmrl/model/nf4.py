@@ -2,7 +2,7 @@
 
 Each block of 64 values has a scale, its largest absolute value. A value is divided by the scale, and stored as the
 index of the nearest of 16 normal quantiles. Scales minus their mean are quantized to 8 bits ("double quantization").
-This takes 4.13 bits per value.
+NF4 takes 4.13 bits per value, including scales.
 """
 
 from collections.abc import Callable

@@ -137,7 +137,7 @@ class Segment:
     """Token ids, positions and images for one prompt or completion."""
 
     ids: Tensor  # (n,)
-    # (n,) token ids, -1 for sampled tokens, because sampled image placeholders have no image
+    # (n,) token ids, -1 for sampled tokens: a sampled image placeholder has no image
     image_ids: Tensor
     position_ids: Tensor  # (3, n)
     pixel_values: Sequence[Tensor] = ()  # tensors (patches, patch_dim)

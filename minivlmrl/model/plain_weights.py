@@ -56,7 +56,7 @@ class PackedLinear(ReplacedLinear):
         super().__init__()
         self.shape = linear.weight.shape
         self.out_features, self.in_features = self.shape
-        self.dtype = linear.weight.dtype  # dtype of the unpacked weight
+        self.dtype = linear.weight.dtype
         self.bias = linear.bias
         self.pack(linear.weight)
 
@@ -81,7 +81,6 @@ class PackedLinear(ReplacedLinear):
         return product if self.bias is None else product + self.bias
 
 
-# a parameter, a LoRA or NF4 layer, or several weights stored as one tensor
 Weight = Tensor | ReplacedLinear | Stacked
 
 

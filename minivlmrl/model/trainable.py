@@ -10,7 +10,7 @@ from minivlmrl.model.plain_weights import has_adapters, is_adapter, part_of
 
 
 def select_trained(model: nn.Module, freeze: Sequence[Frozen]):
-    """Set requires_grad, False for model parts and layers in `freeze`."""
+    """Set requires_grad of all parameters; `freeze` lists frozen model parts and layers."""
     names = [name for name, _ in model.named_parameters()]
     frozen_layers = layer_prefixes(freeze, names)
     adapted = has_adapters(model)

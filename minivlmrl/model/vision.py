@@ -117,7 +117,7 @@ class VisionLayout:
 
 # cached, because policy and reference process the same images
 @lru_cache(maxsize=8)
-# no inference mode, even when called during sampling: autograd rejects inference tensors
+# the cached tensors are also used in training, where autograd rejects inference tensors
 @torch.inference_mode(False)
 def vision_layout(
     grids: tuple[tuple[int, int, int], ...], vision_config: VisionConfig, device: torch.device
@@ -173,7 +173,7 @@ class VisionTransformer(VisionTower):
             attends_to_frame = i in self.config.fullatt_block_indexes
             segments = layout.frames if attends_to_frame else layout.windows
             x = block(x, layout.cos, layout.sin, segments)
-        # reorder after merging, which leaves a quarter of the rows
+        # reorder after merging, because only a quarter of the rows are left
         return Reorder.apply(self.merger(x), layout.raster_order)
 
 

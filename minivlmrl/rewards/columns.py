@@ -38,7 +38,7 @@ class RewardArguments:
     row_rewards: list[list[str] | None]  # names of the rewards that score the row, None = all rewards
     extras: list[dict]  # values that log_extra added to a completion
     reward_model_scores: Sequence[float] | None = None
-    # trainer_state and the two functions are not lists, and are set by Reward.__call__
+    # not lists: trainer_state and the logging functions, which Reward.__call__ sets
     trainer_state: SimpleNamespace | None = None
     log_metric: Callable[[str, float], None] | None = None
     log_extra: Callable[[str, list], None] | None = None
@@ -57,7 +57,7 @@ def reward_columns(
     """Collect reward arguments for B rows with G completions per row.
 
     Returns:
-        {name: B * G values} for row columns, None where missing, and for RewardArguments, which override columns.
+        {argument: B * G values}: row columns, None where missing; RewardArguments override columns of the same name.
     """
     flat = []
     row_of_each = []

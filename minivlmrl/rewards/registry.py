@@ -36,7 +36,7 @@ REWARDS: dict[str, str | Callable] = {  # {reward name: "module:function" or fun
 # rewards that preflight.py calls before training, to find invalid solutions
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
-QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)  # logging functions that do nothing
+QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
 # names of built-in step metrics, which log_metric rejects
 STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"}
 
@@ -45,12 +45,12 @@ STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning
 READS_MESSAGES = re.compile(
     "string indices must be integers|'str' object (?:is not a mapping|has no attribute '(?:get|items|keys|pop|values)')"
 )
-# names of arguments to pass as messages; the last tuple is TRL's format for conversations
+# possible sets of arguments to pass as messages; for conversations, TRL passes both
 FORMS = (), ("prompts",), ("prompts", "completions")
 
 
 def in_form(columns: dict[str, list], form: Collection[str]) -> dict[str, list]:
-    """Convert prompts and completions to messages if `form` names them, otherwise to strings."""
+    """Convert `prompts` and `completions` to messages if they are in `form`, otherwise to strings."""
     converted = {}
     for name, role in (("prompts", "user"), ("completions", "assistant")):
         conversations = [as_turns(value, role) for value in columns.get(name, ())]
@@ -64,7 +64,7 @@ def in_form(columns: dict[str, list], form: Collection[str]) -> dict[str, list]:
 class RewardLog:
     """Provides the reward arguments `trainer_state` and `log_metric`, as in TRL."""
 
-    def __init__(self, global_step: int = 1, max_steps: int = 1):  # defaults: end of training
+    def __init__(self, global_step: int = 1, max_steps: int = 1):  # default: step 1 of 1
         self.trainer_state = SimpleNamespace(global_step=global_step, max_steps=max_steps)
         self.metrics: dict[str, list[float]] = {}  # {metric: this rank's values in the current rollout}
 
@@ -136,7 +136,7 @@ class Reward:
             "log_metric": log.log_metric,
             "log_extra": partial(log_extra, self.name, extras),
         }
-        for name in callbacks.keys() & columns.keys():  # from a user's reward function that calls this reward
+        for name in callbacks.keys() & columns.keys():  # passed by a user's reward function that calls this reward
             callbacks[name] = columns.pop(name)
         columns["completions"] = completions
         columns = {name: list(compress(values, is_scored)) for name, values in columns.items()}

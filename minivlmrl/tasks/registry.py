@@ -15,8 +15,8 @@ FRESH_ROWS = 1_000_000
 class Task:
     """A task: generated datasets, tokenizer and chance accuracy."""
 
-    # (recipe section `data`, seed) -> {key in NEEDS in run/datasets.py: training rows}, held-out rows (same for all
-    # seeds); other parameters become task options, such as pairs in "shapes(pairs=8)"
+    # function (recipe section `data`, seed) -> {kind of rows: training rows}, held-out rows (the same for all seeds).
+    # run/datasets.py lists the kinds of rows. Other parameters are task options, such as pairs in "shapes(pairs=8)".
     datasets: Callable[..., tuple[dict[str, Dataset], Dataset]]
     tokenizer: Callable[[], Tokenizer]  # trains a small tokenizer on all text in the task
     chance: float  # accuracy of guessing without the image

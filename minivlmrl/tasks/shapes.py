@@ -43,7 +43,7 @@ class Shapes(Sequence[Row]):
     Columns `solution` and `chosen` are always correct; make_rejected makes `rejected`.
     """
 
-    size: int  # number of rows
+    size: int
     seed: int | str
     wrong_labels: float = 0.0  # fraction of demonstrations with a random label
     prompt_template: str = "{problem}"
@@ -54,7 +54,7 @@ class Shapes(Sequence[Row]):
         return self.size
 
     def __getitem__(self, index: int) -> Row:
-        index = range(self.size)[index]  # raises IndexError, which ends iteration over the dataset
+        index = range(self.size)[index]  # IndexError from range ends iteration over the dataset
         rng = random.Random(f"shapes/{self.seed}/{index}")
         label = rng.choice(LABELS)
         image = draw_picture(label, rng)

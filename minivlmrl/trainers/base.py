@@ -134,7 +134,7 @@ class Trainer:
 
     stage: str  # stage name and recipe section
     config_type = TrainingOptions  # dataclass with the stage's options
-    needs = "prompts"  # key in NEEDS in run/datasets.py
+    needs = "prompts"  # kind of rows to train on, a key in NEEDS (run/datasets.py)
     answers: tuple[str, ...] = ()  # Row fields with answers to train on; empty if the stage samples completions
     samples_completions = False
     trains_policy = True  # whether the stage trains the policy, not another model

@@ -38,7 +38,7 @@ class SerializedGroup:
         return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))
 
 
-# group, index of the group's first sample, image embeddings
+# what ranks exchange: group, index of its first sample, image embeddings
 Payload = tuple[SerializedGroup, int, Tensor | None]
 
 
@@ -91,9 +91,9 @@ def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequenc
 def assign_groups(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks: equal numbers of groups, nearly equal numbers of tokens.
 
-    The longest group is assigned first, to the rank with the fewest tokens among ranks with room. A group stays on a
-    rank with room unless another rank has fewer tokens, by more than WORTH_MOVING times the mean over ranks. If no rank
-    has more than (1 + WORTH_MOVING) times the mean, no group moves.
+    The longest group is assigned first, to the rank with the fewest tokens among ranks with room. A group moves
+    only if its rank is full, or if another rank has fewer tokens by more than WORTH_MOVING times the mean over ranks.
+    If no rank has more than (1 + WORTH_MOVING) times the mean, no group moves.
 
     Example, tokens per group:
         before    rank 0: 9, 5, 1    rank 1: 8, 7, 2

@@ -28,7 +28,7 @@ class Family:
     # additional values for adapter.target: {name: regular expression for layer names}
     adapter_targets: ClassVar[Mapping[str, re.Pattern[str]]] = {}
     not_quantized: ClassVar[tuple[str, ...]] = ()  # name suffixes of layers that quantization skips
-    in_cuda_graphs: ClassVar[bool] = True  # False if shapes in a decode step depend on tensor values
+    in_cuda_graphs: ClassVar[bool] = True  # whether decode steps have fixed shapes, as CUDA graphs require
     in_vllm: ClassVar[bool] = True  # whether extras/vllm.py supports this family
 
     vision_hidden_act: ClassVar[str] = "silu"  # activation in the vision tower MLP
@@ -87,7 +87,7 @@ class Family:
         """
 
     def read_videos(self, settings: dict, where: str, images: ImageProcessor) -> Any:
-        """Parse video_preprocessor_config.json; None means Qwen2.5-VL's video resizing."""
+        """Parse video_preprocessor_config.json, or return None for Qwen2.5-VL's video resizing."""
         return None
 
     def write_videos(self, images: ImageProcessor, options: dict) -> dict:
