@@ -1,7 +1,7 @@
-"""Optional features. Recipes that use none of these features run the same without the folder extras/.
+"""Optional features. Recipes without them run the same if the folder extras/ is deleted.
 
-The core loads these modules by name: watchers (run/callbacks.py) in every run, others if a recipe, a command or a
-model's config.json names them.
+A module is loaded by name if a recipe, a command or a model's config.json needs it. Every run loads the
+watchers in run/callbacks.py.
 
 | module | used by |
 |---|---|

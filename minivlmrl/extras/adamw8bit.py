@@ -17,9 +17,9 @@ from minivlmrl.distributed.weights import is_part
 from minivlmrl.kernels.nf4_unpack import GROUP
 from minivlmrl.model.nf4 import dequantize, dynamic_code, quantize
 
-SMALLEST = 4096  # minimum number of values for 8-bit moments; vectors always have float32 moments
+SMALLEST = 4096  # smaller tensors, and all vectors, have float32 moments
 PIECE = 2**24  # values to dequantize at a time
-SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # {moment: whether it can be negative}
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # whether AdamW moments can be negative
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -82,7 +82,7 @@ class AdamW8bit(torch.optim.Optimizer):
         return dequantize(state[name], state[f"{name}_scale"], code)
 
     def _write(self, state: dict[str, Tensor], name: str, moment: Tensor):
-        if f"{name}_scale" not in state:  # float32 moments are updated in place by _update_rows
+        if f"{name}_scale" not in state:  # float32 moments were already updated in place
             return
         indices, scales = quantize(moment, dynamic_code(SIGNED[name], moment.device))
         # avoid 0: AdamW divides by the square root of exp_avg_sq

@@ -167,7 +167,7 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
             continue
         given = [encode_answer(trainer.processor, row, getattr(row, x)) for x in trainer.answers]
         answers[id(prompt)] = [turn.ids.tolist() for x in given for turn in x.turns or [x]]
-        # templates that drop earlier reasoning need one prompt per turn
+        # a chat template that drops earlier reasoning needs one prompt per turn
         fresh = replace(row, prepared_prompt=None).prompt(trainer.processor)
         fresh_prompts = [fresh, *(turn.prompt for x in given for turn in x.turns[1:])]
         patches = [number for _, patches in part.images for number in patches]

@@ -27,7 +27,7 @@ class Answer(NamedTuple):
 
 @cache
 def read_tables() -> dict[str, list[Answer]]:
-    """Read the tables in FILES, as {name: rows}."""
+    """Read the tables, as {option name: table rows}."""
     text = "".join(file.read_text(encoding="utf-8") for file in FILES if file.is_file())
     found, title = defaultdict(list), ""
     for line in text.splitlines():

@@ -257,7 +257,7 @@ def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
 
 
 def collect_completions(folder: Path) -> list[dict]:
-    lines_of_step = {}  # {(stage, step): lines}
+    lines_of_step = {}  # log lines by (stage, step)
     for line in read_lines(file_inside(folder, COMPLETIONS), CompletionLine):
         lines_of_step.setdefault((line["stage"], line["step"]), []).append(line)
     steps = list(lines_of_step)
@@ -277,7 +277,7 @@ def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
 
 
 def data_uri(folder: Path, path: str) -> str:
-    # only read images/, because completions.jsonl may be manipulated
+    # read only from images/, because a manipulated completions.jsonl may name other files
     is_image = Path(path).parent == Path(IMAGES) and Path(path).name != ".."
     file = file_inside(file_inside(folder, IMAGES), Path(path).name if is_image else "")
     if not file.is_file():

@@ -164,8 +164,7 @@ def load_scorer(policy: VisionLanguageModel, folder: str | Path, device: torch.d
     """Load a value model to score a policy's completions.
 
     Args:
-        same_base: whether the adapters belong to the policy's base weights, which policy and value model then
-            share, unless sharded.
+        same_base: whether both models are adapters on the same base weights, so that they can share them.
     """
     if same_base and has_adapters(policy) and not is_sharded(policy):
         from minivlmrl.model.peft import load_adapter
@@ -177,7 +176,7 @@ def load_scorer(policy: VisionLanguageModel, folder: str | Path, device: torch.d
 
 
 def reward_model(completions: list[str], reward_model_scores: list[float], **columns) -> list[float]:
-    """Return unbounded reward-model scores as rewards."""
+    """Use the reward model's scores, which are unbounded, as rewards."""
     return reward_model_scores
 
 

@@ -14,16 +14,16 @@ with optional_dependency("tensorboard", "the tracker needs the package tensorboa
 
 
 def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
-    """Return log(values, steps), which writes metrics; after a resume, TensorBoard hides repeated steps.
+    """Return a function log(values, steps) that writes metrics. TensorBoard hides steps repeated after a resume.
 
     Args:
-        steps: number of steps before a resume.
+        steps: optimizer steps before a resume, 0 in a new run.
         closing: exit stack that is closed when the run ends.
     """
     folder = Path(config.output_dir) / "tensorboard"
 
     @cache
-    def writer() -> SummaryWriter:  # opened at the first metrics, so that a run that fails earlier deletes no files
+    def writer() -> SummaryWriter:  # a run that fails before its first metrics deletes no files
         if not steps:
             shutil.rmtree(folder, ignore_errors=True)
         return closing.enter_context(SummaryWriter(str(folder), purge_step=steps + 1))

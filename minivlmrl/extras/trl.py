@@ -164,7 +164,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         weights = None if kept is mask else kept
         if self.off_policy_mask_threshold is not None:
             old_logps = inputs.get("old_per_token_logps", logps.detach())
-            # without vLLM, TRL samples with the old policy itself
+            # without vLLM, TRL samples from the old policy
             sampling_logps = inputs.get("sampling_per_token_logps", old_logps)
             near = off_policy_mask(logps, sampling_logps, inputs["advantages"], mask, self.off_policy_mask_threshold)
             weights = near if weights is None else weights * near

@@ -56,7 +56,7 @@ FIXED_OPTIONS = {
     # TokenChooser must run exactly once per token
     "async_scheduling": False,
     "enable_chunked_prefill": False,
-    "load_format": "dummy",  # random; real weights are loaded before each rollout
+    "load_format": "dummy",  # random weights, replaced before each rollout
     "generation_config": "vllm",
 }
 
@@ -94,7 +94,7 @@ class Sampling:
 
     def __init__(self, sample_token: TokenSampler, num_rows: int):
         self.sample_token = sample_token
-        # (rows, token ids, log-probabilities, whether the completion ends) per decode step, all (r,)
+        # batch rows, token ids, log-probs and ended flags of every decode step, each (r,)
         self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self.counts = torch.zeros(num_rows, dtype=torch.long)  # sampled tokens per row
         self.ended: list[str] = []  # requests that ended in the latest step
@@ -112,7 +112,7 @@ class Sampling:
 class TokenChooser:
     """Logits processor that samples with minivlmrl, and makes vLLM select the sampled tokens."""
 
-    sampling: Sampling | None = None  # a class attribute, because vLLM creates the TokenChooser
+    sampling: Sampling | None = None  # class attribute, because vLLM creates the instance
 
     def __init__(self, vllm_config, *_):
         self.rows: dict[int, int] = {}  # {slot in vLLM's batch: row index}
@@ -162,7 +162,7 @@ class VLLMSampler(Sampler):
         model_config = config.model.config
         if config.model.path is not None:
             model_config = find_folder(config.model.path) / "config.json"
-        if model_config is None:  # build_model reports the missing config
+        if model_config is None:  # build_model reports a missing config.json
             return
         model_type = read_json(Path(model_config)).get("model_type")
         if model_type in list(FAMILIES) and not find_family(model_type).in_vllm:
@@ -198,7 +198,7 @@ class VLLMSampler(Sampler):
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
-        # cached image embeddings come from old weights
+        # remove image embeddings computed with old weights
         self.llm.llm_engine.reset_encoder_cache()
         completions = super().__call__(prompts, num_generations, keys)
         if self.sleeps:
@@ -248,7 +248,7 @@ class VLLMSampler(Sampler):
             )
         limit = self.most_tokens(self.sampling)
         num_new = self.sampling.max_new_tokens
-        if limit and len(ids) + num_new > limit:  # vLLM would truncate the completion
+        if limit and len(ids) + num_new > limit:  # vLLM would truncate such a completion
             raise UserError(
                 f"{name}: the prompt has {len(ids)} tokens, which together with max_new_tokens "
                 f"({num_new}) exceeds sampling.vllm.max_model_len ({limit}); increase max_model_len"

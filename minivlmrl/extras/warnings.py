@@ -67,9 +67,9 @@ class WarningRules:
         if "sft" in self.config.stage_names:
             self.demonstrations = "more demonstrations (a larger sft.max_steps)"
         self.recent = deque(maxlen=WINDOW)
-        self.active: set[str] = set()  # rules violated at the last step
+        self.active: set[str] = set()  # names of warnings whose condition held at the last step
         self.rollout = None
-        # (row solutions, completion rewards) per recent rollout
+        # solutions and rewards of recent rollouts
         self.recent_rewards = deque(maxlen=BASELINE_ROLLOUTS)
         self.extremes = []  # lowest and highest total reward
         self.best_mean = -math.inf  # highest mean reward over 10 steps

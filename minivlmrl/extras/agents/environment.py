@@ -151,7 +151,7 @@ def settings_of(environment: Environment) -> Settings:
 def tools_of(environment: Environment) -> dict[str, Callable]:
     """Return an environment's tools as {name: bound method}."""
 
-    def is_method(member) -> bool:  # True also for class methods and cached methods
+    def is_method(member) -> bool:  # include class methods and cached methods
         return inspect.isfunction(inspect.unwrap(getattr(member, "__func__", member)))
 
     tools = {}

@@ -57,7 +57,7 @@ def answer_call(
     """Run a tool call; an exception or an oversized result becomes the text "error: ...".
 
     Args:
-        name, inside: tool name and argument text, see Call.
+        name, inside: tool name, and its arguments as text.
     Returns:
         message parts, images with their grids, whether the call succeeded
     """
@@ -184,7 +184,7 @@ def read_parameter(hint, text: str):
         with suppress(ValueError):
             read_value(hint, choice, "", json=True)
             return choice
-    return value  # validation reports the wrong type later
+    return value  # later validation reports wrong types
 
 
 def part(result) -> dict:
@@ -215,8 +215,7 @@ def render_answers(answers: list[list[dict]], opening: Sequence[str] = ()) -> li
 
     Args:
         answers: message parts, one list per tool result.
-        opening: from `turn_opening`, to render a user turn; if empty, render <result>...</result> in the assistant
-            turn.
+        opening: result of `turn_opening`; "" = write <result>...</result> into the assistant turn.
     """
     if not opening:
         parts = [p if "image" in p else part(f"<result>{p['text']}</result>") for p in answers[0]]

@@ -19,7 +19,7 @@ class ToolProcessor(Processor):
     def join_turns(self, turns: list[dict]) -> list[dict]:
         """Merge results of calls such as <search>cats</search> into the assistant turn as <result>...</result>."""
         joined = []
-        is_answered = False  # whether the last joined turn ends with a tool result
+        is_answered = False
         closing_tags = tuple(f"</{name}>" for name in self.tools)
         for turn in turns:
             parts = content_parts(turn)
@@ -52,6 +52,6 @@ class ToolProcessor(Processor):
         for piece, is_written in pieces:
             is_text = self.tools and not isinstance(piece, SpecialToken)
             for i, text in enumerate(answer.split(piece) if is_text else [piece]):
-                if text:  # odd indices are tool results
+                if text:  # re.split returns tool results at odd indices
                     cut_pieces.append((text, is_written and i % 2 == 0))
         return cut_pieces

@@ -52,8 +52,8 @@ class ToolEpisode:
         self.text = b""  # UTF-8 text generated since the last tool result
         self.ids: list[int] = []  # completion ids, including tool results
         self.policy_mask: list[bool] = []  # True for sampled tokens, False for tool results
-        self.pictures: list[tuple] = []  # images, see Completion.pictures
-        self.unread: list[Prompt] = []  # at most one tool result to prefill
+        self.pictures: list[tuple] = []  # images returned by tools
+        self.unread: list[Prompt] = []  # tool results to prefill, at most one
         self.ended = False
 
     def step(self, token: int, turn_ends: bool, text_ends: bool, sampler: Sampler) -> bool:
@@ -205,7 +205,7 @@ class AnswerAttention(DecodeAttention):
         self.answer_spans = []
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()
         newest = decoding.newest.tolist()  # newest cache position per row
-        # slices per result: (batch row, packed tokens)
+        # (batch row, packed-token slice) of every tool result
         self.spans = []
         tokens_of_rows = [0] * len(newest)
         tokens_before = 0

@@ -71,7 +71,7 @@ class Episode(ToolEpisode):
         super().__init__(environment)
         self.prompt = prompt
         self.row = row
-        self.key = ""  # seeds the sampling, together with the turn number
+        self.key = ""  # sampling seed, combined with the turn number
         self.turns: list[Completion] = []
         self.rounds: list[Round] = []
 
@@ -102,7 +102,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate all turns into one Completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
-        # for logs: the last image in each prompt after the first
+        # logs show the last image of each later prompt
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),

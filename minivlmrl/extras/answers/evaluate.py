@@ -155,7 +155,7 @@ def find_recipe(model: str | Path) -> Path | None:
     """Return the training run's recipe, else the model's minivlmrl.yaml, else None."""
     own = find_folder(model) / INFERENCE_CONFIG
     own_options = read_yaml(own) if own.is_file() else {}
-    for folder in Path(model).absolute().parents[:3]:  # RUN is a parent of RUN/best/checkpoint
+    for folder in Path(model).absolute().parents[:3]:  # the model folder may be RUN/best/checkpoint
         recipe = folder / RUN_CONFIG
         if recipe.is_file() and (folder / METRICS).is_file() and contains(read_yaml(recipe), own_options):
             return recipe
@@ -163,7 +163,7 @@ def find_recipe(model: str | Path) -> Path | None:
 
 
 def contains(recipe: Plain, options: Plain) -> bool:
-    """Return whether a recipe sets all options to the same values."""
+    """Return whether a recipe has all the given option values."""
     if not isinstance(options, dict):
         return recipe == options
     return isinstance(recipe, dict) and all(contains(recipe.get(name), value) for name, value in options.items())

@@ -17,7 +17,7 @@ from minivlmrl.extras.check.rewards import Trial, check_constant
 from minivlmrl.extras.check.rows import sample_rows, solutions_of, without_media
 from minivlmrl.rewards.registry import held_out_rewards, required_columns
 
-NUM_DECODED = 1000  # maximum rows with decoded images
+NUM_DECODED = 1000  # maximum rows to decode images from
 
 
 def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor: Processor) -> Iterator[str]:
@@ -46,7 +46,7 @@ def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterato
     """Check for evaluation images that are identical to training images."""
     if not isinstance(held_out, FileDataset) or not isinstance(rows, FileDataset):
         return
-    if rows_trained_on(held_out, rows):  # find_mistakes already reports duplicate rows
+    if rows_trained_on(held_out, rows):  # another check already reports duplicate rows
         return
     held_out_images = pixel_hashes(held_out)
     num_shared = len(held_out_images & pixel_hashes(rows)) if held_out_images else 0

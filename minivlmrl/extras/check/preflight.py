@@ -37,7 +37,7 @@ from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
-NUM_SOLUTIONS = 10_000  # maximum solutions to check: takes a few seconds
+NUM_SOLUTIONS = 10_000  # maximum solutions to check, in a few seconds
 NUM_IMAGES = 16  # maximum images whose boxes are checked
 TYPICAL_WEIGHT = 0.01  # typical absolute weight in models with billions of parameters
 
@@ -57,7 +57,7 @@ class Preflight(Callback):
             try:
                 for find in (training_rewards, held_out_rewards):
                     find(config)
-            except Exception as error:  # a user file failed only when imported again
+            except Exception as error:  # a user file may fail on a second import
                 if world.is_main:
                     print(
                         f"the rewards were not tried, because a file cannot be imported twice: {truncate(error, 200)}"
@@ -99,7 +99,7 @@ def fresh_import() -> Iterator[None]:
     try:
         yield
     finally:
-        # remember files that the trial imported, because a resumed run compares all code files
+        # keep the list of imported user files: resuming checks them for changes
         USER_FILES.update(code_files())
         for name in loaded_modules():
             del sys.modules[name]

@@ -49,7 +49,7 @@ class Trial:
     """Reward functions to test, their weights, and the rows to test them on."""
 
     rewards: list[Reward]
-    weights: Tensor  # (K,), K reward functions
+    weights: Tensor  # (K,), for K reward functions
     rows: Sequence[Row]
     processor: Processor
     max_new_tokens: int = 64  # length of the longest text to score, in tokens
@@ -178,10 +178,10 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
         yield from check_constant(trial, solutions, right_values)
         yield from check_forms(trial)
     probes = REWARD_HACK_PROBES | {"a word that is repeated": longest_text(trial)}
-    # one list of texts per probe, then the correct answers
+    # texts without an answer, one list each, then the correct answers
     text_lists = [[text.replace("{question}", text_of(row.messages[-1])) for row in rows] for text in probes.values()]
     text_lists.append([format_completion(answer, trial.processor) for answer in right_answers])
-    # (texts, rows, K)
+    # rewards, (texts, rows, K)
     values = torch.stack([*map(trial.score_texts, text_lists[:-1]), right_values])
     totals = [combine(x, trial.weights).nanmean().item() for x in values]
     if required_columns(trial.rewards):
@@ -271,7 +271,7 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
     Labels with digits are skipped, because 1-5 and 15 are different labels.
     """
     solution_counts = count_answers(solutions)
-    names = defaultdict(list)  # {letters: solutions, most frequent first}
+    names = defaultdict(list)  # {solution, letters only: its spellings, most frequent first}
     for solution, _ in solution_counts.most_common():
         letters = re.sub(r"[\W_]", "", normalize(solution))
         if letters.isalpha():
@@ -313,7 +313,7 @@ def check_constant(
     frequency = num_equal / len(solutions)
     constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
     constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # if the constant answer scores far higher, correct answers are unreadable, which other checks report
+    # a far higher constant score means unreadable correct answers, which other checks report
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {truncate(format_completion(solution, trial.processor), 80)} scores "

@@ -42,7 +42,7 @@ def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], proce
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
     """Check for several system messages, misplaced tool results, and images before the text in only some rows."""
     num_two_systems = num_misplaced = 0
-    image_orders = Counter()  # {True if the image follows the text: number of questions}
+    image_orders = Counter()  # number of questions with the image after and before the text
     for row in without_media(all_rows):
         systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
         num_two_systems += len({*systems, system_prompt} - {None}) > 1
@@ -86,7 +86,7 @@ def check_duplicates(all_rows: Dataset) -> Iterator[str]:
     if not isinstance(all_rows, FileDataset):
         return
     counts = Counter(all_rows.prompt_hashes)
-    first_rows = {}  # {hash of prompt and images: first row}
+    first_rows = {}  # first row per hash of prompt and images
     faults = []
     for index, prompt_hash in enumerate(all_rows.prompt_hashes):
         if counts[prompt_hash] > 1:

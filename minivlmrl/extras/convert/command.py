@@ -126,7 +126,7 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
 
 
 def convert_row(row: dict, layout: str, folder: Path, dropped: Counter) -> tuple[dict, dict[str, str]]:
-    """Convert and check a row; return it with {note: detail}. Lost keys are counted in `dropped`."""
+    """Convert a row, and return it with notes on problems. Lost keys are counted in `dropped`."""
     columns = READERS[layout](prepare(row, dropped))
     if columns is None:
         raise UserError(f"the row does not have the layout {layout!r} of the first rows; split the file")
@@ -163,7 +163,7 @@ def notes_of(row: dict, num_images: int) -> Iterator[str]:
 
 
 def report_rows(noted: dict[str, list[str]], num_rows: int):
-    """Print notes about rows, but none if all rows lack a question, which data.prompt_template may contain."""
+    """Print how many rows have each problem. Rows may all lack a question, which data.prompt_template can add."""
     for note, places in noted.items():
         if note != NO_QUESTION or len(places) < num_rows:
             print(f"{len(places)} of {num_rows} rows have {note.format(places[0])}", file=sys.stderr)
@@ -171,7 +171,7 @@ def report_rows(noted: dict[str, list[str]], num_rows: int):
 
 @contextmanager
 def row_errors(where: str) -> Iterator[None]:
-    """Context manager that adds the row to error messages, even for unexpected types."""
+    """Add file and line to error messages, also for unexpected types."""
     with error_context(where):
         try:
             yield
@@ -183,8 +183,8 @@ def row_errors(where: str) -> Iterator[None]:
 
 
 def check_new_row(row: dict, folder: Path) -> dict[str, str]:
-    """Return {note: detail} if some runs refuse the row; raise UserError if all runs do."""
-    json.dumps(row, ensure_ascii=False, default=str).encode()  # raises ValueError for lone surrogates
+    """Return notes on why some runs refuse a row. Raise UserError if all runs would refuse it."""
+    json.dumps(row, ensure_ascii=False, default=str).encode()  # encode raises ValueError for lone surrogates
     # rows without a prompt, as in an imagefolder, need data.prompt_template in the recipe
     options = RowOptions() if has_prompt(row) else RowOptions(prompt_template="What is it?")
     notes = {}
@@ -197,7 +197,7 @@ def check_new_row(row: dict, folder: Path) -> dict[str, str]:
     shown = [*media, *(part["image"] for part in answer_image_parts(new_row))]
     try:
         missing = [source for source, path in files_of(shown, str(folder)) if path and not isfile(path)]
-    except UserError as error:  # files_of rejects web addresses
+    except UserError as error:  # the row has a web address
         missing = [error]
     if missing:
         notes[MISSING] = f": {missing[0]}"

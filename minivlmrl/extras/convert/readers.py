@@ -35,7 +35,7 @@ ANSWER_TEXTS = ("completion", "chosen", "rejected")
 LISTS = ("messages", "conversations", "conversation", "history", *MEDIA, "options", "choices", "texts",
          *QUESTIONS, *ANSWER_TEXTS)  # fmt: skip
 PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}
-# reported once if boxes from `objects` were written into the text
+# note that is printed once if boxes from `objects` are written into the text
 BOX_UNIT = "the unit of the boxes in `objects`, which are in pixels of the image file"
 TAGS = {"<ref-object>": "ref", "<bbox>": "bbox"}  # {ms-swift tag: its list in `objects`}
 RENDERED = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\s*|$)(?=<\|im_start\|>|\s*$)", re.DOTALL)
@@ -104,11 +104,11 @@ def read_lists(row: Columns):
             continue
         items = literal_list(value)
         if items is None or (name in ANSWER_TEXTS and not is_list_text(value, name)):
-            continue  # keep answers that look like a list
+            continue  # an answer such as "[1, 2]" stays text
         is_question = name in QUESTIONS and all(isinstance(item, str) for item in items)
         row[name] = items[0] if is_question and len(items) == 1 else items
     for name in ("image", "images"):
-        if isinstance(value := row.get(name), list):  # flatten if every turn has its own list
+        if isinstance(value := row.get(name), list):  # flatten image lists given per turn
             row[name] = [item for items in value for item in (items if isinstance(items, list) else [items])]
 
 

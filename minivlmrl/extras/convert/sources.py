@@ -119,7 +119,7 @@ def _read_coco(path: Path, content: dict) -> Rows:
 def _read_cells(path: Path) -> Rows:
     """Read a CSV or TSV file with column names in the first line; empty cells become missing columns."""
     csv.field_size_limit(2**31 - 1)
-    # no error_context: on csv.Error, `where` is still the previous row
+    # after csv.Error, `where` is still the previous row, so error_context would be wrong
     with path.open(encoding="utf-8-sig", newline="") as file:
         first_line = file.readline()
         file.seek(0)

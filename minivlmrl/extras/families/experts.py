@@ -75,9 +75,9 @@ class Experts(nn.Module):
         probabilities, ids = choose_experts(logits, self.top_k)
         weights = probabilities.gather(1, ids)
         weights = (weights / weights.sum(-1, keepdim=True)).to(logits.dtype)  # (N, k)
-        order = ids.flatten().argsort(stable=True)  # (N k,) sorted by expert, then by token
+        order = ids.flatten().argsort(stable=True)  # (N k,) order by expert, then by token
         back = order.argsort()
-        copies = Reorder.apply(x.repeat_interleave(self.top_k, 0), order, back)  # (N k, D)
+        copies = Reorder.apply(x.repeat_interleave(self.top_k, 0), order, back)  # sorted tokens, (N k, D)
         counts = self.counts(ids)
         used = counts
         if sum_over_ranks is not None and torch.is_grad_enabled():
@@ -144,7 +144,7 @@ class ExpertsFamily(Family):
         "experts": re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
     }
     not_quantized = (".mlp.gate",)  # NF4 skips routers
-    in_cuda_graphs = False  # shapes vary with the number of tokens per expert
+    in_cuda_graphs = False  # tokens per expert vary, but CUDA graphs need fixed shapes
     in_vllm = False
 
     def read_text(self, text: dict) -> dict:

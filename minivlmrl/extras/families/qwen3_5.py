@@ -90,7 +90,7 @@ class Layer(DecoderLayer):
     """Decoder layer with GatedAttention or GatedDeltaNet, depending on config.layer_types."""
 
     norm_type = CenteredRMSNorm
-    attention_type = None  # __init__ builds GatedAttention or GatedDeltaNet
+    attention_type = None
 
     def __init__(self, model_config: Qwen3_5Config, index: int):
         super().__init__(model_config, index)
@@ -135,7 +135,7 @@ def apply_partial_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class GatedDeltaNet(nn.Module):
     """Gated DeltaNet: linear attention after a causal convolution, with a (K, V) state matrix per head."""
 
-    resets_itself = True  # build.initialize calls reset_parameters
+    resets_itself = True  # build.initialize should call reset_parameters
 
     def __init__(self, model_config: Qwen3_5Config, index: int):
         super().__init__()

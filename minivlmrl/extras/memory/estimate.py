@@ -51,7 +51,7 @@ from minivlmrl.trainers.registry import find_trainer
 RESERVE = 3 * GB  # CUDA context, NCCL buffers, fragmentation
 # bytes per logit while sampling: logit and probability in float32, three int64 values
 DRAW_BYTES = 32
-TYPICAL_ROWS = (RowSize(),)  # assumed rows if the sizes are unknown
+TYPICAL_ROWS = (RowSize(),)  # row sizes for estimates without a dataset
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class AllocationTracker(TorchDispatchMode):
 
     def __init__(self, uncounted: list[Tensor]):
         super().__init__()
-        # storages to skip: already counted, or in `uncounted`
+        # tensor storages that are not counted again
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
         self.now = 0
         self.peak = 0
@@ -447,7 +447,7 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     # factor 2: gathered weights and gathered gradients
     gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
     if config.sharding.once_per_step:
-        # all weights, all gradients in float32, and two blocks' gradients in the weight dtype
+        # gathered at once: all weights, all float32 gradients, two blocks' gradients in the weight dtype
         weights = sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
         gathered = weights + gathered // 2
         gradients += sum(p.numel() * torch.promote_types(p.dtype, torch.float32).itemsize for p in trained)

@@ -75,7 +75,7 @@ CARDS = {
     "V100 32GB": Card(1.57e13, 9.0e11, 32e9, before_ampere=True),
     "V100": Card(1.57e13, 9.0e11, 16e9, before_ampere=True),
 }
-VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # words that distinguish names of cards
+VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # words in card names that mark a different card
 
 
 def find_card(name: str) -> Card | None:

@@ -52,8 +52,8 @@ class MemoryCheck(Callback):
     estimator: MemoryEstimator | None = None
 
     def on_setup(self, config: RunConfig, world: World):
-        self.plans = {}  # {stage: result of estimate_phases}
-        self.questions = {}  # {stage: MemoryQuestion with measured rows}, empty on CPUs
+        self.plans = {}  # memory estimates by stage
+        self.questions = {}  # inputs of the estimates by stage, empty on CPUs
         if config.model.path is None:  # skip models with random weights, which are small
             return
         self.estimator = MemoryEstimator.from_folder(config.model.path, is_before_ampere(world.device))
@@ -131,7 +131,7 @@ def refusal(question: MemoryQuestion, available: float) -> str:
 
 
 def cause(phase: str, items: dict[str, float]) -> str:
-    """Return the key in out_of_memory.CURES for the largest entry of a phase."""
+    """Return the key in out_of_memory.CURES for the largest memory item of a phase."""
     largest = max(items, key=items.__getitem__)
     if largest in MODELS:
         return "weights"

@@ -78,7 +78,7 @@ def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
 
 WEIGHTS = "nf4", "sharding", "lora", "bfloat16", "8-bit moments"
 TRAINING = "communication", "recomputation", "micro-batch", "nf4", "sharding", "bfloat16"
-# {training phase or memory estimate entry: options that lower its memory, most effective first}
+# options that lower the memory of a training phase or estimate entry, most effective first
 CURES = {
     "sampling": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
     "evaluation": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
@@ -94,7 +94,7 @@ CURES = {
 
 
 def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[str]:
-    """Return options such as --adapter.r=16 that reduce the memory of a phase or estimate entry in CURES."""
+    """Return options, such as --adapter.r=16, that reduce memory in a phase."""
     model, adapter = config.model, config.adapter
     has_full_base = adapter.r and adapter.quantize is None
     is_float32 = model.dtype == "float32" and not model.compute_dtype
