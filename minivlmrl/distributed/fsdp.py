@@ -98,7 +98,7 @@ class Sharding:
         if is_untied:
             gather_embedding_and_head(model)
         vision = DummyVisionForward()
-        # register after FSDP's hooks, which gather the vision tower weights
+        # these hooks must run after FSDP's, which gather the vision tower weights
         model.register_forward_pre_hook(vision.before)
         model.model.register_forward_pre_hook(vision.before_decoder)
         model.sharding = self
@@ -201,7 +201,7 @@ def gather_embedding_and_head(model: VisionLanguageModel):
     for unit in (embedding, head):
         unit.set_reshard_after_forward(False)  # keep weights gathered, because decode steps use them again
         communication_of(unit).all_reduces_once = True
-    # register after FSDP's own hook, which initializes FSDP
+    # these hooks must run after FSDP's, which initialize FSDP
     model.register_forward_pre_hook(gather_embedding)
     model.register_forward_hook(gather_head)
 
@@ -233,7 +233,7 @@ class DummyVisionForward:
             self.zero = forward_black_image(model.visual, model.config.vision_config, batch.input_ids.device)
 
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
-        """Add `zero` to the decoder input, so that all ranks run the same backward pass."""
+        """Add the tower output, times 0, to the decoder input, so that all ranks run the same backward pass."""
         if self.zero is None:
             return None
         x, *others = arguments

@@ -141,7 +141,7 @@ class World:
         with suppress(dist.DistError):  # DistError if a rank reports no error within `limit`
             store.wait(errors, limit)
             own = "all"
-        workers = store.compare_set("ranks that save", "", own).decode()  # the first rank with an error sets this key
+        workers = store.compare_set("ranks that save", "", own).decode()  # the first rank decides which ranks save
         if workers == "all":
             work(self)
         elif not alone:
@@ -166,7 +166,7 @@ class World:
             future.set_exception(error)
         self.barrier(name)
         for error in filter(None, self.gather_objects(future.exception())):
-            raise error from future.exception()  # keep the traceback of this rank
+            raise error from future.exception()  # also show the traceback of this rank's error
         return future.result()
 
     def run_on_rank_zero(self, work: Callable[[], Value], name: str = "do its part") -> Value | None:
@@ -197,7 +197,7 @@ class World:
             if parameter.grad is None:  # vision weights have no gradient on a rank without images
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
-        if not gradients:  # only the vision tower is trained, and no rank has images
+        if not gradients:  # no gradients: only the vision tower is trained, and no rank has images
             return
         flat_gradients = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat_gradients)
@@ -286,6 +286,6 @@ def shutdown(world: World):
     world.barrier("finish the run")
     stop_watchdog()
     if dist.is_initialized():
-        dist.barrier()  # destroying a group in use can abort another rank
+        dist.barrier()  # destroying a process group in use can abort another rank
         if world.ends_group:
             dist.destroy_process_group()

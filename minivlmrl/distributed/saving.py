@@ -135,7 +135,7 @@ def write_other_files(
     merge: bool,
     write_adapter: Callable[[Path], None] | None,
 ):
-    """Write config, processor and adapter into a model folder; without `merge`, only the adapter."""
+    """Write config, processor and adapter into a model folder, or only the adapter if not `merge`."""
     settings = processor.tokenizer.files.get(INFERENCE_CONFIG)
     if merge:
         write_settings(folder, model, processor)

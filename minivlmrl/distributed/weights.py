@@ -70,7 +70,7 @@ def reshard(module: nn.Module):
 
 @dataclass
 class Communication:
-    """Determines when an FSDP unit gathers weights and reduces gradients."""
+    """Settings for when an FSDP unit gathers weights and reduces gradients."""
 
     once_per_step: bool
     # vision block or decoder layer, whose weights are freed after the forward pass
@@ -134,7 +134,7 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
             yield model
         return
     try:
-        # with inference_mode, the gathered weights could not be trained afterwards
+        # not inference_mode: the gathered weights could not be trained afterwards
         with torch.no_grad():
             if not gather_weights:
                 yield model

@@ -25,7 +25,7 @@ from minivlmrl.model.attention import DecodeAttention, GroupAttention
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import GroupBatch, pack
 
-# inverse_cdf rounds probabilities to multiples of 1 / UNITS; float64 is exact up to 2^53
+# probabilities are rounded to multiples of 1 / UNITS; float64 sums are exact up to 2^53
 UNITS = 2**52
 # sample_token(logits (r, V), row indices (r,), tokens so far (r,)) -> ids, logps, whether finished, each (r,)
 TokenSampler = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -80,7 +80,7 @@ def generate(
         steps.append((attention.rows.where(unfinished, -1), ids, logps, ends))
         unfinished = unfinished & ~ends & (counts + 1 < max_new_tokens)
         if step % attention.check_every == 0 or step == max_new_tokens:
-            # without filters and stop strings, the CPU waits for the GPU only here
+            # the CPU waits for the GPU only here, except for filters and stop strings
             unfinished_host = unfinished.cpu()
             if not unfinished_host.any():
                 break

@@ -192,7 +192,7 @@ class Sampler:
 
         Args:
             rows: dataset row of each prompt, for error messages.
-            max_logp_mismatch: factor by which the tolerance is multiplied.
+            max_logp_mismatch: factor for the tolerance.
         """
 
 

@@ -60,7 +60,7 @@ class StopStrings:
             rows: (r,) row indices.
             ids: (r,) new token ids.
         Returns:
-            (r,) bool, True if the token completes a stop string.
+            (r,) bool.
         """
         ends = []
         for row, token_id in zip(rows.tolist(), ids.tolist(), strict=True):

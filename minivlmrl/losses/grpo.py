@@ -257,7 +257,7 @@ def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
 
 def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
     """Raise ValueError if epsilon or beta is out of range."""
-    if not 0 <= epsilon_low <= epsilon_high:  # also rejects NaN
+    if not 0 <= epsilon_low <= epsilon_high:  # NaN also fails this check
         raise ValueError(
             f"epsilon_low is {epsilon_low}, but it must be between 0 and epsilon_high, which is {epsilon_high}"
         )

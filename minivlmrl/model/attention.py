@@ -86,8 +86,8 @@ class PackedLayout:
         """Group prompts of equal length, and arrange their token indices in padded matrices.
 
         Returns:
-            Two lists. The first has token indices (prompts, P) and (completions, C) for each prompt length, padded
-            with -1. The second has PromptSlots for each prompt length, None if completions have at most one token.
+            list of token indices (prompts, P), (completions, C) for each prompt length, -1 at padding; and list of
+            PromptSlots for each prompt length, None if completions have at most one token.
         """
         blocks = []
         slots = []
@@ -190,7 +190,7 @@ class DecodeAttention:
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
         self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
         self.num_row_keys = 0  # number of completion keys in the longest row
-        # True once rows have different lengths, after tool responses
+        # whether rows have different lengths, as after tool responses
         self.masks_rows = False
         self.prompt_index = prompt_index
         self.slots = PromptSlots(prompt_index, len(lengths), self.device)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # name suffixes of layers that write to the residual stream
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
-# ImageProcessor field -> VisionConfig field
+# {ImageProcessor field: equal VisionConfig field}
 PATCHES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
 
 

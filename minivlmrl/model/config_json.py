@@ -134,7 +134,7 @@ def _check(model_config: ModelConfig):
     vision = model_config.vision_config
     num_layers, num_heads = model_config.num_hidden_layers, model_config.num_attention_heads
     num_key_heads = model_config.num_key_value_heads
-    has_head_dim = "head_dim" in vars(model_config)  # without head_dim: hidden_size / num_attention_heads
+    has_head_dim = "head_dim" in vars(model_config)  # default head_dim: hidden_size / num_attention_heads
     section = list(model_config.mrope_section)
     levels = list(vision.deepstack_visual_indexes)
     rules = [

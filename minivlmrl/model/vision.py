@@ -60,7 +60,7 @@ class MLP(nn.Module):
 
 
 NORMS = {"rms_norm": RMSNorm, "layer_norm": nn.LayerNorm}
-EPS = 1e-6  # epsilon in RMSNorm and LayerNorm
+EPS = 1e-6
 
 
 def window_order(image_grid_thw: Tensor, vision_config: VisionConfig) -> tuple[Tensor, list[int], list[int]]:

@@ -35,7 +35,7 @@ def mean_iou(
 ) -> list:
     """Compute the mean IoU of matched boxes, 0 to 1; missing and extra boxes count as 0.
 
-    Example: with two true boxes, an answer with exactly one gets 1/2.
+    Example: an answer with one of two true boxes gets 1/2.
 
     Args:
         answer_texts: n answers, None = no answer found.

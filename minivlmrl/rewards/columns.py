@@ -57,7 +57,7 @@ def reward_columns(
     """Collect reward arguments for B rows with G completions per row.
 
     Returns:
-        {argument: B * G values}: row columns, None where missing; RewardArguments override columns of the same name.
+        {argument: B * G values}: row columns, None where missing, and RewardArguments, which override columns.
     """
     flat = []
     row_of_each = []

@@ -261,8 +261,8 @@ def plain_value(value: Any) -> float | str | None:
 def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     """Log one value per completion, like TRL's log_extra(column, values).
 
-    Column "why" has a reason per reward, for example {"format": "no <answer>"}. Values without a JSON type are logged
-    as str(value).
+    Reasons in column "why" are logged per reward, for example {"format": "no <answer>"}. Values without a JSON type
+    are logged as str(value).
     """
     if len(values) != len(extras):
         raise UserError(

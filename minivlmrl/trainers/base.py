@@ -37,7 +37,7 @@ class MicroBatch:
     ref_per_token_logps: Tensor | None = None  # (R, T) reference log-probabilities, in nats
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
-        """Return {metric: token count}, weights for averaging metrics over micro-batches."""
+        """Return weights for averaging metrics over micro-batches: {metric: token count}."""
         return dict.fromkeys(names, float(self.loss_mask.sum()))
 
     def mean(self, per_token: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class Trainer:
         raise NotImplementedError
 
     def phase(self, name: str, rows: Sequence[Row] = ()) -> error_phase:
-        """Time a phase such as "sampling", and attach its name and rows to errors."""
+        """Time a phase such as "sampling", and add its name and rows to error messages."""
         self.timer.start(name)
         return error_phase(name, rows)
 

@@ -44,7 +44,7 @@ def gather_groups(trainer: RolloutTrainer, rollout: Rollout, compared: Tensor) -
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = list(zip(map(SerializedGroup.from_samples, rollout.groups), differs.tolist(), strict=True))
     groups = chain(*trainer.world.gather_objects(local))
-    # sampling order: the last number in a group's key, such as 17 in "0/grpo/3/17"
+    # sort by sampling order, the last number in a group's key, such as 17 in "0/grpo/3/17"
     return sorted(groups, key=lambda pair: int(pair[0].key.rpartition("/")[2]))
 
 

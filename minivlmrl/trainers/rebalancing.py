@@ -38,7 +38,7 @@ class SerializedGroup:
         return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))
 
 
-# what ranks exchange: group, index of its first sample, image embeddings
+# sent to a rank: group, index of its first sample, image embeddings
 Payload = tuple[SerializedGroup, int, Tensor | None]
 
 

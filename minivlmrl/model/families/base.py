@@ -74,7 +74,7 @@ class Family:
         return tensors
 
     def stack_tensors(self, weights: dict[str, Weight], model_config: ModelConfig):
-        """Stack entries of `weights` in place, where weight files store several parameters as one tensor."""
+        """Stack, in place, parameters in `weights` that weight files store as one tensor."""
 
     def uses_every_parameter(self, model_config: ModelConfig, index: int) -> bool:
         """Check whether layer `index` uses all its parameters for every token, unlike mixture-of-experts layers."""
