@@ -27,7 +27,7 @@ NEEDS = POLICY_NEEDS | DPO_NEEDS
 class LawReport:
     """Findings for a loss."""
 
-    findings: dict[str, list[Finding]]  # {tried law: findings}
+    findings: dict[str, list[Finding]]  # findings by tested law
 
     def sentences(self, kind: str) -> list[str]:
         return [finding.says for found in self.findings.values() for finding in found if finding.kind == kind]

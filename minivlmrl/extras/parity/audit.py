@@ -27,9 +27,9 @@ from minivlmrl.extras.parity.search import (
 )
 from minivlmrl.extras.parity.step import DAMAGES, Dump, read
 
-# {stage: earlier stages}: skip the stage if one of them is wrong
+# skip a stage if one of these earlier stages is wrong
 WITHOUT = {"mask": {"tokens"}, "gradients": {"logps"}}
-SECONDS = 30.0  # search limit per stage, on the command line
+SECONDS = 30.0  # search time per stage, for the command `parity`
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Finding:
     where: Sequence[str] = ()  # text lines: how many numbers differ, then examples
     explained: Sequence[Bug] = ()
     again: bool = False  # whether an earlier stage has the same bug
-    groups: int = 0  # number of differing groups, see count_groups
+    groups: int = 0  # number of rows or groups with wrong numbers
     has_ended: bool = False  # whether the search reached its time limit
 
     @property

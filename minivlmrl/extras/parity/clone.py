@@ -23,12 +23,12 @@ from minivlmrl.extras.parity.loss import SETTINGS, CloseLoss, cases, closest_los
 
 TOLERANCE = 1e-5  # many projects compute in float32
 TRIED = 2  # number of closest TRL losses to compare a function with
-# (advantage shape, whether the mask is boolean); the last three are tried only if the first two do not fit
+# advantage shape, and whether the mask is boolean. The last three are tried only if the first two do not fit
 LAYOUTS = (("tokens", False), ("rows", False), ("tokens", True), ("rows", True), ("column", False))
 
 LOGPS = r"log_?p(?!ol)|log_?prob"
 EPSILON = r"(eps|epsilon|clip|clip_?eps(ilon)?|clip_?range(_ratio)?|clip_?ratio|clip_?param|epsilon_clip|eps_clip)"
-# (regex for argument, attribute and key names, meaning); the first match counts
+# meanings of argument, attribute and key names, by regex; the first match counts
 TENSORS = (
     (r"estimat|norm|type|entrop|topk|teacher|student|reward|value|return|level", None),
     (rf"(?=.*ref)(?=.*chosen)({LOGPS}|ref)", "ref_chosen"),
@@ -130,7 +130,7 @@ class Candidate:
     names: Names
     node: ast.FunctionDef
     owner: str
-    kind: str  # grpo or dpo
+    kind: str  # loss kind, grpo or dpo
 
     def __str__(self) -> str:
         return f"{self.names.path}:{self.node.lineno} {self.owner}{'.' * bool(self.owner)}{self.node.name}"
@@ -227,7 +227,7 @@ def kind_of(node: ast.FunctionDef) -> str | None:
 
 @dataclass
 class Audited:
-    """Result for a candidate."""
+    """Result of checking one function."""
 
     candidate: Candidate
     result: str  # agrees, design, mistake, broken law, differs, not bound (error)

@@ -95,7 +95,7 @@ def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
         if not error:
             continue
         says = f"micro-batches change the gradient. Smallest batch: {described(batch, options)}; {error}"
-        # an error only if the loss uses step totals, as DAPO must: trainers may weight micro-batches later
+        # without step totals, which DAPO must use, this is no error: trainers may weight micro-batches later
         parts = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(len(batch["mask"]))]
         reads_totals = any(
             loss.differ(loss.gradient(part, **options), loss.gradient(part, **options, **step)) for part in parts

@@ -122,7 +122,7 @@ class Forward:
         return [f"{says} ({pluralize(len(where), 'time')}; first: {where[0]})" for says, where in self.faults.items()]
 
     def allowed_moves(self, place: Place, says: str, *inputs: Tensor) -> list[Place]:
-        """Return tokens that the input at `place` affects and may affect; record others as faults."""
+        """Return tokens that change with the input at `place`. Record a fault if they must not change."""
         row, token = place
         number = int(self.document[place])
         is_same = (self(*inputs) - self.usual).abs() <= self.tolerance  # NaN counts as a change

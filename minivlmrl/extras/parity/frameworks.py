@@ -37,7 +37,7 @@ def from_jax(my_loss: Callable) -> Callable:
     with optional_dependency("jax", INSTALL.format("jax")):
         import jax
 
-    functions = {}  # {options: (compiled loss, arguments that it reads)}
+    functions = {}  # compiled loss and the arguments it reads, by options
     jit = jax.jit
 
     def function_of(options: dict) -> tuple[Callable, set[str]]:

@@ -78,9 +78,9 @@ class Verdict:
 
     cases: int
     differences: list[str]  # one line per differing case
-    kinds: Sequence[str] = ()  # "mistake" or "design" per finding; empty if nothing was named
+    kinds: Sequence[str] = ()  # "mistake" or "design" per finding
     names: Sequence[str] = ()  # lines to print about the findings
-    broken: Sequence[str] = ()  # sentences about broken laws, if cases agree or nothing was named
+    broken: Sequence[str] = ()  # sentences about broken laws, if the cases reveal no mistake
     untested: Sequence[str] = ()  # properties that nothing tests, if cases agree
 
     @property
@@ -215,7 +215,7 @@ def closest_losses(results: list[Comparison], settings: list[str], tolerance: fl
 
 
 def find_names_by_loss(steps: list[Dump], closest: CloseLoss) -> tuple[list[str], list[str]]:
-    """Search for names in all test cases, then in those of the closest TRL loss.
+    """Search for mistakes in all test cases, then in those of the closest TRL loss.
 
     The first search is skipped for a loss that does not read loss_type.
     """

@@ -134,7 +134,7 @@ def find_parts(steps: list[Dump]) -> list[list[Bug]]:
 
 
 def parts_of(steps: list[Dump]) -> list[list[Bug]]:
-    """Search in some cases, and add more until the result explains all cases."""
+    """Search a few test cases, and add more until the result explains all."""
     searched = steps[:: max(1, len(steps) // SEARCHED)]
     searched += [step for step in steps if not explains(step, {})][:1]
     by_size = sorted(searched, key=lambda step: len(step.all_rows))
@@ -218,8 +218,8 @@ class Combination:
         return next(filter(None, map(self.best_of, phases)), [])
 
     def best_of(self, tables: Iterable[Iterable[Bug]]) -> list[Bug]:
-        """Return the bugs that explain the most test cases; later tables are skipped if a bug explains all."""
-        counts = {}  # {description: (explained test cases, bug)}
+        """Return the bugs that explain the most test cases. Stop after a table with a bug that explains all."""
+        counts = {}  # bug and number of test cases it explains, by description
         for bugs in tables:
             for bug in bugs:
                 now = self.agreements(composed(self.deviation, bug.change))

@@ -31,8 +31,8 @@ PATH = Path(__file__).with_name("bugs.json")
 class Scoped(NamedTuple):
     """Bug in only some rows or tokens, for example in truncated completions."""
 
-    kinds: str  # names of Dump attributes that list the parts, separated by spaces
-    formula: Callable | None = None  # bug in a part; None = the part is a wrong order
+    kinds: str  # attributes of a recorded step that list the parts, separated by spaces
+    formula: Callable | None = None  # formula of the bug, None = a wrong order of rows or tokens
 
 
 regions = partial(Scoped, "regions")
@@ -118,7 +118,7 @@ GENERAL_FORMULAS = {formula for table in GENERAL.values() for formula in table.v
 # computations that a bug may be limited to, such as the token count
 SCOPES = [("grpo", ["the policy's term", "the KL"], ""), ("grpo, sft", ["the sum", "the count", "the ratio"], "mask")]
 
-# {target and effect: {bug: formula}}
+# formulas by target and effect, then by bug
 FORMULAS: dict[str, dict[str, Any]] = {
     # advantages
     "rewards: completions are rewarded wrongly": {
@@ -456,19 +456,19 @@ class Target:
     about: str = ""  # topic: clipping or padding
     needs: str = "input_ids"  # required tensor
     used_by: str = ""  # projects that do this on purpose, with their option
-    threshold: float = 0.0  # fitted numbers below this are mistakes
+    threshold: float = 0.0  # a smaller fitted number is a mistake
     unread: str = ""  # option or tensor that a loss with this on purpose does not read
     read: str = ""  # option or tensor that a loss with these mistakes must read
     values: dict = field(default_factory=dict)  # {bug: constant that replaces the correct value, "{c}" = fitted}
     instead: dict[str, dict] = field(default_factory=dict)  # {bug: {quantity: quantity used instead}}
     orders: dict[str, str] = field(default_factory=dict)  # {bug: kinds of wrong orders of rows or tokens, see units.py}
-    general: dict[str, str] = field(default_factory=dict)  # {quantity: keys of tables in GENERAL}
+    general: dict[str, str] = field(default_factory=dict)  # which general bugs a quantity may have, as keys of GENERAL
 
     def stage_names(self) -> set[str]:
         return set(self.stages.split(", "))
 
     def bugs(self) -> dict[str, Any]:
-        """Return {bug: replacement} for the bugs in bugs.json, see Change."""
+        """Return the bugs in bugs.json, as {description: replacement}."""
         result = dict(self.values)
         for says, names in self.instead.items():
             result[says] = {name: attrgetter(other) for name, other in names.items()}

@@ -80,7 +80,7 @@ def token_weights(loss: Examined, batch: dict[str, Tensor], beta: float = 0.0) -
 
 
 def tokens_follow_their_advantage(loss: Examined) -> Iterator[Finding]:
-    """Check on policy that only positive advantages make tokens likelier, and 0 changes nothing."""
+    """Check that, on policy, only positive advantages make tokens likelier, and 0 changes nothing."""
     for mask in MASKS:
         for shift in range(3):
             advantages = torch.tensor([1.0, -1.0, 0.0, 0.5]).roll(shift)[: len(mask)]
@@ -101,7 +101,7 @@ def tokens_follow_their_advantage(loss: Examined) -> Iterator[Finding]:
 
 
 def one_token_has_the_gradient_of_its_advantage(loss: Examined) -> Iterator[Finding]:
-    """Check on policy that the gradient for a single token is minus its advantage."""
+    """Check that the on-policy gradient for a single token is minus its advantage."""
     for advantage in (1.0, -0.5):
         _, slope = of_one_token(loss, advantage=advantage)
         if abs(slope + advantage) > loss.tolerance:
@@ -220,7 +220,7 @@ def known_factors(loss: Examined, tokens: Tensor) -> list[GradientFactor]:
         ),
     ]
     value, _ = of_one_token(loss, ratio=50.0)
-    if value == 0:  # value 0: masked, not clipped
+    if value == 0:  # a clipped token has a loss, a masked one has none
         first, last = edge(loss, 1e-3), edge(loss, 50.0)
         mask = f"a mask: no token with a ratio below {first:.3g} or above {last:.3g} has a gradient (IcePop)"
         factors.append(
@@ -263,7 +263,7 @@ def the_ratio_acts_within_its_bounds(loss: Examined) -> Iterator[Finding]:
     right, fitting, tokens = right_and_fitting_factor(loss)
     asked = asked_type(loss)
     if fitting is None:
-        # with epsilon_low as both bounds, fewer tokens may look wrong
+        # try epsilon_low as both bounds, which may explain more tokens
         one_bound = replace(right, weight=clip(1 - loss.options["epsilon_low"], 1 + loss.options["epsilon_low"]))
         factors = [right, one_bound] if right.loss_types == CLIPPED else [right]
         wrong = [(factor, misfits(factor, tokens, loss.tolerance)) for factor in factors]
@@ -362,7 +362,7 @@ AVERAGES = (
     Average("tokens are divided by a constant", lambda mask, length: mask / (len(mask) * length), ("dr_grpo",)),
     Average("tokens are added up in each completion", lambda mask, length: mask / len(mask), ("luspo", "rloo")),
 )
-DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # losses averaged alike in all projects
+DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # losses with the same average in all projects
 
 
 def the_average_is_that_of_the_loss_type(loss: Examined) -> Iterator[Finding]:
@@ -520,7 +520,7 @@ POLICY_LAWS: tuple[Law, ...] = (
 )
 ADVANTAGE_ACTS = {tokens_follow_their_advantage, advantages_act_alone}
 MASK_ACTS = {masked_tokens_are_inert, padding_changes_nothing}
-# {law: earlier laws}: skip the law if one of them is broken or cannot be tested
+# skip a law if one of these earlier laws is broken or cannot be tested
 POLICY_NEEDS: dict[Law, set[Law]] = {
     one_token_has_the_gradient_of_its_advantage: ADVANTAGE_ACTS,
     the_ratio_acts_within_its_bounds: ADVANTAGE_ACTS,

@@ -31,7 +31,7 @@ def recognize_ipo(loss: Examined):
 
 def answers_act_in_their_directions(loss: Examined) -> Iterator[Finding]:
     """Check that the loss falls if the chosen answer gains, and rises if the rejected answer gains."""
-    # no loss is flat or minimal if both answers lost likelihood, the chosen one more
+    # no loss is flat or minimal at these log-ratios
     log_ratios = [-0.45 / loss.options["beta"], -0.2 / loss.options["beta"]]
     chosen, rejected = loss.gradient(pair(*log_ratios)).flatten().tolist()
     for name, slope, verb in (("chosen", -chosen, "fall"), ("rejected", rejected, "rise")):
@@ -179,7 +179,7 @@ DPO_LAWS: tuple[Law, ...] = (
     pairs_are_averaged,
     micro_batches_add_up,
 )
-# {law: earlier laws}: skip the law if one of them is broken
+# skip a law if one of these earlier laws is broken
 DPO_NEEDS: dict[Law, set[Law]] = {
     beta_multiplies_the_margin: {answers_act_in_their_directions, only_log_ratios_count},
     log_ratios_are_added_or_averaged: {answers_act_in_their_directions, only_log_ratios_count},

@@ -128,7 +128,7 @@ def possible_bugs(name: str, d: Dump) -> list[Bug]:
                 change = change if isinstance(change, dict) else {target.name: change}
                 for text, pieces in for_each_part(says, change, d, "mask" in names):
                     result.append(Bug(text, pieces, target))
-    # specific bugs, such as a clip bound, before general ones, such as a sign
+    # try specific bugs, such as a clip bound, before general ones, such as a sign
     result.sort(key=lambda bug: (bug.is_general, not (names - {"loss", "logps"}) & bug.of.stage_names()))
     for of_stages, uses, target in table.SCOPES:
         if names & set(of_stages.split(", ")):
@@ -219,7 +219,7 @@ class Region(NamedTuple):
     """Some rows or parameters of a step, such as "truncated completions" or "the vision tower"."""
 
     says: str  # description, "" = whole step
-    inside: dict[str, Tensor]  # {tensor in the stage: bool mask}
+    inside: dict[str, Tensor]  # mask of these rows or parameters in each tensor
     rows: Tensor | None = None
 
     def of(self, answer: dict | None) -> Any:
@@ -277,7 +277,7 @@ class Search:
                 if not any(bug.parts == 1 for bug in self.explained):
                     self.explained.extend(phase(some))  # one by one: the time limit may end the search
         finally:
-            self.explained += factors  # last: a factor says less than other bugs
+            self.explained += factors  # list factors last: they explain less than other bugs
 
     def tried(self, bugs: list[Bug]) -> Iterator[Bug]:
         """Yield bugs that reproduce the recorded numbers."""

@@ -135,7 +135,7 @@ def pictures(d: Dump, change: Change) -> Answer:
     sampled = shown(d, "sampler_")
     rows = d.get("row", d.all_rows)[change("picture rows", d.all_rows)]
     ours = [change("pictures", sampled[row]) for row in rows]
-    numbers = {}  # {distinct image: number}
+    numbers = {}  # number of each distinct image
     table = []
     for row_pictures in ours + shown(d):
         keys = [(*grid.tolist(), patches.numpy().tobytes()) for patches, grid in row_pictures]
@@ -260,7 +260,7 @@ class PolicyPieces:
         self.mask = mask_in(change, "the ratio")
         self.per_token_logps, old, self.ref_per_token_logps = inputs(logps, self.mask, change)
         self.old_per_token_logps = old
-        self.advantages = change("advantages", d["advantages"].view(len(logps), -1))  # (n, 1) or (n, S)
+        self.advantages = change("advantages", d["advantages"].view(len(logps), -1))  # per row (n, 1) or token (n, S)
         self.ref_log_ratio = self.per_token_logps - self.ref_per_token_logps
         self.log_ratio = change("log-ratio", self.per_token_logps - old, self)
 
@@ -316,7 +316,7 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
     return averaged(kl, change, rounding=0.02 * pieces.ref_log_ratio.detach().abs())
 
 
-# {term in the GRPO loss: (function, option with its weight)}
+# terms in the GRPO loss: function, option with its weight
 POLICY_TERMS = {"the policy's term": (policy_term, ""), "the KL": (kl_term_of, "beta")}
 ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
@@ -329,7 +329,7 @@ def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> T
     definition = loss_options(Change(change.d, {}))
     average = ALL_AVERAGES[change("average", definition.loss_type)]
     terms = terms * (mask * weights)
-    sizes = terms.detach().abs() + rounding  # `rounding`: for terms that are differences of larger numbers
+    sizes = terms.detach().abs() + rounding  # `rounding` covers terms that are differences of larger numbers
     results = []
     for part in change.d.micro_batches:
         normalizer = normalizer_of(part, counted, change)

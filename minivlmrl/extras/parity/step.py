@@ -38,7 +38,7 @@ class Dump(dict):
     case_tolerance = 0.0  # loss test case: maximum error in value and gradient
     read: set[str] | None = None  # loss test case: names of tensors and options that the loss has read
     simpler: Callable = list  # loss test case: function that returns simpler variants, list() = none
-    deadline = math.inf  # search limit, in time.thread_time()
+    deadline = math.inf  # time.thread_time() at which the search ends
     part: Tensor | None = None  # rows whose log-probs are recomputed, None = all
 
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
@@ -125,7 +125,7 @@ class Dump(dict):
     def sampled(self) -> Tensor | None:
         """Sampled token ids at their columns in the step, and flags: 1 for sampled tokens, 0 for tool responses.
 
-        Shape (2, n, S + L) for L sampler columns, -1 = padding. None without sampler ids, or if the trainer's differ.
+        Shape (2, n, S + L) for L sampler columns, -1 = padding. None without sampler ids, or if training ids differ.
         """
         if "sampler_ids" not in self:
             return None

@@ -19,7 +19,7 @@ BY_TOKEN = NEEDED + names(
     "attention_mask prompt_mask tool_mask old_per_token_logps ref_per_token_logps sampler_logps "
     "log_sum_sq_probs logps_gradient"
 )
-# tensors (n, ...)
+# tensors with n rows, (n, ...)
 BY_ROW = BY_TOKEN + names(
     "advantages micro_batch row pair chosen importance_sampling_ratio rollout_step rollout_tokens"
 )
@@ -87,7 +87,7 @@ OPTIONS = {"grpo": PolicyOptions, "dpo": DPOOptions, "sft": SFTOptions}
 
 @dataclass
 class OptimizerFields:
-    name: str = ""  # only adamw is recomputed
+    name: str = ""  # optimizer name; only adamw is recomputed
     learning_rate: Finite = 0.0
     betas: tuple[Finite, Finite] = (0.9, 0.999)
     eps: Finite = 1e-8
@@ -132,13 +132,13 @@ class StepFields:
     mean_over: Literal["step", "micro_batch"] | None = None
     optimizer: OptimizerFields = field(default_factory=OptimizerFields)
     schedule: ScheduleFields = field(default_factory=ScheduleFields)
-    # model folders inside the step folder, or in "../{}/", where {} is the step that sampled a row
+    # model folders, inside the step folder or the folder of the step that sampled a row
     model: str | None = None
     old_model: str | None = None
     ref_model: str | None = None
     dtype: Dtype = "float64"
     autocast: Literal["bfloat16", "float16"] | None = None
-    some: bool = False  # only some parameters were recorded
+    some: bool = False  # whether only some parameters were recorded
     training: list[str] = field(default_factory=list)
 
 

@@ -14,7 +14,7 @@ WITHIN = {
     "the first {} in {}": lambda x: x[:1].expand_as(x),
     "the {} at the mirrored position in {}": lambda x: x.flip(0),
 }
-# {order: function of indices}; -1 gives 0, so "the next token" in a row of three is 1, 2, -1
+# wrong token orders. Index -1 gives the value 0: "the next token" in a row of three is 1, 2, -1
 TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
     "the previous {} in {} and 0 for the first": lambda x: pad(x, (1, 0), value=-1)[: len(x)],
@@ -60,7 +60,7 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
     orders = {}
     units = {}
     sorted_rows, place = row.sort()
-    if torch.equal(sorted_rows, all_rows):  # step contains the whole rollout
+    if torch.equal(sorted_rows, all_rows):  # the step contains all rollout rows
         group = d.get("group", all_rows * 0)[all_rows]
         units["its group"] = [place[group == number] for number in group.unique()]
         units["the rollout"] = [place]
