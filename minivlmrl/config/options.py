@@ -403,7 +403,7 @@ class GRPOOptions(TrainingOptions):
     # no loss for completions cut off at max_new_tokens (DAPO's overlong filtering)
     mask_truncated_completions: bool = False
 
-    # policy loss: a grpo_loss name, or your own function with the same arguments, as file.py:name
+    # policy loss: a grpo_loss variant, or your own function with the same arguments, as file.py:name
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"] | Code = "dapo"
     # policy ratio per token, per sequence (GSPO), or per sequence with token gradients (GSPO-token)
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"

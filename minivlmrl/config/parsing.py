@@ -167,7 +167,7 @@ class Reader:
                 raise UserError(f"{prefix}{key} is missing")
         try:
             return cls(**read)
-        except ValueError as error:  # raised by __post_init__ for invalid values
+        except ValueError as error:  # __post_init__ raises ValueError for invalid values
             raise UserError(f"{prefix}{error}") from None
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:

@@ -123,7 +123,7 @@ def check_columns(columns: dict, known: Collection[str]):
 
 
 def check_prompts(columns: dict, template: str):
-    """Raise UserError for several prompts, or for any prompt if data.prompt_template has no {problem}."""
+    """Raise UserError for a row with several prompts, or any prompt if data.prompt_template has no {problem}."""
     given = [name for name in PROMPTS if columns.get(name) is not None]
     if "{problem}" not in template:
         expected = f"a string that contains {{problem}}, because the row has {given}"

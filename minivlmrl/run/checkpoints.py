@@ -285,7 +285,7 @@ class CheckpointManager:
         self.callbacks = callbacks
         self.saved_steps = self.state.steps if resumed.saved else 0
         self.saved_time = clock()
-        self.can_save = True  # False between updates on the same rollout, because checkpoints contain no completions
+        self.can_save = True  # no saving between updates on the same rollout: checkpoints contain no completions
         self.trainer: Trainer | None = None
 
     def begin_stage(self, trainer: Trainer, optimizer: Optimizer):

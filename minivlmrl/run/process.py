@@ -55,7 +55,7 @@ def lost_ranks(error: RuntimeError) -> str:
 
 
 def run_rank(work: Callable[[], int]):
-    """Call `work` on one rank, and exit with its code.
+    """Call `work` on one rank, and exit with the returned code.
 
     Exit code 2: an error that the user can correct; 1: a bug or a lost rank.
     """
