@@ -257,7 +257,7 @@ def monitored_barrier(limit: timedelta, names_all: bool = False):
 
     Args:
         limit: timeout on rank 0; other ranks wait for rank 0 up to max_wait_hours.
-        names_all: whether to wait for the whole limit, and list all late ranks in the error.
+        names_all: whether to wait for the whole limit, to list all late ranks in the error.
 
     Raises:
         RuntimeError: a rank has ended or is late. On rank 0, the message names the rank: "Rank 1 failed to pass
