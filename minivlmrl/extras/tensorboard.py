@@ -23,7 +23,7 @@ def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
     folder = Path(config.output_dir) / "tensorboard"
 
     @cache
-    def writer() -> SummaryWriter:  # a run that fails before its first metrics deletes no files
+    def writer() -> SummaryWriter:  # open late: runs that fail early delete no files
         if not steps:
             shutil.rmtree(folder, ignore_errors=True)
         return closing.enter_context(SummaryWriter(str(folder), purge_step=steps + 1))

@@ -248,7 +248,7 @@ class VLLMSampler(Sampler):
             )
         limit = self.most_tokens(self.sampling)
         num_new = self.sampling.max_new_tokens
-        if limit and len(ids) + num_new > limit:  # vLLM would truncate such a completion
+        if limit and len(ids) + num_new > limit:  # vLLM truncates completions at max_model_len
             raise UserError(
                 f"{name}: the prompt has {len(ids)} tokens, which together with max_new_tokens "
                 f"({num_new}) exceeds sampling.vllm.max_model_len ({limit}); increase max_model_len"

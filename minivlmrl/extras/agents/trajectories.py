@@ -102,7 +102,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate all turns into one Completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
-        # logs show the last image of each later prompt
+        # logs show the last image in each prompt after the first
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),

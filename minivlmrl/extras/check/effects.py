@@ -149,7 +149,7 @@ def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[t
     for name, section in vars(config).items():
         if isinstance(section, TrainingOptions) and name not in config.stage_names:
             options = [f"{name}.{option}" for option in vars(section)]
-            if "reward_model" in config.rewards:  # the reward `reward_model` also uses this path
+            if "reward_model" in config.rewards:  # the reward `reward_model` also uses reward_model.path
                 options = [option for option in options if option != "reward_model.path"]
             yield options, f"`stages` does not include {name}"
     data = config.data

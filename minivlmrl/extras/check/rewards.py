@@ -49,7 +49,7 @@ class Trial:
     """Reward functions to test, their weights, and the rows to test them on."""
 
     rewards: list[Reward]
-    weights: Tensor  # (K,), for K reward functions
+    weights: Tensor  # one weight per reward function, (K,)
     rows: Sequence[Row]
     processor: Processor
     max_new_tokens: int = 64  # length of the longest text to score, in tokens

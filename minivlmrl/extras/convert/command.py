@@ -197,7 +197,7 @@ def check_new_row(row: dict, folder: Path) -> dict[str, str]:
     shown = [*media, *(part["image"] for part in answer_image_parts(new_row))]
     try:
         missing = [source for source, path in files_of(shown, str(folder)) if path and not isfile(path)]
-    except UserError as error:  # the row has a web address
+    except UserError as error:  # the image is a web address, not a file
         missing = [error]
     if missing:
         notes[MISSING] = f": {missing[0]}"

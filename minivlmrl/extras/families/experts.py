@@ -75,7 +75,7 @@ class Experts(nn.Module):
         probabilities, ids = choose_experts(logits, self.top_k)
         weights = probabilities.gather(1, ids)
         weights = (weights / weights.sum(-1, keepdim=True)).to(logits.dtype)  # (N, k)
-        order = ids.flatten().argsort(stable=True)  # (N k,) order by expert, then by token
+        order = ids.flatten().argsort(stable=True)  # (N k,) indices sorted by expert, then by token
         back = order.argsort()
         copies = Reorder.apply(x.repeat_interleave(self.top_k, 0), order, back)  # sorted tokens, (N k, D)
         counts = self.counts(ids)

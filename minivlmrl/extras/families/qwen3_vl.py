@@ -50,7 +50,7 @@ class Qwen3VisionConfig(VisionConfig):
     hidden_size: Size = 1152
     intermediate_size: Size = 4304
     patch_size: Size = 16
-    # a square number: size of a square grid
+    # number of cells in a square grid
     num_position_embeddings: Size = 2304
 
     def __post_init__(self):

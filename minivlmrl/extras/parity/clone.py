@@ -177,7 +177,7 @@ class Candidate:
 
 
 def first_choice(argument: ast.arg) -> str | int | None:
-    """Return 0 for a numeric annotation, or the first string in one such as Literal["token", "seq"]."""
+    """Choose a value for an argument: 0 if it is numeric, "token" for Literal["token", "seq"]."""
     annotation = ast.unparse(argument.annotation) if argument.annotation else ""
     if annotation in ("float", "int", "bool"):
         return 0

@@ -96,7 +96,7 @@ class Forward:
         self.document = document
         self.pictures = pictures
         self.tolerance = tolerance
-        self.faults: dict[str, list[str]] = {}  # {sentence: where it was found}
+        self.faults: dict[str, list[str]] = {}  # places in the batch, by fault description
         # (B, T), tokens with a log-prob: not padding, and not the first in their document
         self.is_scored = (document != 0) & (document == pad(document, (1, -1)))
         self.usual = self(ids, *pictures)

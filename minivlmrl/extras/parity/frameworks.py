@@ -12,7 +12,7 @@ INSTALL = "--framework={0} needs the package {0}"
 
 
 def as_torch(my_loss: Callable, framework: str) -> Callable:
-    """Return a function (batch, options) -> scalar tensor that calls a loss from another framework with Arguments.
+    """Return a PyTorch function (batch, options) -> scalar tensor that calls a loss from another framework.
 
     Args:
         my_loss: loss in a form from config/loss_forms.py, for float64 arrays.

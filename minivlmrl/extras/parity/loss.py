@@ -81,7 +81,7 @@ class Verdict:
     kinds: Sequence[str] = ()  # "mistake" or "design" per finding
     names: Sequence[str] = ()  # lines to print about the findings
     broken: Sequence[str] = ()  # sentences about broken laws, if the cases reveal no mistake
-    untested: Sequence[str] = ()  # properties that nothing tests, if cases agree
+    untested: Sequence[str] = ()  # properties that no case or law tests, if cases agree
 
     @property
     def agrees(self) -> bool:

@@ -133,7 +133,7 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
     theirs = d[name].nan_to_num() * counted_mask
     ours = torch.zeros_like(theirs)
     steps = d.get("rollout_step", d.all_rows * 0)
-    for step in steps[rows].unique():  # weights differ between rollout steps
+    for step in steps[rows].unique():  # every rollout step has its own weights
         outputs, _ = forward(d, change, weights_folder.replace("{}", str(int(step))), rows[steps[rows] == step])
         ours += outputs
     ours = change("mode", ours * counted_mask, theirs=theirs, folder=folder)

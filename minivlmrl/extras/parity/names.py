@@ -457,7 +457,7 @@ class Target:
     needs: str = "input_ids"  # required tensor
     used_by: str = ""  # projects that do this on purpose, with their option
     threshold: float = 0.0  # a smaller fitted number is a mistake
-    unread: str = ""  # option or tensor that a loss with this on purpose does not read
+    unread: str = ""  # option or tensor that a deliberate variant does not read
     read: str = ""  # option or tensor that a loss with these mistakes must read
     values: dict = field(default_factory=dict)  # {bug: constant that replaces the correct value, "{c}" = fitted}
     instead: dict[str, dict] = field(default_factory=dict)  # {bug: {quantity: quantity used instead}}

@@ -298,7 +298,7 @@ def sentences(right: GradientFactor, wrong: list[list[float]]) -> Iterator[Findi
             )
 
 
-# {key in losses.grpo.RATIOS: description}
+# descriptions of losses.grpo.RATIOS
 LEVELS = {
     "token": "each token has its own ratio",
     "sequence": "the tokens of a completion have one ratio, the geometric mean of their ratios, as in GSPO",

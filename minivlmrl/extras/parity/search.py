@@ -275,7 +275,7 @@ class Search:
         try:
             for phase, some in ((self.tried, plain), (self.tried, scoped), (self.fitted, fitted)):
                 if not any(bug.parts == 1 for bug in self.explained):
-                    self.explained.extend(phase(some))  # one by one: the time limit may end the search
+                    self.explained.extend(phase(some))  # add bugs one by one, because the search may run out of time
         finally:
             self.explained += factors  # list factors last: they explain less than other bugs
 

@@ -291,7 +291,7 @@ def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
     d = change.d
     weights = change("correction", d.get("importance_sampling_ratio", torch.ones(1, 1)))
     arguments = term_arguments(options)
-    if options.loss_type == "vespo":  # corrects its own ratio
+    if options.loss_type == "vespo":  # VESPO applies the correction itself
         arguments["importance_sampling_ratio"] = weights
         weights = torch.ones_like(weights)
     logps, advantages, mask = pieces.per_token_logps, pieces.advantages, pieces.mask
