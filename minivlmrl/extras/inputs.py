@@ -153,7 +153,7 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Prompt, str]]:
     """Yield (prompt, problem) if tokens or patches differ from the data file."""
-    answers: dict[int, list[list[int]]] = {}  # {id(prompt): token ids per answer}
+    answers: dict[int, list[list[int]]] = {}  # token ids of all answers, by id(prompt)
     for part in parts_of(group):
         prompt, row = part.prompt, part.prompt.row
         ids = group.input_ids[part.span].tolist()

@@ -246,7 +246,7 @@ def join_steps(lines: list[dict]) -> dict:
 
 def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
     """Read evaluations.jsonl, converting steps in a stage to steps in the run."""
-    first_steps = {}  # {stage: steps in all earlier stages}
+    first_steps = {}  # number of steps before each stage
     for number, line in enumerate(metrics):
         first_steps.setdefault(line["stage"], number)
     evaluations = []

@@ -21,7 +21,7 @@ except ImportError as error:
         "run `pip install transformers`"
     ) from error
 
-# {kind: (argument for patches, argument for grids, config field with the placeholder id)}
+# arguments for patches and for grids, and config field with the placeholder id
 MEDIA = {
     "image": ("pixel_values", "image_grid_thw", "image_token_id"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),

@@ -3,7 +3,7 @@
     sampling: {engine: vllm, vllm: {max_model_len: 4096}}
 
 vLLM receives the policy weights before a rollout, and prompts as token ids and patches. vLLM computes only logits, and
-minivlmrl samples from them. So completions do not depend on other rows and, in float32, equal completions without vLLM.
+minivlmrl samples from them. Completions do not depend on other rows and, in float32, equal completions without vLLM.
 To change the integration, copy vllm.py and set sampling.engine=my_vllm.py:VLLMSampler.
 
 Dimensions: r rows in the batch, V vocabulary size.
@@ -85,7 +85,7 @@ class VLLMOptions:
     swap_space: Annotated[float, "[0, inf)"] | None = None
 
 
-# {policy: its vllm.LLM, shared by all stages}
+# one vllm.LLM per policy, shared by all stages
 STARTED = WeakKeyDictionary()
 
 
@@ -115,7 +115,7 @@ class TokenChooser:
     sampling: Sampling | None = None  # class attribute, because vLLM creates the instance
 
     def __init__(self, vllm_config, *_):
-        self.rows: dict[int, int] = {}  # {slot in vLLM's batch: row index}
+        self.rows: dict[int, int] = {}  # row indices by slot in vLLM's batch
 
     def is_argmax_invariant(self) -> bool:
         return False

@@ -39,7 +39,7 @@ def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
     A call such as <zoom>1, 2</zoom> is returned alone, once its tag is closed. All calls in Qwen's format are returned
     when the turn has ended.
     """
-    begins = {}  # {tool name: index in `text` where its arguments begin}
+    begins = {}  # index in `text` where arguments begin, by tool name
     for tag in re.finditer(rf"<(/?)({'|'.join(tools)})>", text):
         name = tag[2]
         if not tag[1]:

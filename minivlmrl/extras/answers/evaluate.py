@@ -5,10 +5,9 @@ minivlmrl evaluate --model FOLDER --data eval.jsonl --recipe RECIPE --num_genera
 minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # without rewards
 torchrun --no-python --nproc-per-node 8 minivlmrl evaluate ...  # on several GPUs
 
-The recipe sets prompt template, image size, stopping rules, data.answer_format and evaluation rewards. By default,
-it is the training run's recipe. Models without a run use minivlmrl.yaml beside the weights, or own_data.yaml with
-the prompt template {problem}. top_k, top_p, min_p and repetition_penalty are ignored, as in evaluations during
-training.
+The recipe sets prompt template, image size, stopping rules, data.answer_format and evaluation rewards. The
+default recipe is the training run's. Models without a run use minivlmrl.yaml beside the weights, or own_data.yaml with
+the prompt template {problem}. As in training, evaluations ignore top_k, top_p, min_p and repetition_penalty.
 """
 
 import argparse

@@ -87,7 +87,7 @@ class Experts(nn.Module):
         for expert, tokens, uses in zip(self.experts, copies.split(counts), used, strict=True):
             if uses:  # unused experts get no gradient
                 parts.append(expert(tokens))
-        per_rank = Reorder.apply(torch.cat(parts), back, order).view(*ids.shape, -1)  # (N, k, D)
+        per_rank = Reorder.apply(torch.cat(parts), back, order).view(*ids.shape, -1)  # expert outputs (N, k, D)
         out = per_rank[:, 0] * weights[:, :1]
         for rank in range(1, self.top_k):  # most probable experts first
             out = out + per_rank[:, rank] * weights[:, rank, None]
@@ -117,7 +117,7 @@ def place_experts(layer: DecoderLayer, model_config: ExpertsConfig, index: int):
         layer.mlp = Experts(model_config, index)
 
 
-# {stacked tensor in weight files: weights it contains}
+# stacked tensors in weight files, and the weights they contain
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 

@@ -116,13 +116,13 @@ class GatedAttention(SelfAttention):
         self.k_norm = CenteredRMSNorm(self.head_dim, model_config.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        q_and_gate = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim))  # (N, H, 2 D)
+        q_and_gate = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim))  # queries and gates (N, H, 2 D)
         q, gate = q_and_gate.chunk(2, dim=-1)
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (N, key heads, D)
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # keys (N, key heads, D)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         q = apply_partial_rotary(self.q_norm(q), cos, sin)
         k = apply_partial_rotary(self.k_norm(k), cos, sin)
-        out = attention(self.index, q, k, v) * gate.sigmoid()  # (N, H, D)
+        out = attention(self.index, q, k, v) * gate.sigmoid()  # gated outputs (N, H, D)
         return self.o_proj(out.flatten(1))
 
 
@@ -167,7 +167,7 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
         """Compute outputs (N, hidden_size) from x (N, hidden_size)."""
         inputs = [self.in_proj_qkv(x), self.in_proj_b(x), self.in_proj_a(x)]
-        out = run_recurrent_layer(attention, self.index, inputs, self.scan)  # (N, H, V)
+        out = run_recurrent_layer(attention, self.index, inputs, self.scan)  # outputs (N, H, V)
         gate = F.silu(self.in_proj_z(x)).view_as(out)
         return self.out_proj((self.norm(out) * gate).flatten(1))
 
@@ -191,15 +191,15 @@ class GatedDeltaNet(nn.Module):
         qkv, b, a = inputs
         last_inputs, state = self.initial_state(qkv) if layer_state is None else layer_state
         wide = state.dtype
-        padded = torch.cat([last_inputs, qkv], dim=1)  # (b, taps - 1 + T, W)
-        mixed = F.conv1d(padded.mT, self.conv1d.weight, groups=padded.shape[2]).mT  # (b, T, W)
+        padded = torch.cat([last_inputs, qkv], dim=1)  # convolution inputs (b, taps - 1 + T, W)
+        mixed = F.conv1d(padded.mT, self.conv1d.weight, groups=padded.shape[2]).mT  # convolution outputs (b, T, W)
         q, k, v = F.silu(mixed).to(wide).split(self.sizes, dim=-1)
-        q = unit_length(q.unflatten(-1, (self.k_heads, -1)))  # (b, T, key heads, K)
+        q = unit_length(q.unflatten(-1, (self.k_heads, -1)))  # queries (b, T, key heads, K)
         k = unit_length(k.unflatten(-1, (self.k_heads, -1)))
         repeat = self.v_heads // self.k_heads
-        q = (q * self.k_dim**-0.5).repeat_interleave(repeat, dim=2)  # (b, T, H, K)
+        q = (q * self.k_dim**-0.5).repeat_interleave(repeat, dim=2)  # queries (b, T, H, K)
         k = k.repeat_interleave(repeat, dim=2)
-        v = v.unflatten(-1, (self.v_heads, -1))  # (b, T, H, V)
+        v = v.unflatten(-1, (self.v_heads, -1))  # values (b, T, H, V)
         beta = b.sigmoid().to(wide)  # (b, T, H) fraction of the error to correct
         rate = F.softplus(a.to(wide) + self.dt_bias.to(wide))
         log_decay = -self.A_log.to(wide).exp() * rate  # (b, T, H)

@@ -36,7 +36,7 @@ from minivlmrl.run.checkpoints import NUM_KEPT_STATES
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
-# {phase name in estimate.py: phase name in out_of_memory.py}
+# phases in estimate.py, and their names in out_of_memory.py
 MEASURED = {"rollout": "sampling", "score": "scoring", "train": "forward", "evaluation": "evaluation"}
 NUM_HEAVIEST = 64  # number of largest rows to measure
 # model entries of a memory estimate

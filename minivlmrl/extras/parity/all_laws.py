@@ -1,7 +1,7 @@
 """Check properties that every correct loss has, without recorded numbers or a reference loss.
 
-Such a property is called a law; for example, padding changes nothing. Small batches are tried first, so a finding shows
-the smallest batch with the error.
+A law is a property of correct losses: for example, padding changes nothing. Small batches are tried first, so a finding
+shows the smallest batch with the error.
 
     all losses       NaN, masked tokens, padding, row order, micro-batches       common_laws.py
     policy losses    advantages, ratios and their bounds, averages, KL           policy_laws.py
@@ -25,7 +25,7 @@ NEEDS = POLICY_NEEDS | DPO_NEEDS
 
 @dataclass
 class LawReport:
-    """Findings for a loss."""
+    """Results of checking a loss, by law."""
 
     findings: dict[str, list[Finding]]  # findings by tested law
 

@@ -96,7 +96,7 @@ class Case:
     has_bool_mask: bool
 
     def by_name(self, name: str, logps: str = "old"):
-        """Return the value for a name, or None; `logps` is the meaning of ambiguous log-prob names."""
+        """Return the value for a name, or None; ambiguous log-prob names mean `logps`."""
         tensor = meaning(name, TENSORS)
         if tensor:
             return self.tensor(logps if tensor == "logps" else tensor)
@@ -166,7 +166,7 @@ class Candidate:
                     continue
                 x = case.by_name(name, logps)
                 if meaning(name, TENSORS) == "logps":
-                    logps = "old"  # the first log-probs are the policy's
+                    logps = "old"  # policy log-probs come first, then the old policy's
                 if x is None and parameter.default is parameter.empty:
                     x = Answers(case) if choices.get(name) is None else choices[name]
                 if x is not None:

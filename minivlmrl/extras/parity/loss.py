@@ -59,7 +59,7 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
     Raises:
         ValueError: no case has these options; the message lists the recorded values.
         AssertionError: some cases differ from TRL, or the loss lacks a property of every correct loss (all_laws.py)
-        that the cases do not test. The message lists them, and mistakes or deliberate variants that explain them.
+        that the cases do not test. The message lists cases, and mistakes or deliberate variants that explain them.
     """
     __tracebackhide__ = True  # makes pytest show the caller's line
     verdict = judge(my_loss, tolerance, kind, framework, **only)
@@ -73,7 +73,7 @@ class Verdict:
     """Result of comparing a user's loss with TRL's loss.
 
     A finding is a "design" (deliberate variant) if all gradients agree, or if a public project does the same on
-    purpose. Else it is a "mistake".
+    purpose. Other findings are mistakes.
     """
 
     cases: int

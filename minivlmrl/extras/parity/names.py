@@ -459,9 +459,9 @@ class Target:
     threshold: float = 0.0  # a smaller fitted number is a mistake
     unread: str = ""  # option or tensor that a deliberate variant does not read
     read: str = ""  # option or tensor that a loss with these mistakes must read
-    values: dict = field(default_factory=dict)  # {bug: constant that replaces the correct value, "{c}" = fitted}
-    instead: dict[str, dict] = field(default_factory=dict)  # {bug: {quantity: quantity used instead}}
-    orders: dict[str, str] = field(default_factory=dict)  # {bug: kinds of wrong orders of rows or tokens, see units.py}
+    values: dict = field(default_factory=dict)  # constants that replace the correct value, "{c}" = fitted
+    instead: dict[str, dict] = field(default_factory=dict)  # quantities that a bug uses instead of others
+    orders: dict[str, str] = field(default_factory=dict)  # wrong orders of rows or tokens by bug, see units.py
     general: dict[str, str] = field(default_factory=dict)  # which general bugs a quantity may have, as keys of GENERAL
 
     def stage_names(self) -> set[str]:

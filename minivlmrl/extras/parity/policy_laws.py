@@ -1,7 +1,7 @@
 """Laws for policy losses: advantages, ratios and their bounds, averages and the KL.
 
-Most laws use a token's gradient divided by minus its advantage. This quotient is the token's weight in the average,
-times a gradient factor that depends on the ratio. PPO's factor is the ratio itself, or 0 where clipping stops the
+Most laws use a token's gradient divided by minus its advantage: the token's weight in the average, times a gradient
+factor that depends on the ratio. PPO's factor is the ratio itself, or 0 where clipping stops the
 gradient.
 """
 

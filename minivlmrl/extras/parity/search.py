@@ -26,7 +26,7 @@ from minivlmrl.extras.parity.scales import known_numbers
 from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError
 
 TOLERANCE = 1e-5  # maximum relative rounding error; float32 rounds to about 1e-7
-# {stage: (recomputed tensor, step.json field with the model folder)}
+# recomputed tensors, and step.json fields with their model folders
 LOGPS = {
     "logps": ("per_token_logps", "model"),
     "logps of old": ("old_per_token_logps", "old_model"),
@@ -62,7 +62,7 @@ class Bug:
     """Known bug that may explain wrong numbers."""
 
     says: str
-    change: dict  # {quantity: replacement}, see Change
+    change: dict  # replacements by quantity, see Change
     of: table.Target  # quantity that the bug changes, with effect and source
     error: float = 0.0  # error left after recomputing with this bug
     parts: int = 1  # number of single bugs combined in this one

@@ -135,7 +135,7 @@ class Dump(dict):
         rows = []
         for begin, x in zip(begins, both, strict=True):
             x = x[:, x[0] >= 0]
-            # a negative end truncates the row
+            # negative padding truncates the row
             rows.append(pad(x, (begin, self.width + both.shape[2] - begin - x.shape[1]), value=-1))
         return torch.stack(rows, 1)
 

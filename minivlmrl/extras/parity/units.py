@@ -19,7 +19,7 @@ TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
     "the previous {} in {} and 0 for the first": lambda x: pad(x, (1, 0), value=-1)[: len(x)],
 }
-# wrong row orders in groups of equal size: (groups, rows per group) indices in and out
+# wrong row orders in groups of equal size, as functions of (groups, rows per group) indices
 BLOCKS = {
     "the next {1}": lambda x: x.roll(-1, 0),
     "the row that repeat gives instead of repeat_interleave, by {1}": lambda x: x.T,
