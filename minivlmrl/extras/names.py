@@ -11,8 +11,8 @@ CELLS = re.compile(r"(?<!\\)\|")
 CODE = re.compile(r"`(\w[\w.]*\*?)[^`]*`")
 LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
 FILES = (
-    PACKAGE / "docs" / "coming_from.md",  # path in an installed wheel
-    PACKAGE.parent / "docs" / "coming_from.md",  # path in a source clone
+    PACKAGE / "docs" / "coming_from.md",  # the tables in an installed wheel
+    PACKAGE.parent / "docs" / "coming_from.md",  # the tables in a source clone
     PACKAGE / "extras" / "other_names.md",
 )
 NO_OPTION = "minivlmrl has no such option"

@@ -7,7 +7,7 @@ torchrun --no-python --nproc-per-node 8 minivlmrl evaluate ...  # on several GPU
 
 The recipe sets prompt template, image size, stopping rules, data.answer_format and evaluation rewards. The
 default recipe is the training run's. Models without a run use minivlmrl.yaml beside the weights, or own_data.yaml with
-the prompt template {problem}. As in training, evaluations ignore top_k, top_p, min_p and repetition_penalty.
+the prompt template {problem}. top_k, top_p, min_p and repetition_penalty are ignored, as in a run's evaluations.
 """
 
 import argparse

@@ -163,7 +163,7 @@ def notes_of(row: dict, num_images: int) -> Iterator[str]:
 
 
 def report_rows(noted: dict[str, list[str]], num_rows: int):
-    """Print how many rows have each problem. If all lack a question, data.prompt_template may add it."""
+    """Print how many rows have each problem. If all rows lack a question, data.prompt_template may add it."""
     for note, places in noted.items():
         if note != NO_QUESTION or len(places) < num_rows:
             print(f"{len(places)} of {num_rows} rows have {note.format(places[0])}", file=sys.stderr)

@@ -48,7 +48,7 @@ from minivlmrl.run.setup import patch_dtype
 from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
-RESERVE = 3 * GB  # CUDA context, NCCL buffers, fragmentation
+RESERVE = 3 * GB  # memory for CUDA context, NCCL buffers and fragmentation
 # bytes per logit while sampling: logit and probability in float32, three int64 values
 DRAW_BYTES = 32
 TYPICAL_ROWS = (RowSize(),)  # row sizes for estimates without a dataset

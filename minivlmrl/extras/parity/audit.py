@@ -27,7 +27,7 @@ from minivlmrl.extras.parity.search import (
 )
 from minivlmrl.extras.parity.step import DAMAGES, Dump, read
 
-# skip a stage if one of these earlier stages is wrong
+# stages that must be correct before a stage is compared
 WITHOUT = {"mask": {"tokens"}, "gradients": {"logps"}}
 SECONDS = 30.0  # search time per stage, for the command `parity`
 

@@ -520,7 +520,7 @@ POLICY_LAWS: tuple[Law, ...] = (
 )
 ADVANTAGE_ACTS = {tokens_follow_their_advantage, advantages_act_alone}
 MASK_ACTS = {masked_tokens_are_inert, padding_changes_nothing}
-# skip a law if one of these earlier laws is broken or cannot be tested
+# laws that must hold before a law is tested
 POLICY_NEEDS: dict[Law, set[Law]] = {
     one_token_has_the_gradient_of_its_advantage: ADVANTAGE_ACTS,
     the_ratio_acts_within_its_bounds: ADVANTAGE_ACTS,

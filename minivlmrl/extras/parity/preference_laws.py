@@ -179,7 +179,7 @@ DPO_LAWS: tuple[Law, ...] = (
     pairs_are_averaged,
     micro_batches_add_up,
 )
-# skip a law if one of these earlier laws is broken
+# laws that must hold before a law is tested
 DPO_NEEDS: dict[Law, set[Law]] = {
     beta_multiplies_the_margin: {answers_act_in_their_directions, only_log_ratios_count},
     log_ratios_are_added_or_averaged: {answers_act_in_their_directions, only_log_ratios_count},

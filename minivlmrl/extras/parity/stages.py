@@ -135,7 +135,7 @@ def pictures(d: Dump, change: Change) -> Answer:
     sampled = shown(d, "sampler_")
     rows = d.get("row", d.all_rows)[change("picture rows", d.all_rows)]
     ours = [change("pictures", sampled[row]) for row in rows]
-    numbers = {}  # number of each distinct image
+    numbers = {}  # ids of distinct images
     table = []
     for row_pictures in ours + shown(d):
         keys = [(*grid.tolist(), patches.numpy().tobytes()) for patches, grid in row_pictures]
