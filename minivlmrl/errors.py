@@ -139,7 +139,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 class error_phase(AbstractContextManager):
-    """Add a training phase, such as "forward", to errors raised in the block; the innermost phase wins.
+    """Add a training phase, such as "forward", to errors raised in the `with` block; the innermost phase wins.
 
     Args:
         rows: dataset rows used in the block; the message names the longest row.

@@ -8,7 +8,7 @@ import warnings
 def set_up_process():
     """Set up torch, malloc and Pillow, before torch is imported.
 
-    The user's environment variables take precedence. Only commands call this function.
+    The user's environment variables take precedence.
     """
     # shorten OpenMP busy waiting: with other processes on the same cores, training was up to 15 times slower
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")

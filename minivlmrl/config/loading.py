@@ -44,9 +44,9 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
 
     Args:
         recipe: path, or name in the folder `recipes`.
-        overrides: such as "--seed=1", "--grpo.learning_rate=1e-4", or two strings "--seed" and "1"; values are YAML.
-        is_found: True if the recipe was found next to a model, not named by the user. If a found recipe names a Python
-            file, load_config raises UserError before any code runs.
+        overrides: options such as "--seed=1", or two strings "--seed" and "1"; values are YAML.
+        is_found: True if the recipe was found next to a model, not named by the user. A Python file named in such a
+            recipe raises UserError before any code runs.
     """
     overrides = _join_values(overrides)
     path = _find_recipe(recipe)

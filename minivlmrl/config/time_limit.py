@@ -13,7 +13,7 @@ longest = math.inf  # upper bound on all time limits, in seconds; see shorten_li
 
 
 class Overtime(BaseException):
-    """User code took too long; a BaseException, so that `except Exception` does not catch it."""
+    """Raised if user code takes too long; a BaseException, so that `except Exception` does not catch it."""
 
 
 @contextmanager

@@ -131,8 +131,7 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
 
     Returns:
         (x1, y1, x2, y2) per box, finite; see Box.valid and Box.inside.
-        Empty if some numbers are not a box, or if the text has other words, which could negate a box ("not [1, 2, 5,
-        6]").
+        No boxes if some numbers are not a box, or if other words could negate a box ("not [1, 2, 5, 6]").
 
     Source: key "bbox_2d" from Qwen2.5-VL's cookbook.
     """

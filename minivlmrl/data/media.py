@@ -160,7 +160,7 @@ def place_media(
     """Assign a row's images and videos to message parts.
 
     Images in a column fill image parts without a file, in order. If messages contain only text, the images replace
-    <image> tags, or precede the first user text. Videos are assigned the same way.
+    <image> tags, or precede the first user text. Videos are assigned like images.
 
     Args:
         turns: prompt messages, followed by an answer if it contains images.

@@ -144,8 +144,8 @@ class MetricsLog(ExitStack):
     def lines_to_keep(self) -> dict[str, int]:
         """Write the log files to disk, and return {log file: lines} for a checkpoint.
 
-        Evaluations after the last step are not counted, because a resumed run repeats them. After an error
-        between an update and `snapshot_line_counts`, rank 0 counts all lines, and other ranks return {}.
+        Evaluations after the last step are not counted, because a resumed run repeats them. After an error between
+        update and snapshot, rank 0 counts all lines, and other ranks return {}.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
