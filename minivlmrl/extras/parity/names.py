@@ -354,7 +354,7 @@ FORMULAS: dict[str, dict[str, Any]] = {
     "mask: the wrong tokens are compared": {
         f"both answers have the mask of the {answer} answer":
             lambda s, k=k: s.x[((s.pair[:, None] == s.pair) * (s.chosen == k).long()).argmax(1)]
-        for k, answer in ((1, "chosen"), (0, "rejected"))
+        for k, answer in enumerate(("rejected", "chosen"))
     },
     "beta: the policy is kept at another distance from the reference": {
         "beta is applied twice, so it is squared": lambda s: s.x**2,
@@ -364,7 +364,8 @@ FORMULAS: dict[str, dict[str, Any]] = {
         "log-probabilities are averaged over tokens":
             dict.fromkeys(BOTH, lambda s: s.x / s.mask.sum(1, keepdim=True).clamp(min=1)),
         "beta multiplies only the policy's log-probability": {"reference": lambda s: s.x / s.about["loss"]["beta"]},
-        "the first token of each answer is left out": dict.fromkeys(BOTH, lambda s: s.x * (s.mask.cumsum(1) > 1)),
+        "the first token of each answer is left out": dict.fromkeys(BOTH, lambda s: s.x * shifted(s.mask, 1)),
+        "the last token of each answer is left out": dict.fromkeys(BOTH, lambda s: s.x * shifted(s.mask, -1)),
         "log-probabilities are averaged over all columns, padding included":
             dict.fromkeys(BOTH, lambda s: s.x / s.mask.shape[1]),
     },

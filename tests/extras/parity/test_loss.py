@@ -246,6 +246,9 @@ NAMED = {
     "first token of each answer": (
         lambda b, o: dpo_of()(b | {"mask": b["mask"] * (b["mask"].cumsum(-1) > 1)}, o), DPO,
         "mistake: the first token of each answer is left out"),
+    "last token of each answer": (
+        lambda b, o: dpo_of()(b | {"mask": b["mask"] * pad(b["mask"], (0, 1))[..., 1:]}, o), DPO,
+        "mistake: the last token of each answer is left out$"),
     "rows without tokens": (changed(loss=lambda q: ((q.terms * q.mask).sum(1) / q.mask.sum(1)).mean()), WHOLE,
         "design: the loss is averaged as in grpo; mistake: a row without tokens is divided by 0"),
     "only rows with tokens": (
