@@ -236,7 +236,6 @@ class WarningRules:
         # one (completions, rewards) tensor per row, as num_generations may vary
         rows = [row for texts, rewards in self.recent_rewards for row in rewards.unflatten(0, (len(texts), -1))]
         for index, reward in enumerate(training_rewards(self.config)):
-            # rows whose completions all have a score
             is_scored = [not row[:, index].isnan().any() for row in rows]
             if reward.name not in self.goals or "solution" not in reward.columns or not any(is_scored):
                 continue

@@ -276,7 +276,7 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
                 f"turn {number} of {name!r} has no text in 'value' or 'content', only the keys {[*turn]}; rename the "
                 "key of its text, or remove the row"
             )
-        if speaker in ("function_call", "tool_call"):  # write the tool call in Qwen's format
+        if speaker in ("function_call", "tool_call"):
             with error_context(f"turn {number}: tool call"):
                 call = parse_json(str(value))
                 expected = 'a JSON object with the name of a tool, such as {"name": "zoom"}'
@@ -327,7 +327,7 @@ def add_choices(row: Columns):
     column = next((name for name in QUESTIONS if name in row), None)
     if not used or column is None:
         return
-    if isinstance(choices, str):  # a list of numbers stored as a string
+    if isinstance(choices, str):
         choices = parse_literal(choices)
     is_list = isinstance(choices, list) and len(choices) <= len(LETTERS)
     require(is_list, "the list of choices", row[used[0]], "a list of at most 26 texts")

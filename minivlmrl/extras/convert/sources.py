@@ -86,7 +86,7 @@ def _read_saved(folder: Path) -> Rows:
     number = 0
     try:
         for listed in read_json(file)["_data_files"]:
-            file = folder / Path(listed["filename"]).name  # read only files in this folder
+            file = folder / Path(listed["filename"]).name
             with pa.memory_map(str(file)) as source:
                 for batch in pa.ipc.open_stream(source):
                     for row in batch.to_pylist():

@@ -135,7 +135,7 @@ def apply_partial_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class GatedDeltaNet(nn.Module):
     """Gated DeltaNet: linear attention after a causal convolution, with a (K, V) state matrix per head."""
 
-    resets_itself = True  # build.initialize should call reset_parameters
+    resets_itself = True
 
     def __init__(self, model_config: Qwen3_5Config, index: int):
         super().__init__()

@@ -188,7 +188,7 @@ def check_disk(question: MemoryQuestion):
     """Raise UserError if the disk has too little free space."""
     config = question.config
     folder = Path(config.output_dir).absolute()
-    earlier = 0  # bytes from an earlier run that this run will replace
+    earlier = 0  # size of files that this run will replace
     for pattern in ("states/*/*", "checkpoint/**/*", "best/**/*"):
         earlier += sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())

@@ -69,7 +69,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
         AssertionError: laws are broken; the message describes each one with the smallest batch.
         ValueError: `kind` or an option is unknown, or the loss does not return a scalar tensor.
     """
-    __tracebackhide__ = True  # makes pytest show the caller's line
+    __tracebackhide__ = True
     report = examine(my_loss, kind, tolerance, framework, **options)
     if not report.agrees:
         raise AssertionError(str(report))

@@ -89,7 +89,7 @@ def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
     if loss.given.get("whole_step"):
         return  # the user's loss only supports whole steps
     rows = [mask for mask in MASKS if len(mask) > 1]
-    for batch, options in loss.batches([*rows, 2 * rows[-1]]):  # batches with up to 8 rows
+    for batch, options in loss.batches([*rows, 2 * rows[-1]]):
         step = {"whole_step": False, "tokens": int(batch["mask"].sum())} if loss.kind == "grpo" else {}
         error = split_error(partial(loss.gradient, **options, **step), batch, loss.tolerance)
         if not error:

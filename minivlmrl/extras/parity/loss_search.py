@@ -201,7 +201,7 @@ class Combination:
         simplest = left[0]
         left.sort(key=lambda search: count_wrong(search.base))
         most = left[-1]
-        chosen = dict.fromkeys((simplest, most, left[0]))  # also cases with most and fewest wrong numbers
+        chosen = dict.fromkeys((simplest, most, left[0]))
         plain, scoped, fitted = self.bugs
 
         def plain_bugs(searches: Iterable[Search]) -> Iterator[Iterable[Bug]]:

@@ -128,7 +128,7 @@ def possible_bugs(name: str, d: Dump) -> list[Bug]:
                 change = change if isinstance(change, dict) else {target.name: change}
                 for text, pieces in for_each_part(says, change, d, "mask" in names):
                     result.append(Bug(text, pieces, target))
-    # try specific bugs, such as a clip bound, before general ones, such as a sign
+    # try specific bugs before general ones, such as a sign
     result.sort(key=lambda bug: (bug.is_general, not (names - {"loss", "logps"}) & bug.of.stage_names()))
     for of_stages, uses, target in table.SCOPES:
         if names & set(of_stages.split(", ")):

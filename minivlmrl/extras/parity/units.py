@@ -110,7 +110,7 @@ def row_sets(d) -> dict[str, Tensor]:
         sets["rows with an advantage of 0"] = d["advantages"] == 0
     sets |= ends(place_within(d["micro_batch"]), "row", " of each micro-batch")
     sets |= ends(d["micro_batch"] - d["micro_batch"].min(), "micro-batch")
-    sets = {says: mask for says, mask in sets.items() if mask.sum() > 1}  # drop single rows: many descriptions fit
+    sets = {says: mask for says, mask in sets.items() if mask.sum() > 1}  # many descriptions fit a single row
     return different(sets, torch.tensor(False))
 
 
