@@ -61,7 +61,7 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
         AssertionError: some cases differ from TRL, or the loss lacks a property of every correct loss (all_laws.py)
         that the cases do not test. The message lists cases, and mistakes or deliberate variants that explain them.
     """
-    __tracebackhide__ = True  # makes pytest show the caller's line
+    __tracebackhide__ = True
     verdict = judge(my_loss, tolerance, kind, framework, **only)
     if not verdict.agrees:
         raise AssertionError(str(verdict))
