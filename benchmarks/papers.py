@@ -236,8 +236,8 @@ def table(curves: dict, blind: dict) -> str:
 A tiny task and {len(seeds)} seeds do not show which method is better for your model. All methods start from the same
 model after 40 SFT steps, and train for {STEPS} steps, without tuning; GSPO, CISPO and DPPO with several steps per
 rollout. The GRPO model is the teacher in on-policy distillation. Accuracy: two sampled answers to each of {HELD_OUT}
-images in the built-in task, mean (lowest to highest) over the seeds; a guess has 0.08. With gray images, a single number
-is seed 0.
+images in the built-in task, mean (lowest to highest) over the seeds; a guess has 0.08. With gray images, a single
+number is seed 0.
 
 | page | changed lines | compare with | accuracy | with gray images |
 |---|---|---|---|---|
