@@ -196,8 +196,11 @@ class Reader:
     def _read_dict(self, hint: TypeHint, value: Plain, name: str) -> dict:
         key_hint, item_hint = typing.get_args(hint)
         expected = f"of type {type_text(hint)}"
-        if item_hint is Finite:
-            expected += ", such as {accuracy: 1.0}"
+        keys: Plain = [value] if type(value) is str else value
+        if item_hint is Finite and type(keys) is list:  # a list of reward names without weights
+            weights = ", ".join(f"{key}: 1.0" for key in keys)
+            given = f'"--{name}={{{weights}}}"' if self.dashes else f"{name}: {{{weights}}}"
+            expected += f"; write {given}"
         require(isinstance(value, dict), name, value, expected)
         read = {}
         for key, item in typing.cast(dict, value).items():

@@ -68,7 +68,7 @@ class Batches(Iterator[list[Row]]):
         futures = self.ahead + self.submit(batch[len(self.ahead) :])
         self.ahead = self.submit(self.next_batch[: self.max_ahead])
         try:
-            rows = [future.result() for future in futures]
+            rows = self.wait_for(futures)
         except BaseException:  # the process is about to exit, so do not wait for other rows
             self.workers.shutdown(wait=False, cancel_futures=True)
             raise
@@ -95,7 +95,11 @@ class Batches(Iterator[list[Row]]):
         return self.rows([(index, key)])[0]
 
     def rows(self, rows: list[tuple[int, str]]) -> list[Row]:
-        return [future.result() for future in self.submit(rows)]
+        return self.wait_for(self.submit(rows))
+
+    def wait_for(self, futures: Sequence[Future]) -> list[Row]:
+        """Wait until rows are prepared."""
+        return [future.result() for future in futures]
 
 
 def readable_prompt(row: Row, processor: Processor, answers: Sequence[str]) -> Prompt:

@@ -377,7 +377,7 @@ def test_a_recipe_that_is_refused(write, tmp_path, content, overrides, sentence)
     ("--grpo.loss_type=gspo", r"--grpo\.importance_sampling_level \(`importance_sampling_level: sequence`\)$"),
     ("--grpo.advantages=gae", r"the name in minivlmrl is --stages \(`\[ppo\]`\)$"),
     ("--grpo.kl_estimator=low_var_kl", r"--grpo\.kl_estimator \(`k3`\)$"),
-    ("--model.dtype=bf16", r"\(`bfloat16`, without autocast\)$"),
+    ("--model.dtype=bf16", r"\(`bfloat16`, no autocast\)$"),
     ("--model=Qwen", r"an object with names and values; set its options, as in --model\.path=\.\.\.$"),
     ("--optimizer.name=adamww", r"did you mean adamw\?$"),
     ("--grpo.loss_type=mine", r"'vespo' or file\.py:name$"),

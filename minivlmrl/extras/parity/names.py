@@ -193,6 +193,8 @@ FORMULAS: dict[str, dict[str, Any]] = {
     "mean: the effective learning rate changes with lengths and rows": {
         "the loss is the sum over all tokens instead of a mean": lambda s: s.terms.sum(),
         "the loss is the sum over the rows of their means": lambda s: row_mean(s.terms, s.mask).sum(),
+        "the loss is divided by the rows and by the length of the longest completion":
+            lambda s: s.terms.sum() / s.mask.sum(1).max() / s.num_rows,
         "the loss is divided by a fixed length of {c} for each row": lambda s: s.terms.sum() / s.c / s.num_rows,
     },
     "mean: tokens are weighted differently": {
@@ -260,6 +262,8 @@ FORMULAS: dict[str, dict[str, Any]] = {
     "terms: other ratios get the largest weight": {
         "cispo's ratio is clamped to 1 - epsilon_low and 1 + epsilon_high": cispo(lambda s: s.clipped_ratio),
         "cispo's ratio is at most 1 + epsilon_high": cispo(lambda s: s.ratio.clamp(max=1 + s.epsilon_high)),
+        "cispo's ratio is clamped to 1 - epsilon_low and epsilon_high":
+            cispo(lambda s: s.ratio.clamp(1 - s.epsilon_low, s.epsilon_high)),
     },
     "terms: tokens outside of the bounds are not trained": {
         "no token outside of 1 - epsilon_low to 1 + epsilon_high is trained, whatever its advantage":
@@ -291,6 +295,7 @@ FORMULAS: dict[str, dict[str, Any]] = {
             "epsilon_low": lambda s: -math.expm1(-s.epsilon_low),
             "epsilon_high": lambda s: math.expm1(s.epsilon_high),
         },
+        "the upper bound of the clip is epsilon_high instead of 1 + epsilon_high": lambda s: s.x - 1,
     },
     "epsilon_low: the update is different": {
         "ratios are clipped to at least 1 / (1 + epsilon_high)": lambda s: 1 - 1 / (1 + s.epsilon_high),
@@ -320,6 +325,8 @@ FORMULAS: dict[str, dict[str, Any]] = {
     "reference: tokens far from the reference are not drawn back": {
         "the log-ratio in the KL is clamped to -{c} and {c}":
             lambda s: s.per_token_logps + (s.x - s.per_token_logps).clamp(-s.c, s.c),
+        "the log-ratio in the KL is at most {c}":
+            lambda s: s.per_token_logps + (s.x - s.per_token_logps).clamp(max=s.c),
     },
     "KL estimate: another divergence is penalized": {
         "the KL is that of torch's kl_div, pi_ref * log(pi_ref / pi)":

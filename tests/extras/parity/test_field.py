@@ -10,6 +10,7 @@ import torch
 
 from docs.scripts.field import PROJECTS, __main__
 from docs.scripts.field.reading import LOSSES, Project, Settings, as_loss, read_functions
+from minivlmrl.extras.parity.calling import Arguments
 from minivlmrl.extras.parity.frameworks import as_torch
 from tests.helpers.links import ROOT
 
@@ -82,8 +83,8 @@ def test_a_loss_of_another_framework_is_read(framework, tmp_path):
     theirs = read_functions(project, tmp_path)
     loss = as_torch(as_loss(lambda theirs, b, o: theirs.loss(b.logps, b.advantages), theirs), framework)
     x = torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
-    batch = {"per_token_logps": x, "mask": torch.ones(1, 2), "advantages": torch.zeros(1)}
-    assert loss(batch, {}).item() == 2
+    batch = Arguments({"per_token_logps": x, "mask": torch.ones(1, 2), "advantages": torch.zeros(1)}, set())
+    assert loss(batch, Arguments({}, set())).item() == 2
 
 
 LEAKS = """
