@@ -1169,8 +1169,11 @@ def read_options() -> argparse.Namespace:
         parser.error("--num_generations must be at least 2: the rewards of a group are compared")
     if options.stage is dpo and options.beta <= 0:
         parser.error("--dpo needs a --beta above 0: with 0, the loss is the same for all models")
-    earlier = Path(options.output_dir, "config.json")
-    if earlier.exists() and read_json(earlier).get("hidden_size") != DECODER["hidden_size"]:
+    earlier = Path(options.output_dir, "config.json").resolve()
+    if earlier.exists() and (
+        earlier == Path(options.folder or "", "config.json").resolve()
+        or read_json(earlier).get("hidden_size") != DECODER["hidden_size"]
+    ):
         parser.error(f"{options.output_dir} has a model; move it, or choose another --output_dir")
     return options
 

@@ -164,6 +164,12 @@ def test_a_file_without_rows_is_refused(tiny, tmp_path):
         main(tiny, tmp_path / "rows.jsonl")
 
 
+def test_the_folder_is_not_overwritten(tiny, rows, capsys):
+    with pytest.raises(SystemExit):
+        main(tiny, rows, "--sft", "--max_steps=1", f"--output_dir={tiny / 'x' / '..'}")
+    assert "has a model; move it, or choose another --output_dir" in capsys.readouterr().err
+
+
 def test_an_earlier_model_is_not_overwritten_unless_it_is_tiny(tiny, rows, tmp_path, monkeypatch, capsys):
     """Neither the folder of an earlier run nor that of the model; the commands of the README may be typed twice."""
     monkeypatch.setattr(minimal, "train", lambda *_: None)
