@@ -799,7 +799,8 @@ def read_config(folder) -> dict:
     config = read_json(Path(folder, "config.json"))
     is_qwen = config.get("model_type") == "qwen2_5_vl"
     require(is_qwen, f"{folder} is not a Qwen2.5-VL folder; train.py reads other families")
-    config = {**config.get("text_config", {}), **config}
+    known = {key: value for key, value in config.items() if value is not None}
+    config = {**config.get("text_config", {}), **known}
     vision = {**VISION_DEFAULTS, **config["vision_config"]}
     rope = config.get("rope_parameters") or config["rope_scaling"]
     kind = rope.get("rope_type", rope.get("type"))

@@ -79,16 +79,16 @@ class Batches(Iterator[list[Row]]):
     def submit(self, batch: list[tuple[int, str]]) -> list[Future]:
         return [self.workers.submit(self.prepare_row, index, key) for index, key in batch]
 
-    def prepare_row(self, index: int, key: str) -> Row:
-        """Load a row, or the next readable one, and its prompt."""
+    def prepare_row(self, index: int, key: str) -> tuple[Row, dict[int, ValueError]]:
+        """Load a row, or the next readable one, and its prompt; also return errors from skipped rows."""
 
         def use(row: Row) -> Prompt:
             return readable_prompt(row, self.processor, self.checked_answers)
 
-        row, prompt = next_readable(self.dataset, index, use, self.skip_unreadable, self.skipped)
+        row, prompt, failures = next_readable(self.dataset, index, use, self.skip_unreadable)
         row.key = key
         row.prepared_prompt = prompt
-        return row
+        return row, failures
 
     def row(self, index: int, key: str = "") -> Row:
         """Load a row with its prompt; `key` is the seed for sampling."""
@@ -98,8 +98,18 @@ class Batches(Iterator[list[Row]]):
         return self.wait_for(self.submit(rows))
 
     def wait_for(self, futures: Sequence[Future]) -> list[Row]:
-        """Wait until rows are prepared."""
-        return [future.result() for future in futures]
+        """Wait for prepared rows, and warn once per unreadable row.
+
+        Worker threads do not warn: they prepare rows before a checkpoint that a resumed run prepares again.
+        """
+        rows = []
+        for row, failures in (future.result() for future in futures):
+            rows.append(row)
+            for number in failures.keys() - self.skipped:
+                self.skipped.add(number)
+                warning = f"{failures[number]}; this row is skipped; {len(self.skipped)} so far"
+                warnings.warn(warning, stacklevel=2)
+        return rows
 
 
 def readable_prompt(row: Row, processor: Processor, answers: Sequence[str]) -> Prompt:
@@ -114,31 +124,27 @@ def readable_prompt(row: Row, processor: Processor, answers: Sequence[str]) -> P
 
 
 def next_readable(
-    rows: Dataset, index: int, use: Callable[[Row], Result], skips: bool = True, skipped: set[int] | None = None
-) -> tuple[Row, Result]:
-    """Return the row at `index`, or the next readable one, and the result of `use`.
+    rows: Dataset, index: int, use: Callable[[Row], Result], skips: bool = True
+) -> tuple[Row, Result, dict[int, ValueError]]:
+    """Return the row at `index`, or the next readable one, the result of `use`, and {skipped row index: error}.
 
     Args:
         use: function such as readable_prompt that raises UserError for an unreadable row.
         skips: whether to skip unreadable rows.
-        skipped: indices of skipped rows, to which new ones are added with a warning; None = no warnings.
     """
-    failure = None
+    failures = {}
     for distance in range(MAX_SKIPPED):
         number = (index + distance) % len(rows)
         try:
             row = replace(rows[number], index=number)
-            return row, use(row)
+            return row, use(row), failures
         except ValueError as error:
             if not skips:
                 raise
-            failure = error
-        if skipped is not None and number not in skipped:
-            skipped.add(number)
-            warnings.warn(f"{failure}; this row is skipped; {len(skipped)} so far", stacklevel=2)
+            failures[number] = error
     raise UserError(
         f"The run ends, because {MAX_SKIPPED} consecutive rows are unreadable, and data.skip_unreadable does not skip "
-        f"that many rows. Correct the rows. The last error was: {failure}"
+        f"that many rows. Correct the rows. The last error was: {list(failures.values())[-1]}"
     )
 
 

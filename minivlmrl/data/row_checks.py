@@ -128,9 +128,8 @@ def check_prompts(columns: dict, template: str):
     if "{problem}" not in template:
         expected = f"a string that contains {{problem}}, because the row has {given}"
         require(not given, "data.prompt_template", template, expected)
-    if (
-        given == ["messages"] and columns["messages"][-1]["role"] == "assistant"
-    ):  # column `messages` contains prompt and answer
+    # `messages` may contain prompt and answer
+    if given == ["messages"] and columns["messages"][-1]["role"] == "assistant":
         given += [name for name in ["completion"] if columns.get(name) is not None]
     if len(given) > 1:
         raise LayoutError(

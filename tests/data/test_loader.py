@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from concurrent.futures import wait
 from types import SimpleNamespace
 
 import numpy as np
@@ -86,6 +87,20 @@ def test_any_number_of_ranks_gets_the_same_rows_and_keys(ranks, steps):
             together += [row for share in shares for row in share[draw][step * own : (step + 1) * own]]
         assert together == rows
         assert {len(share[draw]) for share in shares} == {steps * own}
+
+
+def test_a_skipped_row_is_reported_in_the_step_that_needs_it(write_rows, tmp_path, recwarn):
+    """Not when a thread prepares it: a resumed run prepares it again, and would report it twice."""
+    (tmp_path / "a.png").write_bytes((tmp_path / "red.png").read_bytes()[:40])
+    images = ["red", "green", "blue", "a"]
+    rows = FileDataset(write_rows(*({"problem": image, "image": f"{image}.png"} for image in images)))
+    read = batches(rows=rows, prompts_per_step=1, skip_unreadable=True, image_workers=1)
+    for _ in itertools.takewhile(lambda numbers: numbers != [3], shuffled(4, 1, 0)):
+        next(read)
+    wait(read.ahead)
+    assert not recwarn
+    next(read)
+    assert [str(one.message).rpartition("is skipped; ")[2] for one in recwarn] == ["1 so far"]
 
 
 def test_an_unreadable_row_is_replaced_by_the_next(write_rows, tmp_path):

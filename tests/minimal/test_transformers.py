@@ -97,3 +97,10 @@ def test_configs_that_transformers_saved_have_the_values_of_the_hub(tmp_path, ve
         assert {name: vision[name] for name in minimal.VISION_DEFAULTS} == {
             name: hub["vision_config"][name] for name in minimal.VISION_DEFAULTS
         }
+
+
+def test_null_in_a_config_does_not_replace_a_value_of_the_text_model(tiny, tmp_path):
+    config = minimal.read_json(tiny / "config.json")
+    config |= {"hidden_size": None, "text_config": {"hidden_size": config["hidden_size"]}}
+    minimal.write_json(tmp_path / "config.json", config)
+    assert minimal.read_config(tmp_path)["hidden_size"] == minimal.read_config(tiny)["hidden_size"]

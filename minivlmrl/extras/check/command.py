@@ -91,5 +91,5 @@ class ReadableRows(FileDataset):
         self.use = use
 
     def __getitem__(self, index: int) -> Row:
-        row, _ = next_readable(self.rows, index, self.use)
+        row, *_ = next_readable(self.rows, index, self.use)
         return row

@@ -136,7 +136,7 @@ def try_rewards(config: RunConfig, datasets: dict[str, Dataset], processor: Proc
     for stage, rows, rewards in scored_rows(config, datasets):
         no_columns = dict.fromkeys(required_columns(rewards)) if stage == "eval" else {}
         skips = stage != "eval" and config.data.skip_unreadable
-        row, prompt = next_readable(rows, 0, lambda row: row.prompt(processor), skips)
+        row, prompt, _ = next_readable(rows, 0, lambda row: row.prompt(processor), skips)
         row.columns = no_columns | row.columns
         name = config.sampling.environment
         environment = None if name is None else agents().begin_with_row(name, row)

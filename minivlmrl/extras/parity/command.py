@@ -41,18 +41,24 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = p.parse_args(arguments)
     if options.target.endswith(".py"):
         p.error(f"{options.target} is a file; also name its function: {options.target}:FUNCTION")
-    if (options.json or options.seconds is not None) and ":" in options.target:
+    is_clone = is_code(options.target.partition(":")[0])
+    if (options.json or options.seconds is not None) and (is_clone or ":" in options.target):
         p.error("--json and --seconds are options for a recorded step; the search in a loss has no limit")
-    for name in ("laws", "framework", "tolerance"):
-        if getattr(options, name) and ":" not in options.target:
+    for name in ("laws", "framework", "tolerance", "only"):
+        if getattr(options, name) and (is_clone or ":" not in options.target):
             p.error(f"--{name} is an option for a loss function, FILE.py:FUNCTION")
     return options
+
+
+def is_code(folder: str) -> bool:
+    """Return True for a folder without a recorded step."""
+    return Path(folder).is_dir() and not (Path(folder) / "step.json").is_file()
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     folder, _, name = options.target.partition(":")
-    if Path(folder).is_dir() and not (Path(folder) / "step.json").is_file():
+    if is_code(folder):
         return check_clone(Path(folder), name)
     if ":" in options.target:
         return check_loss(options)

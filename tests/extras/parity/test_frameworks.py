@@ -146,11 +146,13 @@ def test_options_of_a_loss_are_refused_for_a_step(option, capsys):
     assert f"{option.partition('=')[0]} is an option for a loss function, FILE.py:FUNCTION" in capsys.readouterr().err
 
 
-def test_the_command_refuses_half_a_target_and_json_of_a_loss(capsys):
+def test_the_command_refuses_half_a_target_and_options_without_effect(capsys):
     for words, expected in (
         (["my_loss.py:my_loss", "--json"], "--json and --seconds are options for a recorded step"),
         (["my_loss.py:my_loss", "--seconds=0"], "the search in a loss has no limit"),
         (["my_loss.py"], "my_loss.py is a file; also name its function: my_loss.py:FUNCTION"),
+        ([str(ROOT / "recipes"), "--seconds=9"], "--json and --seconds are options for a recorded step"),
+        ([f"{ROOT / 'recipes'}:loss", "--only", "kind=dpo"], "--only is an option for a loss function"),
     ):
         with pytest.raises(SystemExit):
             main(words)
