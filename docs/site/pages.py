@@ -21,7 +21,11 @@ LINK = re.compile(r"(\]\(|^\[\w+\]: )([^)\s#]+)(?=[#)\s])", re.MULTILINE)
 FORMULA = re.compile(r'(?<=class="arithmatex">)\s*\\([(\[])(.+?)\\[)\]]\s*(?=<)', re.DOTALL)
 START, INDEX = "README.md", "docs/README.md"
 STEP = "docs/scripts/step.py"  # writes docs/step.html
-TESTS = {"minivlmrl/data/messages.py": "tests/rows/test_refused.py"}  # files without a test file of the same name
+TESTS = {  # files without a test file of the same name
+    "minivlmrl/data/chat_template.py": "tests/data/test_folder_template.py",
+    "minivlmrl/data/messages.py": "tests/rows/test_refused.py",
+    "minivlmrl/data/rows.py": "tests/data/test_loader.py",
+}
 PAGE = re.compile(r"\[([^]]+)\]\(([\w/]+\.(?:md|html|ipynb))\)")
 # first in the search: pages that explain options
 FOUND_FIRST = {"data.md", "many_gpus.md", "memory.md", "metrics.md", "policy_gradients.md", "preferences.md"}
