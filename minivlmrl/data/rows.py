@@ -98,6 +98,11 @@ class Row:
     index: int = -1  # row index in the dataset
     prepared_prompt: Prompt | None = None  # prompt computed in advance by a loader thread
 
+    @property
+    def name(self) -> str:
+        """Return file and line, or the row index, for error messages."""
+        return self.where or f"row {self.index}"
+
     def prompt(self, processor: Callable[..., Prompt]) -> Prompt:
         """Return the prompt as tensors, computed now unless a loader thread has done so.
 

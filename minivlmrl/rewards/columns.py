@@ -71,7 +71,7 @@ def reward_columns(
         completions=texts,
         prompts=[row.messages for row in row_of_each],
         images=[row.images for row in row_of_each],
-        row_names=[row.where or f"row {row.index}" for row in row_of_each],
+        row_names=[row.name for row in row_of_each],
         completion_ids=[completion.ids.tolist() for completion in flat],
         answer_texts=[find_answer(text, processor.answer_format) for text in texts],
         turn_texts=[[processor.decode_assistant_turn(turn) for turn in c.turns or [c]] for c in flat],

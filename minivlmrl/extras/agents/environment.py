@@ -10,7 +10,7 @@ from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.parsing import build
 from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate
 from minivlmrl.data.processor import Processor
-from minivlmrl.errors import UserError, error_context, pluralize, truncate
+from minivlmrl.errors import UserError, error_context, pluralize, require, truncate
 from minivlmrl.extras.agents.schema import json_schema, type_schema
 from minivlmrl.extras.agents.tool_processor import ToolProcessor
 
@@ -53,16 +53,19 @@ def get_environment(name: str) -> Callable[[], Environment]:
     """Resolve an environment name, such as "my_tools.py:Turn(step=45)", to its constructor."""
     kind, options = resolve_object("sampling.environment", name, {})
     with error_context(f"sampling.environment {name}"):
-        if not inspect.isclass(kind):
-            kind = class_of(kind)
+        if not inspect.isclass(kind):  # make the functions the tools of a class
+            functions = kind if isinstance(kind, list) else [kind]
+            if not all(map(inspect.isfunction, functions)):
+                raise UserError(f"expected a class, a function or a list of functions, but found {truncate(kind, 60)}")
+            members = {function.__name__: staticmethod(function) for function in functions}
+            kind = type("Functions", (Stateless,), members)
         make = with_options(kind, options)
         environment = make()
         settings_of(environment)
         tools = tools_of(environment)
         if not tools or not hasattr(environment, "reset"):
             raise UserError(
-                "an environment needs a method reset(self, **columns) and at least one other "
-                "public method, which is a tool"
+                "an environment needs a method reset(self, **columns) and at least one tool, a public method"
             )
         for tool in tools.values():
             arguments_of(tool)
@@ -74,17 +77,6 @@ class Stateless:
 
     def reset(self, **columns):
         pass
-
-
-def class_of(functions: Callable | list[Callable]) -> type[Environment]:
-    """Create an environment class with the given functions as tools."""
-    listed = functions if isinstance(functions, list) else [functions]
-    members = {}
-    for function in listed:
-        if not inspect.isfunction(function):
-            raise UserError(f"expected a class, a function or a list of functions, but found {truncate(functions, 60)}")
-        members[function.__name__] = staticmethod(function)
-    return type("Functions", (Stateless,), members)
 
 
 def with_tools(processor: Processor, name: str) -> Processor:
@@ -114,11 +106,10 @@ def environment_reward(
         with error_context("reward environment"):
             reward = None if environment is None else environment.get_reward()
             if isinstance(reward, list):
-                if len(texts) - len(reward) not in (0, 1):
-                    raise UserError(
-                        f"get_reward returned {pluralize(len(reward), 'number')} for {pluralize(len(texts), 'turn')}; "
-                        "return one number for each turn (the last turn may have none), or a single number"
-                    )
+                expected = (
+                    f"one number for each of {pluralize(len(texts), 'turn')} (the last may lack it), or their sum"
+                )
+                require(len(texts) - len(reward) in (0, 1), "the result of get_reward", reward, expected)
                 reward = sum(reward)
         rewards.append(reward)
     return rewards
@@ -127,36 +118,25 @@ def environment_reward(
 def check_reward(name: str | None, rewards: Iterable[str]):
     """Check that the recipe uses the reward "environment" if and only if its environment has get_reward."""
     has_reward = name is not None and hasattr(get_environment(name)(), "get_reward")
-    if has_reward and "environment" not in rewards:
+    if has_reward != ("environment" in rewards):
         raise UserError(
-            f"the environment {name} has a method get_reward, but the recipe does not use it; set "
-            "rewards: {environment: 1}"
-        )
-    if "environment" in rewards and not has_reward:
-        raise UserError(
-            f"the recipe sets rewards: {{environment: 1}}, but sampling.environment ({name}) does "
-            "not have a method get_reward; add the method or remove this reward"
+            f"rewards must contain environment if, and only if, sampling.environment ({name}) has a method get_reward"
         )
 
 
 def settings_of(environment: Environment) -> Settings:
     """Read an environment's settings from its attributes."""
-    values = {}
-    for field in fields(Settings):
-        if hasattr(environment, field.name):
-            values[field.name] = getattr(environment, field.name)
+    names = [field.name for field in fields(Settings) if hasattr(environment, field.name)]
+    values = {name: getattr(environment, name) for name in names}
     return build(Settings, values, type(environment).__name__)
 
 
 def tools_of(environment: Environment) -> dict[str, Callable]:
     """Return an environment's tools as {name: bound method}."""
-
-    def is_method(member) -> bool:  # include class methods and cached methods
-        return inspect.isfunction(inspect.unwrap(getattr(member, "__func__", member)))
-
     tools = {}
-    for name, _ in inspect.getmembers(type(environment), is_method):
-        if name not in ("reset", "get_reward", "observe") and name[0] != "_":
+    for name, member in inspect.getmembers(type(environment)):
+        function = inspect.unwrap(getattr(member, "__func__", member))  # include class methods and cached methods
+        if inspect.isfunction(function) and name not in ("reset", "get_reward", "observe") and name[0] != "_":
             tools[name] = getattr(environment, name)
     return tools
 
@@ -171,10 +151,9 @@ def arguments_of(tool: Callable) -> type:
             )
         hints = typing.get_type_hints(tool, include_extras=True)
         for name, parameter in inspect.signature(tool).parameters.items():
-            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                raise UserError(f"the argument {name!r} cannot be passed by name; write it without / and *")
-            if name not in hints:
-                raise UserError(f"the argument {name!r} does not have a type hint; add one")
+            by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if name not in hints or not by_name:
+                raise UserError(f"the argument {name!r} must have a type hint and no / or *")
             type_schema(hints[name])
             field = [name, hints[name]]
             if parameter.default is not parameter.empty:

@@ -36,7 +36,15 @@ def json_schema(tool: Callable) -> dict:
     description, *rest = re.split(r"\s*\b(Args|Returns|Raises):", docstring)
     sections = dict(zip(rest[::2], rest[1::2], strict=True))
     properties = {name: type_schema(hints[name]) for name in parameters}
-    add_descriptions(properties, sections.get("Args", ""))
+    # descriptions from the docstring's Args section
+    without_blank_lines = re.sub(r"\n\s*\n", "\n", sections.get("Args", ""))
+    for _, name, text in ARGUMENT.findall(without_blank_lines):
+        if name in properties:
+            text = re.sub(r"\s*\n\s*", " ", text.strip())
+            if choices := CHOICES.search(text):
+                properties[name]["enum"] = json.loads(choices[1])
+                text = text[: choices.start()]
+            properties[name]["description"] = text
     arguments = {"type": "object", "properties": properties}
     required = [name for name, p in parameters.items() if p.default is p.empty]
     if required:
@@ -47,20 +55,6 @@ def json_schema(tool: Callable) -> dict:
         function["return"] = {"type": "image"} if returned is Image else type_schema(returned)
         function["return"]["description"] = sections["Returns"].strip()
     return {"type": "function", "function": function}
-
-
-def add_descriptions(properties: dict[str, dict], section: str):
-    """Add the descriptions in a docstring's Args section to the argument schemas."""
-    without_blank_lines = re.sub(r"\n\s*\n", "\n", section)
-    for _, name, text in ARGUMENT.findall(without_blank_lines):
-        if name not in properties:
-            continue
-        text = re.sub(r"\s*\n\s*", " ", text.strip())
-        choices = CHOICES.search(text)
-        if choices:
-            properties[name]["enum"] = json.loads(choices[1])
-            text = text[: choices.start()]
-        properties[name]["description"] = text
 
 
 def type_schema(hint) -> dict:
@@ -96,6 +90,4 @@ def union_schema(hints: tuple) -> dict:
         union = {"type": kinds[0] if len(kinds) == 1 else kinds}
     else:
         union = {"anyOf": schemas}
-    if types.NoneType in hints:
-        return union | {"nullable": True}
-    return union
+    return union | {"nullable": True} if types.NoneType in hints else union

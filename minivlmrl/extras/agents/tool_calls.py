@@ -9,11 +9,12 @@ from dataclasses import fields
 from typing import Any
 
 from PIL.Image import Image
+from torch import Tensor
 
 from minivlmrl.config.parsing import build, read_value
 from minivlmrl.config.time_limit import Overtime, time_limit
 from minivlmrl.data.chat_template import END, join_text, render, render_message
-from minivlmrl.data.image import ImageProcessor, smart_resize, to_rgb
+from minivlmrl.data.image import Grid
 from minivlmrl.data.messages import part_kind
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_files import map_nested
@@ -27,8 +28,8 @@ CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{8,}")  # memory address, such as 0x7f3a91c0
 # (tool name, text between the tags); the name is "" for Qwen's <tool_call>
 Call = tuple[str, str]
-# (image returned by a tool, its patch grid as (frames, rows, columns))
-Picture = tuple[Image, tuple[int, int, int]]
+# (image returned by a tool, its patches, its patch grid)
+Picture = tuple[Image, Tensor, Grid]
 # exceptions whose message is shown to the model as the tool result
 FAILURES = Exception, SystemExit, Overtime
 
@@ -59,7 +60,7 @@ def answer_call(
     Args:
         name, inside: tool name, and its arguments as text.
     Returns:
-        message parts, images with their grids, whether the call succeeded
+        message parts, images with patches and grids, whether the call succeeded
     """
     try:
         with time_limit(settings.max_tool_seconds):
@@ -67,32 +68,18 @@ def answer_call(
             results = result if isinstance(result, list) else [result]
             parts = [part(item) for item in results]
         images = [shown["image"] for shown in parts if "image" in shown]
-        check_limits(parts, images, settings)
-        pictures = [(image, grid_of(image, processor.image_processor)) for image in images]
-        return parts, pictures, True
+        sizes = {
+            "characters": sum(len(shown.get("text", "")) for shown in parts),
+            "pixels": sum(image.width * image.height for image in images),
+        }
+        for unit, size in sizes.items():
+            limit = getattr(settings, f"max_tool_{unit}")
+            require(size <= limit, f"the answer's number of {unit}", size, f"{limit} or less")
+        return parts, [(image, *processor.image_processor(image)) for image in images], True
     except FAILURES as error:
         # remove memory addresses, which differ between runs
         text = f"error: {ADDRESS.sub('0x', str(error)) or type(error).__name__}"
         return [part(text[: settings.max_tool_characters])], [], False
-
-
-def check_limits(parts: list[dict], images: list[Image], settings: Settings):
-    sizes = {
-        "characters": sum(len(shown.get("text", "")) for shown in parts),
-        "pixels": sum(image.width * image.height for image in images),
-    }
-    for unit, size in sizes.items():
-        limit = getattr(settings, f"max_tool_{unit}")
-        require(size <= limit, f"the answer's number of {unit}", size, f"{limit} or less")
-
-
-def grid_of(image: Image, image_processor: ImageProcessor) -> tuple[int, int, int]:
-    """Compute the patch grid (frames, rows, columns) of an image."""
-    width, height = to_rgb(image).size
-    height, width = smart_resize(
-        height, width, image_processor.factor, image_processor.min_pixels, image_processor.max_pixels
-    )
-    return 1, height // image_processor.patch_size, width // image_processor.patch_size
 
 
 def begin(make: Callable[[], Environment], columns: dict) -> Environment:
@@ -126,7 +113,12 @@ def call(tools: dict[str, Callable], name: str, inside: str):
     if name:
         arguments = read_values(name, inside, tools)
     else:
-        name, arguments = read_call(inside, tools)
+        written = read_parameters(inside, tools) or parse_json(inside, json.loads)
+        if not isinstance(written, dict) or not isinstance(written.get("name"), str):
+            raise UserError('a tool call must have the form {"name": ..., "arguments": {...}}')
+        name, arguments = written["name"], written.get("arguments", {})
+        if name not in tools:
+            raise UserError(f"there is no tool {name!r}; the tools are {', '.join(tools)}")
     values = vars(build(arguments_of(tools[name]), arguments, name))
     with error_context(name):  # reject infinities and lone surrogates: get_reward could crash on them
         json.dumps(values, allow_nan=False, ensure_ascii=False, default=str).encode()
@@ -143,16 +135,6 @@ def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
     if len(values) > len(expected):
         raise UserError(f"{name} takes {pluralize(len(expected), 'argument')}, not {len(values)}")
     return {field.name: value for field, value in zip(expected, values, strict=False)}
-
-
-def read_call(inside: str, tools: dict[str, Callable]) -> tuple[str, dict]:
-    """Parse tool name and arguments from a call in Qwen's <tool_call> format."""
-    written_call = read_parameters(inside, tools) or parse_json(inside, json.loads)
-    if not isinstance(written_call, dict) or not isinstance(written_call.get("name"), str):
-        raise UserError('a tool call must have the form {"name": ..., "arguments": {...}}')
-    if written_call["name"] not in tools:
-        raise UserError(f"there is no tool {written_call['name']!r}; the tools are {', '.join(tools)}")
-    return written_call["name"], written_call.get("arguments", {})
 
 
 def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:

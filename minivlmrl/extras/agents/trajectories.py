@@ -21,18 +21,10 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.micro_batching import sample_in_micro_batches
 from minivlmrl.errors import UserError, error_context, truncate
-from minivlmrl.extras.agents.environment import Environment, get_environment
+from minivlmrl.extras.agents.environment import get_environment
 from minivlmrl.extras.agents.tool_calls import Call, call_method, valid_text
-from minivlmrl.extras.agents.tool_sampler import (
-    ToolEpisode,
-    ToolSampler,
-    as_prompt,
-    begin_episodes,
-    encode_answers,
-    find_environment,
-    step_episodes,
-)
-from minivlmrl.generation.generate import TokenSampler
+from minivlmrl.extras.agents.tool_sampler import ToolEpisode, ToolSampler
+from minivlmrl.generation.generate import Decode, TokenSampler
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.decoder import VisionLanguageModel
 
@@ -67,11 +59,8 @@ class Round:
 class Episode(ToolEpisode):
     """State of one trajectory while sampling."""
 
-    def __init__(self, environment: Environment, prompt: Prompt, row: Row):
-        super().__init__(environment)
-        self.prompt = prompt
-        self.row = row
-        self.key = ""  # sampling seed, combined with the turn number
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         self.turns: list[Completion] = []
         self.rounds: list[Round] = []
 
@@ -80,15 +69,12 @@ class Episode(ToolEpisode):
         """Return whether the last turn called a tool, and the environment is not done."""
         return len(self.rounds) == len(self.turns)
 
-    def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int, processor: Processor) -> bool:
+    def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int) -> bool:
         """Run tool calls and record the round; return True, because a tool call always ends the turn."""
-        answers, pictures = self.call_tools(calls, processor)
+        parts, answers, pictures = self.call_tools(calls, turn_ended)
         if not self.done:
-            ids = encode_answers(answers, pictures, turn_ended, processor)
-            read, _ = as_prompt(ids, pictures, processor)
-            text = processor.decode_assistant_turn(Completion(torch.tensor(self.ids)))
-            images = [image for image, _ in pictures]
-            self.rounds.append(Round(text, list(chain(*answers)), read, images))
+            text = self.processor.decode_assistant_turn(Completion(torch.tensor(self.ids)))
+            self.rounds.append(Round(text, [*chain(*parts)], answers, [image for image, *_ in pictures]))
         return True
 
     def finish(self, completion: Completion):
@@ -114,77 +100,53 @@ class Episode(ToolEpisode):
         )
 
 
-class TrajectorySampler(Sampler):
+class TrajectorySampler(ToolSampler):
     """Sampler for multi-turn trajectories.
 
     Sharded weights are gathered before the first turn, because gathering needs all ranks, and some may have no later
     turns.
     """
 
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.make_environment = find_environment(self)
-        self.episodes: list[Episode] = []  # one episode per row in the batch
-
-    def token_sampler(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> TokenSampler:
-        self.episodes = begin_episodes(Episode, self.make_environment, self, prompts, num_generations)
-        for i, episode in enumerate(self.episodes):
-            episode.key = f"{keys[i // num_generations]}/{i % num_generations}"
-        return super().token_sampler(prompts, num_generations, keys)
+    episode_type = Episode
 
     def generate(
         self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
         episodes = self.episodes
-        self.sample_turns(model, prompts, num_generations, sample_token)
+        super().generate(model, prompts, num_generations, sample_token)
         while unfinished := [episode for episode in episodes if episode.has_next_turn]:
             windows = [self.window(episode) for episode in unfinished]
             next_turns = partial(self.sample_next_turns, model)
             sample_in_micro_batches(next_turns, windows, 1, unfinished, self.sampling, None)
-        starts = range(0, len(episodes), num_generations)
-        groups = [episodes[i : i + num_generations] for i in starts]
-        return [[episode.trajectory() for episode in group] for group in groups]
+        trajectories = [episode.trajectory() for episode in episodes]
+        return [trajectories[i : i + num_generations] for i in range(0, len(episodes), num_generations)]
 
     def sample_next_turns(
         self, model: VisionLanguageModel, windows: list[Prompt], num_generations: int, episodes: list[Episode]
     ) -> list[list[Completion]]:
         self.episodes = episodes
         keys = [f"{episode.key}/{len(episode.turns)}" for episode in episodes]
-        sample_token = super().token_sampler(windows, num_generations, keys)
-        groups = self.sample_turns(model, windows, num_generations, sample_token)
+        sample_token = Sampler.token_sampler(self, windows, num_generations, keys)
+        groups = super().generate(model, windows, num_generations, sample_token)
         for window, [turn] in zip(windows, groups, strict=True):
             turn.prompt = window
         return groups
 
-    def sample_turns(
-        self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
-    ) -> list[list[Completion]]:
-        """Sample one turn for each unfinished trajectory."""
-        groups = super().generate(model, prompts, num_generations, sample_token)
-        for episode, turn in zip(self.episodes, chain(*groups), strict=True):
-            episode.finish(turn)
-        return groups
-
-    def accept_tokens(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
-        text_ends = self.record_tokens(rows, ids)
-        return step_episodes(self.episodes, self, rows, ids, turn_ends, text_ends)
+    def decode(self) -> Decode:
+        return Sampler.decode(self)  # no ReadingDecode: the next window contains the tool results
 
     def window(self, episode: Episode) -> Prompt:
-        row = episode.row
-        name = f"{row.where or f'row {row.index}'}: turn {len(episode.turns)}"
-        with error_context(name):
+        with error_context(f"{episode.row.name}: turn {len(episode.turns)}"):
             if self.sampling.history is None:
                 window = observed_window(episode, self.processor)
             else:
                 window = history_window(episode, self.sampling.history, self.processor)
             max_positions = self.model.config.max_position_embeddings
-            limit = max_positions - self.sampling.max_new_tokens
-            num_tokens = len(window.input_ids)
-            if num_tokens > limit:
+            if len(window.input_ids) + self.sampling.max_new_tokens > max_positions:
                 raise UserError(
-                    f"the context window has {num_tokens} tokens, which together with sampling.max_new_tokens exceeds "
-                    f"the model's max_position_embeddings ({max_positions}); show fewer or smaller images, or decrease "
-                    f"{type(episode.environment).__name__}.max_tool_calls"
+                    f"the context window has {len(window.input_ids)} tokens, which together with "
+                    f"sampling.max_new_tokens exceeds the model's max_position_embeddings ({max_positions}); show "
+                    "fewer or smaller images, or decrease max_tool_calls"
                 )
         return window
 

@@ -250,7 +250,7 @@ def test_limits(monkeypatch):
 
 def test_environments_and_prompts_that_cannot_be_used_are_refused(monkeypatch):
     sampler = ToolSampler(model_of(PROCESSOR), PROCESSOR, SamplingOptions(environment=ZOOM, max_new_tokens=4), ONE)
-    with pytest.raises(ValueError, match="the prompt does not have a row"):
+    with pytest.raises(ValueError, match="the prompt has no row"):
         sampler([PROCESSOR(row().messages, row().images)], 1, [""])
     with pytest.raises(ValueError, match="gather_weights is false"):
         ToolSampler(tiny.model(), PROCESSOR, SamplingOptions(environment=CALCULATOR), ONE, False)
