@@ -200,11 +200,11 @@ def test_no_column_is_refused_for_its_name(write_rows):
     """A note of the run names the columns that no code reads, and no reward receives them under another meaning."""
     rows = FileDataset(write_rows({"problem": "a", "completion": "b"} | PRODUCT), ("problem", "completion"), reads=())
     assert rows.unread == sorted(PRODUCT)
-    [note] = describe_unread(rows)
+    note, replaced = describe_unread(rows)
     assert (
         "columns answer, choices, completions, documents, functions, history, label, " in note and "and 14 more" in note
     )
-    assert "rewards receive other values for completions and log_metric and row_rewards from minivlmrl" in note
+    assert "rewards receive other values for completions and log_metric and row_rewards from minivlmrl" in replaced
     processor = Processor(shapes.tokenizer(), ImageProcessor())
     prompts = [rows[0].prompt(processor)]
     columns = reward_columns([rows[0]], prompts, [[Completion(torch.tensor([1]))]], processor)

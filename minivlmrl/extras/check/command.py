@@ -20,7 +20,6 @@ from minivlmrl.distributed import process_group
 from minivlmrl.extras.check.evaluation import check_evaluation
 from minivlmrl.extras.check.preflight import find_mistakes
 from minivlmrl.extras.check.rewards import (
-    Trial,
     check_contradictions,
     check_demonstrations,
     check_label_names,
@@ -64,15 +63,12 @@ def check(config: RunConfig) -> Iterator[str]:
     if online and "demonstrations" in rows_of:
         yield from check_demonstrations(make_trial(config, rows_of["demonstrations"], processor))
     if "prompts" in rows_of:
-        yield from check_trial(make_trial(config, rows_of["prompts"], processor), rows_of["prompts"])
+        trial = make_trial(config, rows_of["prompts"], processor)
+        if (trial.weights > 0).any():
+            solutions = solutions_of(without_media(rows_of["prompts"]))
+            yield from check_rewards(trial, solutions)
+            yield from check_label_names(trial, solutions)
     process_group.shutdown(world)
-
-
-def check_trial(trial: Trial, rows: Dataset) -> Iterator[str]:
-    if (trial.weights > 0).any():
-        solutions = solutions_of(without_media(rows))
-        yield from check_rewards(trial, solutions)
-        yield from check_label_names(trial, solutions)
 
 
 def readable_rows(rows: Dataset, processor: Processor, answers: Sequence[str]) -> Dataset:

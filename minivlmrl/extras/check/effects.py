@@ -138,7 +138,12 @@ def options_without_effect(config: RunConfig, trainers: dict[str, type[Trainer]]
             yield [f"data.files.{stage}"], f"`stages` does not include {stage}"
     seen = set()
     for options, reason in reasons(config, trainers):
-        changed = [option for option in options if option not in seen and is_set(option, config)]
+        changed = []
+        for option in options:
+            path, _, name = option.rpartition(".")
+            section = attrgetter(path)(config) if path else config
+            if option not in seen and getattr(section, name) != getattr(type(section)(), name):
+                changed.append(option)
         seen |= {*changed}
         if changed:
             yield changed, reason
@@ -189,15 +194,7 @@ def ignored_by_functions(stage: str, section: GRPOOptions) -> Iterator[tuple[lis
     ):
         if ":" in text:
             function = resolve_object(option, text, {})[0]
-            function = like_grpo_loss(function) if option == "loss_type" else function
-            parameters = parameters_of(function)
+            parameters = parameters_of(like_grpo_loss(function) if option == "loss_type" else function)
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
                 ignored = [f"{stage}.{name}" for name in vars(section) if name in names - parameters.keys()]
                 yield ignored, f"the function {stage}.{option} {text} has no parameter of this name"
-
-
-def is_set(option: str, config: RunConfig | TrainingOptions) -> bool:
-    """Return whether an option such as "grpo.beta" differs from its default."""
-    path, _, name = option.rpartition(".")
-    section = attrgetter(path)(config) if path else config
-    return getattr(section, name) != getattr(type(section)(), name)

@@ -25,14 +25,11 @@ def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor:
     if held_out is None:
         return
     if len(held_out) == 1:
-        yield (
-            "There is only 1 evaluation row, so its metrics say almost nothing. Use at least 100 "
-            "rows (data.eval_file, data.eval_rows)."
-        )
+        yield "There is only 1 evaluation row. Use at least 100 rows (data.eval_file, data.eval_rows)."
     rewards = [reward for reward in held_out_rewards(config) if "solution" in reward.columns]
     no_columns = dict.fromkeys(required_columns(rewards))  # evaluation rows may lack columns
-    sampled_rows = enumerate(sample_rows(held_out))
-    rows = [replace(row, key=str(i), columns=no_columns | row.columns) for i, row in sampled_rows]
+    sampled = enumerate(sample_rows(held_out))
+    rows = [replace(row, key=str(i), columns=no_columns | row.columns) for i, row in sampled]
     trial = Trial(rewards, torch.ones(len(rewards)), rows, processor)
     solutions = solutions_of(without_media(held_out))
     if rewards and len(held_out) > 1:
@@ -49,12 +46,11 @@ def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterato
     if rows_trained_on(held_out, rows):  # another check already reports duplicate rows
         return
     held_out_images = pixel_hashes(held_out)
-    num_shared = len(held_out_images & pixel_hashes(rows)) if held_out_images else 0
-    if num_shared:
+    if shared := held_out_images & pixel_hashes(rows):
         yield (
-            f"{num_shared} of {len(held_out_images)} images in the evaluation rows are identical to "
-            f"images in the training rows of {stage}, so the evaluation measures memorization "
-            "of images. Use different images in data.eval_file."
+            f"{len(shared)} of {len(held_out_images)} images in the evaluation rows are identical to images in the "
+            f"training rows of {stage}, so the evaluation measures memorization of images. Use different images in "
+            "data.eval_file."
         )
 
 

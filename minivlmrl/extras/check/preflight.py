@@ -73,7 +73,9 @@ class Preflight(Callback):
         trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
         if world.is_main:
             describe_model(config, model)
-            describe_thought(processor)
+            if processor.template and "<think>" in processor.template.text:
+                prefix = processor.template.generation_prefix
+                print(f"prompts open the answer with {prefix!r}, which reward functions get as part of the completion")
             print_all(collect_notes(config, trainers))
             print_all(describe_boxes(trainers, datasets, processor))
             self.mistakes = list(find_mistakes(config, datasets))
@@ -161,11 +163,11 @@ def check_truths(config: RunConfig, datasets: dict[str, Dataset]):
 
         for index in range(0, len(rows), math.ceil(len(rows) / NUM_IMAGES)):
             row = rows[index]
-            size = None
+            sizes = []
             with suppress(ValueError):  # unreadable images are reported or skipped later
-                size = row.images[0].size if row.images else None
+                sizes = [row.images[0].size] if row.images else []
             with error_context(row.where):
-                if size is not None:
+                for size in sizes:
                     check_inside(row.columns.get("solution"), size, len(row.images))
 
 
@@ -182,50 +184,15 @@ def describe_hardware(config: RunConfig, world: World):
 
 def describe_model(config: RunConfig, model: VisionLanguageModel):
     dtype = config.model.dtype
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(
-        f"model: {num_parameters:,} parameters in {dtype}, computed in {config.model.compute_dtype or dtype}",
-        flush=True,
-    )
-    if not all(parameter.requires_grad for parameter in model.parameters()):
+    parameters = [*model.parameters()]
+    count = sum(parameter.numel() for parameter in parameters)
+    print(f"model: {count:,} parameters in {dtype}, computed in {config.model.compute_dtype or dtype}", flush=True)
+    if not all(parameter.requires_grad for parameter in parameters):
         print(trainable_summary(model))
-
-
-def describe_thought(processor: Processor):
-    """Print what the chat template of a reasoning model puts before each answer, such as <think>."""
-    if not processor.template or "<think>" not in processor.template.text:
-        return
-    generation_prefix = processor.template.generation_prefix
-    print(
-        f"prompts open the answer with {generation_prefix!r}, which reward functions receive as part of the completion",
-        flush=True,
-    )
 
 
 def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[str]:
     """Yield notes about options without effect, and about prompts that differ from earlier training."""
-    yield from other_prompts(config)
-    if not config.stages:
-        yield "stages is []: nothing is trained; the model is only evaluated and saved"
-    for options, reason in options_without_effect(config, trainers):
-        yield f"{', '.join(options)}: no effect, because {reason}"
-
-
-def boxes_of_several_images(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Yield a note if a reward compares boxes in rows with several images."""
-    for stage, rows, rewards in scored_files(config, datasets):
-        names = [reward.name for reward in rewards if "answer_extents" in signature(reward.function).parameters]
-        several = [facts.where for facts in rows.facts if facts.num_images > 1 and parse_boxes(str(facts.solution))]
-        if names and several:
-            yield (
-                f"{len(several)} of {pluralize(len(rows), 'row')} of {stage} have a box and several images (the first "
-                f"is {several[0]}), but reward {names[0]} measures boxes in the first image; put the image of the box "
-                "first, or leave out the others"
-            )
-
-
-def other_prompts(config: RunConfig) -> Iterator[str]:
-    """Yield a note for every model in the recipe that was trained with other prompt options."""
     adapter = config.adapter.path
     model = find_adapter(adapter) if adapter else config.model.path
     folders = [model, config.reference.path, config.reward_model.path, config.ppo.critic_path]
@@ -233,17 +200,10 @@ def other_prompts(config: RunConfig) -> Iterator[str]:
         trained = Path(folder, INFERENCE_CONFIG)
         if changed := changed_prompts(trained, config):
             yield f"{trained}, with which the model was trained, sets other values for {', '.join(changed)}"
-
-
-def empty_solutions(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Yield a note about empty solutions, which the reward `accuracy` does not score."""
-    for stage, rows, rewards in scored_files(config, datasets):
-        empty = [facts.where for facts in rows.facts if isinstance(facts.solution, str) and not facts.solution.strip()]
-        if empty and any(reward.name == "accuracy" for reward in rewards):
-            yield (
-                f"{len(empty)} of {pluralize(len(rows), 'row')} of {stage} have an empty solution, which reward "
-                f"accuracy does not score (the first is {empty[0]}); write a solution, or remove the row"
-            )
+    if not config.stages:
+        yield "stages is []: nothing is trained; the model is only evaluated and saved"
+    for options, reason in options_without_effect(config, trainers):
+        yield f"{', '.join(options)}: no effect, because {reason}"
 
 
 def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[str]:
@@ -253,19 +213,30 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
             f"rewards has format, which asks for tags, but data.answer_format is {config.data.answer_format}, so tags "
             'would be a part of the answer; leave out format, as in "--rewards={accuracy: 1.0}"'
         )
-    yield from boxes_of_several_images(config, datasets)
-    yield from empty_solutions(config, datasets)
+    for stage, rows, rewards in scored_files(config, datasets):
+        start = f"of {pluralize(len(rows), 'row')} of {stage} have"
+        names = [reward.name for reward in rewards if "answer_extents" in signature(reward.function).parameters]
+        several = [facts.where for facts in rows.facts if facts.num_images > 1 and parse_boxes(str(facts.solution))]
+        if names and several:
+            yield (
+                f"{len(several)} {start} a box and several images (the first is {several[0]}), but reward {names[0]} "
+                "measures boxes in the first image; put the image of the box first, or leave out the others"
+            )
+        empty = [facts.where for facts in rows.facts if isinstance(facts.solution, str) and not facts.solution.strip()]
+        if empty and any(reward.name == "accuracy" for reward in rewards):
+            yield (
+                f"{len(empty)} {start} an empty solution, which reward accuracy does not score (the first is "
+                f"{empty[0]}); write a solution, or remove the row"
+            )
     dtype = DTYPES[config.model.dtype]
     # 16-bit weights lose small updates, unless adamw_8bit keeps the rounding error
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
     for stage in config.stage_names:
         held_out = datasets.get("eval", [])
-        repeated = rows_trained_on(held_out, datasets.get(stage))
-        if repeated:
-            first = held_out[repeated[0]].where or f"row {repeated[0]}"
+        if repeated := rows_trained_on(held_out, datasets.get(stage)):
             yield (
                 f"{len(repeated)} of {len(held_out)} evaluation rows are also training rows of {stage} (the first is "
-                f"{first}), so they measure memorization; remove them from data.eval_file"
+                f"{held_out[repeated[0]].name}), so they measure memorization; remove them from data.eval_file"
             )
         options = getattr(config, stage)
         if options.warmup_steps > options.max_steps:

@@ -92,7 +92,6 @@ def check_demonstrations(trial: Trial) -> Iterator[str]:
     """Check that the SFT demonstrations score well with the rewards of later stages."""
     processor = trial.processor
     texts = [answer_text(row, "completion") for row in trial.rows]
-    has_tags = any("<answer>" in text for text in texts)
     for reward in trial.rewards:
         if not reward.columns <= trial.rows[0].columns.keys():
             continue
@@ -102,7 +101,7 @@ def check_demonstrations(trial: Trial) -> Iterator[str]:
         highest = max(values.nan_to_num(0.0).max().item(), alone.score_answers(alone.right_answers()).nanmean().item())
         if mean < 0.2 * highest:  # compare with the highest reward, because reward scales vary
             advice = "Check whether the labels are shuffled, or whether the reward expects a different format."
-            if reward.name != "format" and processor.answer_format == "tags" and not has_tags:
+            if reward.name != "format" and processor.answer_format == "tags" and "<answer>" not in "".join(texts):
                 advice = "Set data.answer_format: whole, or write the answers as <answer>...</answer>."
             yield (
                 f"The mean of reward {reward.name} is only {mean:.2f} for the demonstrations, so "
@@ -130,8 +129,7 @@ def check_contradictions(
         # rewards, (answer columns, rows)
         scores = torch.stack([trial.score_texts(answer_text(row, name) for row in rows)[:, 0] for name in names])
         highest = scores.nan_to_num(0.0).max()
-        has_labels = trainer.needs == "labels"
-        is_good = [not has_labels or bool(row.columns["label"]) for row in rows]
+        is_good = [trainer.needs != "labels" or bool(row.columns["label"]) for row in rows]
         is_wrong = (scores[0] > highest / 2) != torch.tensor(is_good)
         is_wrong |= scores[0] < scores[-1]
         is_wrong &= ~scores.isnan().any(0)
@@ -142,8 +140,7 @@ def check_contradictions(
                 f"{num_wrong} of {len(rows)} answers in the column {names[0]} contradict the column solution, "
                 f"according to reward {reward.name}. For example, {row.where} has the solution "
                 f"{truncate(row.columns['solution'], 60)} and the answer {truncate(answer_text(row, names[0]), 80)}. "
-                "Compare the solution, the answer and the image of these rows, because one of the columns may be "
-                "shuffled."
+                "Compare solution, answer and image of these rows: one of the columns may be shuffled."
             )
 
 
@@ -153,13 +150,9 @@ def answer_text(row: Row, name: str) -> str:
 
 def unparsed_boxes(rewards: list[Reward], texts: Sequence[str], processor: Processor) -> Iterator[str]:
     """Check that box rewards can parse the demonstrations."""
-    box_rewards = ("iou", "acc_0_5", "box_format")
-    names = [reward.name for reward in rewards if reward.name in box_rewards]
-    unparsed = []
-    for text in texts:
-        answer = find_answer(text, processor.answer_format)
-        if answer and not parse_boxes(answer) and not says_none(answer):
-            unparsed.append(answer)
+    names = [reward.name for reward in rewards if reward.name in ("iou", "acc_0_5", "box_format")]
+    answers = [find_answer(text, processor.answer_format) for text in texts]
+    unparsed = [answer for answer in answers if answer and not parse_boxes(answer) and not says_none(answer)]
     if names and len(unparsed) > 0.2 * len(texts):
         yield (
             f"{len(unparsed)} of {len(texts)} answers, for example {truncate(unparsed[0], 80)}, contain no "
@@ -177,53 +170,49 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
     if has_solutions:
         yield from check_constant(trial, solutions, right_values)
         yield from check_forms(trial)
-    probes = REWARD_HACK_PROBES | {"a word that is repeated": longest_text(trial)}
+    tokenizer = trial.processor.tokenizer
+    ids = tokenizer.encode("answer " * trial.max_new_tokens)[: trial.max_new_tokens]
+    probes = REWARD_HACK_PROBES | {"a word that is repeated": tokenizer.decode(ids)}
     # texts without an answer, one list each, then the correct answers
     text_lists = [[text.replace("{question}", text_of(row.messages[-1])) for row in rows] for text in probes.values()]
     text_lists.append([format_completion(answer, trial.processor) for answer in right_answers])
     # rewards, (texts, rows, K)
     values = torch.stack([*map(trial.score_texts, text_lists[:-1]), right_values])
+    # mean total reward of the empty text, of the other texts and of correct answers
     totals = [combine(x, trial.weights).nanmean().item() for x in values]
-    if required_columns(trial.rewards):
-        yield from check_totals([*probes], totals, has_solutions)
-    yield from check_random(trial, text_lists, values)
-    reward_means = values.nanmean(1).T.tolist()  # mean reward per text, one list per reward function
-    for reward, weight, means in zip(trial.rewards, trial.weights, reward_means, strict=True):
-        if not reward.columns:
-            yield from check_same(reward, means)
-        elif weight > 0:
-            yield from check_hacks(reward, means)
-            if "solution" in reward.columns:
-                alone = replace(trial, rewards=[reward], weights=torch.ones(1))
-                yield from check_all_labels(alone, means[-1])
-                yield from check_cache(alone)
-
-
-def longest_text(trial: Trial) -> str:
-    ids = trial.processor.tokenizer.encode("answer " * trial.max_new_tokens)
-    return trial.processor.tokenizer.decode(ids[: trial.max_new_tokens])
-
-
-def check_totals(names: Sequence[str], totals: Sequence[float], has_solutions: bool) -> Iterator[str]:
-    """Check that correct answers have a higher total reward than texts without an answer.
-
-    Args:
-        names: names of the texts, the empty text first.
-        totals: mean total reward for each text, correct answers last.
-    """
     *others, right_mean = totals
-    highest, name = max(zip(others, names, strict=True))
-    if right_mean <= others[0]:
+    highest, name = max(zip(others, probes, strict=True))
+    if required_columns(trial.rewards) and right_mean <= others[0]:
         yield (
             "Correct answers do not score higher than empty texts. Check the weights of the rewards, the columns that "
             "the rewards read, and data.answer_format, which says how correct answers are written."
         )
-    elif has_solutions and highest > right_mean:
+    elif required_columns(trial.rewards) and has_solutions and highest > right_mean:
         yield (
-            f"Correct answers score less than {name}: {right_mean:.2f} against "
-            f"{highest:.2f} in total, so the policy would learn to write that text. Check the "
-            "weights of the rewards, for example of a reward that grows with the number of tokens."
+            f"Correct answers score less than {name}: {right_mean:.2f} against {highest:.2f} in total, so the policy "
+            "would learn to write that text. Check the weights of the rewards, for example of a reward that grows "
+            "with the number of tokens."
         )
+    yield from check_random(trial, text_lists, values)
+    reward_means = values.nanmean(1).T.tolist()  # mean reward per text, one list per reward function
+    for reward, weight, means in zip(trial.rewards, trial.weights, reward_means, strict=True):
+        if not reward.columns:
+            if means[0] != 0 and len(set(means)) == 1:
+                yield (
+                    f"Reward {reward.name} is {means[0]:.3g} for every text that was tried, even for an empty text. "
+                    "Check that the reward function reads the completions."
+                )
+        elif weight > 0:
+            for (name, text), mean in zip(REWARD_HACK_PROBES.items(), means, strict=False):
+                if mean > 0.3:
+                    yield (
+                        f"Reward {reward.name} is {mean:.2f} for {name} ({truncate(text, 40)}), so the policy would "
+                        "learn to write this text. Change the reward so that it depends on the answer."
+                    )
+            if "solution" in reward.columns:
+                alone = replace(trial, rewards=[reward], weights=torch.ones(1))
+                yield from check_all_labels(alone, means[-1])
+                yield from check_cache(alone)
 
 
 def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) -> Iterator[str]:
@@ -322,25 +311,6 @@ def check_constant(
         )
 
 
-def check_same(reward: Reward, means: list[float]) -> Iterator[str]:
-    """Check whether a reward ignores the completion."""
-    if means[0] != 0 and len(set(means)) == 1:
-        yield (
-            f"Reward {reward.name} is {means[0]:.3g} for every text that was tried, even for an "
-            "empty text. Check that the reward function reads the completions."
-        )
-
-
-def check_hacks(reward: Reward, means: list[float]) -> Iterator[str]:
-    """Check whether a text without an answer scores high."""
-    for (name, text), mean in zip(REWARD_HACK_PROBES.items(), means, strict=False):
-        if mean > 0.3:
-            yield (
-                f"Reward {reward.name} is {mean:.2f} for {name} ({truncate(text, 40)}), so the policy would learn to "
-                "write this text. Change the reward so that it depends on the answer."
-            )
-
-
 def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
     """Check whether listing all solutions, as in "cat, dog, horse", scores high."""
     labels = sorted({texts[0] for texts in solutions_of(trial.rows)})
@@ -374,17 +344,15 @@ def check_cache(trial: Trial) -> Iterator[str]:
         index = int(faults.int().argmax())
         yield (
             f"Reward {trial.rewards[0].name} is {first[index]:.2f} for the answer {truncate(answers[index], 60)} to "
-            f"{rows[index].where or 'a row'}, but {second[index]:.2f} if the same text was first scored for another "
+            f"{rows[index].name}, but {second[index]:.2f} if the same text was first scored for another "
             "row. If the function caches values, add the solution to the cache key."
         )
 
 
 def format_completion(answer: str, processor: Processor, thought: str = "hm") -> str:
     """Format an answer according to data.answer_format."""
-    answer = find_answer(answer) or answer
-    if processor.answer_format == "tags":
-        return ROLLOUT.format(thought, answer)
-    return answer if processor.answer_format == "whole" else f"{thought}\n{answer}"
+    form = {"tags": ROLLOUT, "whole": "{1}"}.get(processor.answer_format, "{}\n{}")
+    return form.format(thought, find_answer(answer) or answer)
 
 
 def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
@@ -403,7 +371,11 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
     elements = parse_literal(solution) if isinstance(solution, str) and solution.startswith("[") else solution
     forms = []
     if boxes := parse_boxes(str(solution)):
-        forms = boxes_in_unit(boxes, row, processor)
+        # convert pixels to the unit that the model uses
+        size, extent = image_and_box_sizes(row, row.prompt(processor), processor)
+        if size and extent and size != extent:
+            converted = [[round(number, 4) for number in Box(*box, size).to(extent).numbers] for box in boxes]
+            forms = [json.dumps(converted[0] if len(converted) == 1 else converted)]
     elif isinstance(elements, (list, dict)):
         elements = [*elements.values()] if isinstance(elements, dict) else elements
         if len(elements) == 1 or any(isinstance(element, str) for element in elements):
@@ -420,12 +392,3 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
         if marked := MARKED.fullmatch(number):
             forms.append(marked[marked.lastindex or 0].replace(",", ""))
     return [*forms, str(solution)]
-
-
-def boxes_in_unit(boxes: list[tuple[float, float, float, float]], row: Row, processor: Processor) -> list[str]:
-    """Convert ground-truth boxes from image pixels to the unit that the model uses."""
-    size, extent = image_and_box_sizes(row, row.prompt(processor), processor)
-    if size is None or extent is None or size == extent:
-        return []
-    converted = [[round(number, 4) for number in Box(*box, size).to(extent).numbers] for box in boxes]
-    return [json.dumps(converted[0] if len(converted) == 1 else converted)]

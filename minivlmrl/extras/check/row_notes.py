@@ -67,9 +67,8 @@ def rows_to_measure(rows: Dataset, processor: Processor) -> list[int]:
         elif not facts.num_videos:
             unreadable.append(index)
     readable.sort()
-    last = max(len(readable) - 1, 0)
-    places = {round(last * i / (NUM_MEASURED - 1)): None for i in range(NUM_MEASURED)}
-    return [*unreadable, *(index for place in places for _, index in readable[place : place + 1])]
+    places = {round((len(readable) - 1) * i / (NUM_MEASURED - 1)) for i in range(NUM_MEASURED)} if readable else ()
+    return unreadable + [readable[place][1] for place in sorted(places)]
 
 
 def count_media(rows: Dataset) -> str:
@@ -98,12 +97,9 @@ def describe_unread(rows: FileDataset) -> Iterator[str]:
         return
     others = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     listed = ", ".join(f"{name:.40}" for name in names[:MAX_NAMES])
-    note = f"no stage and no reward reads the columns {listed}{others}"
+    yield f"no stage and no reward reads the columns {listed}{others}"
     if replaced:
-        note += (
-            f"; rewards receive other values for {' and '.join(sorted(replaced))} from minivlmrl; see docs/rewards.md"
-        )
-    yield note
+        yield f"rewards receive other values for {' and '.join(sorted(replaced))} from minivlmrl; see docs/rewards.md"
 
 
 def describe_literal_tokens(rows: FileDataset, structure: Collection[str]) -> Iterator[str]:
@@ -130,12 +126,10 @@ def describe_boxes(
         if not isinstance(rows, FileDataset):
             continue
         for facts in rows.facts:
-            boxes = [facts.boxes[name] for name in trainer.answers if name in facts.boxes]
-            if boxes:
-                space = facts.box_space or processor.box_space
+            if boxes := [facts.boxes[name] for name in trainer.answers if name in facts.boxes]:
                 yield (
                     f"rows of {stage}: answers contain boxes such as {boxes[0]}, which are trained on unchanged. This "
-                    f"model's unit is {space} (data.box_space); recipes/rescale_boxes.py converts pixels of the "
-                    "file"
+                    f"model's unit is {facts.box_space or processor.box_space} (data.box_space); "
+                    "recipes/rescale_boxes.py converts pixels of the file"
                 )
                 break

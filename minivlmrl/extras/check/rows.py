@@ -23,9 +23,8 @@ MAX_MARKUP_TOKENS = 64  # maximum tokens that the chat template adds to an answe
 def without_media(rows: Dataset) -> Iterator[Row]:
     """Yield rows without opening their images, at most 1000 for generated rows."""
     if isinstance(rows, FileDataset):
-        yield from (rows.read(number)[0] for number in range(len(rows)))
-    else:
-        yield from (rows[number] for number in range(min(len(rows), TASK_ROWS)))
+        return (rows.read(number)[0] for number in range(len(rows)))
+    return (rows[number] for number in range(min(len(rows), TASK_ROWS)))
 
 
 def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], processor: Processor) -> Iterator[str]:
@@ -35,7 +34,13 @@ def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], proce
     yield from check_images(rows)
     yield from check_prompts(rows, processor)
     yield from check_questions(rows)
-    yield from check_boxes(rows)
+    for row in rows:
+        try:
+            if row.images:
+                check_inside(row.columns.get("solution") or "", row.images[0].size, len(row.images))
+        except ValueError as error:
+            yield f"{row.where}: {error}."
+            break
     yield from check_answers(config, names, all_rows, processor)
 
 
@@ -52,9 +57,8 @@ def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterato
             image_orders[kinds[0] == "text"] += 1
     if num_two_systems:
         yield (
-            f"{num_two_systems} of {len(all_rows)} rows have more than one system message, "
-            "counting data.system_prompt, which is ignored for rows with a system message of their "
-            "own. Keep only one of the messages."
+            f"{num_two_systems} of {len(all_rows)} rows have several system messages, counting data.system_prompt, "
+            "which is ignored for rows with a system message of their own. Keep only one of the messages."
         )
     if num_misplaced:
         yield (
@@ -95,10 +99,10 @@ def check_duplicates(all_rows: Dataset) -> Iterator[str]:
             if first.columns.get("solution") != row.columns.get("solution"):
                 faults.append((first, row))
     if faults:
-        pair = [f"{row.where} has {truncate(row.columns.get('solution'), 60)}" for row in faults[0]]
+        first, second = (f"{row.where} has {truncate(row.columns.get('solution'), 60)}" for row in faults[0])
         yield (
             f"{pluralize(len(faults), 'row')} with the prompt and images of an earlier row, but a different solution: "
-            f"{', and '.join(pair)}. Remove the wrong row of each pair."
+            f"{first}, and {second}. Remove the wrong row of each pair."
         )
 
 
@@ -106,14 +110,11 @@ def check_images(rows: Sequence[Row]) -> Iterator[str]:
     """Check whether all images are identical, or many have a single color."""
     shown_bytes = [tuple(image.tobytes() for image in row.images) for row in rows]
     if len(rows) > 3 and all(shown_bytes) and len(set(shown_bytes)) == 1:
-        yield ("All rows that were checked have the same image. Check which files the column image or images names.")
+        yield "All rows that were checked have the same image. Check which files the column image or images names."
     images = [image for row in rows for image in row.images]
     num_one_color = sum(image.getcolors(1) is not None for image in images)
     if 5 * num_one_color > len(images):
-        yield (
-            f"{num_one_color} of {len(images)} images have only one color. Check whether the "
-            "files are damaged, or are masks."
-        )
+        yield f"{num_one_color} of {len(images)} images have only one color. Check for damaged files and for masks."
 
 
 def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
@@ -121,15 +122,12 @@ def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
     prompts = [row.prompt(processor) for row in rows]
     grids = [grid for prompt in prompts for grid in prompt.image_grid_thw.tolist()]
     if not grids:
-        yield (
-            "None of the rows that were checked has an image or a video. The column with the images "
-            "must be named image or images."
-        )
+        yield "No row that was checked has an image or a video. Images must be in the column image or images."
         return
     num_tokens = max(map(processor.image_processor.num_tokens, grids))
     longer_sides = [max(image.size) for row in rows for image in row.images]
     if num_tokens == 1 and max(longer_sides, default=0) > 28:
-        yield ("Each image is reduced to a single token, which shows almost nothing. Raise data.max_pixels.")
+        yield "Each image is reduced to a single token, which shows almost nothing. Raise data.max_pixels."
 
 
 def check_questions(rows: Sequence[Row]) -> Iterator[str]:
@@ -168,27 +166,14 @@ def solutions_of(rows: Iterable[Row]) -> list[list[str]]:
     solutions = []
     for row in rows:
         solution = row.columns.get("solution")
-        if isinstance(solution, list) and all(isinstance(x, str) for x in solution):
-            solutions.append(solution or [""])
-        else:
-            solutions.append([str(solution)])
+        is_texts = isinstance(solution, list) and all(isinstance(x, str) for x in solution)
+        solutions.append((solution or [""]) if is_texts else [str(solution)])
     return solutions
 
 
 def letters_of(text: str) -> str:
     """Keep only lowercase letters and digits: "Ice-Cream 2" gives "icecream2"."""
     return re.sub(r"[\W_]", "", text.lower())
-
-
-def check_boxes(rows: Sequence[Row]) -> Iterator[str]:
-    """Check that boxes in solutions are in pixels and inside the image."""
-    for row in rows:
-        try:
-            if row.images:
-                check_inside(row.columns.get("solution") or "", row.images[0].size, len(row.images))
-        except ValueError as error:
-            yield f"{row.where}: {error}."
-            return
 
 
 def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, processor: Processor) -> Iterator[str]:
@@ -204,14 +189,14 @@ def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, pr
         last_ids = {int(answer_ids[-1]) for answer_ids in id_lists} - set(stop_ids)
         if last_ids:
             yield (
-                f"An answer in the field {name} ends with the token id {min(last_ids)}, which is "
-                "not a stop token. Add this id to sampling.stop_token_ids, or remove that option."
+                f"An answer in the field {name} ends with the token id {min(last_ids)}, which is not a stop token. Add "
+                "it to sampling.stop_token_ids, or remove that option."
             )
         lengths = [*map(len, id_lists), *answer_lengths(all_rows, name, processor, max_new_tokens)]
         if samples_later and max(lengths) > max_new_tokens:
             yield (
-                f"An answer in the field {name} has {max(lengths)} tokens, but "
-                f"sampling.max_new_tokens is {max_new_tokens}. Raise it."
+                f"An answer in the field {name} has {max(lengths)} tokens, but sampling.max_new_tokens is "
+                f"{max_new_tokens}. Raise it."
             )
 
 
