@@ -99,8 +99,8 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
             found.clear()
         for where, row in source_rows(path, options, names):
             with row_errors(where):
-                new_row, notes = convert_row(row, layout, folder_of(path), dropped)
-                for note, detail in notes.items():
+                new_row = convert_row(row, layout, dropped)
+                for note, detail in check_new_row(new_row, folder_of(path)).items():
                     noted[note].append(f"{where}{detail}")
                 changed["rows"] += 1
                 changed["changed"] += new_row != {name: value for name, value in row.items() if value is not None}
@@ -109,7 +109,8 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     partial = out.with_name(f"{out.name}.partial")
     try:
         write(partial, out.suffix, converted)
-        check_renamed(options.columns, names)
+        for name in options.columns.keys() - names:
+            raise UserError(f"--columns renames {name!r}, but no row has this column{did_you_mean(name, names)}")
         if not (changed["changed"] or options.to or options.out or options.format) and is_read(path):
             print(f"{path}: a run reads its {pluralize(changed['rows'], 'row')} unchanged", file=sys.stderr)
             report_rows(noted, changed["rows"])
@@ -125,13 +126,11 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     return out
 
 
-def convert_row(row: dict, layout: str, folder: Path, dropped: Counter) -> tuple[dict, dict[str, str]]:
-    """Convert a row, and return it with notes on problems. Lost keys are counted in `dropped`."""
+def convert_row(row: dict, layout: str, dropped: Counter) -> dict:
     columns = READERS[layout](prepare(row, dropped))
     if columns is None:
         raise UserError(f"the row does not have the layout {layout!r} of the first rows; split the file")
-    new_row = finish(columns)
-    return new_row, check_new_row(new_row, folder)
+    return finish(columns)
 
 
 def report_dropped(dropped: Counter, out: Path):
@@ -203,12 +202,6 @@ def check_new_row(row: dict, folder: Path) -> dict[str, str]:
         notes[MISSING] = f": {missing[0]}"
     num_images = sum(item.kind == "image" for item in media)
     return dict.fromkeys(notes_of(row, num_images), "") | notes
-
-
-def check_renamed(renamed: dict[str, str], names: set[str]):
-    for name in renamed:
-        if name not in names:
-            raise UserError(f"--columns renames {name!r}, but no row has this column{did_you_mean(name, names)}")
 
 
 def source_rows(path: Path, options: argparse.Namespace, names: set[str] | None = None) -> Rows:

@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from minivlmrl.config.types import Plain
 from minivlmrl.data.columns import MEDIA
@@ -54,6 +55,9 @@ class Columns(dict):
         self.update(columns)
         return self
 
+    def first(self, names: Iterable[str]) -> str | None:
+        return next((name for name in names if name in self), None)
+
     def drop(self, name: str) -> Plain:
         """Remove a column and return its value; count it in `dropped` unless it is empty."""
         if self.get(name) not in (None, "", [], {}):
@@ -77,15 +81,15 @@ def prepare(row: dict, dropped: Counter) -> Columns:
 
 def finish(row: Columns) -> dict:
     """Rename answer, solution and image columns to the names in docs/data.md."""
-    name = next((name for name in ANSWERS[:2] if name in row), None)
+    name = row.first(ANSWERS[:2])
     if name and not row.keys() & {"messages", "completion", "chosen"}:
         row["completion"] = row.pop(name)
     if "rejected_response" in row and "completion" in row:
         row["chosen"], row["rejected"] = row.pop("completion"), row.pop("rejected_response")
-    truths = [name for name in ("reward_model", "answer", "ground_truth") if name in row]
-    if truths and "solution" not in row:
-        truth = row.pop(truths[0])
-        if truths[0] == "reward_model":  # verl: {"style": "rule", "ground_truth": ...}
+    name = row.first(("reward_model", "answer", "ground_truth"))
+    if name and "solution" not in row:
+        truth = row.pop(name)
+        if name == "reward_model":  # verl: {"style": "rule", "ground_truth": ...}
             row.dropped.update(f"key {key!r} of reward_model" for key in truth if key != "ground_truth")
             truth = truth.get("ground_truth")
         row["solution"] = truth
@@ -114,7 +118,7 @@ def read_lists(row: Columns):
 
 def read_conversations(row: Columns) -> Columns | None:
     """Read {from, value} turns from LLaVA, VLM-R1, ShareGPT or LLaMA-Factory."""
-    name = next((name for name in ("conversations", "conversation") if name in row), None)
+    name = row.first(("conversations", "conversation"))
     if name is None or is_pairs(row[name], "human"):
         return None
     turns = read_turns(row.pop(name), name, row.dropped)
@@ -174,19 +178,17 @@ def read_question(asked: str) -> Reader:
         if extra := row.pop("input", None):  # in Alpaca, `input` is the second part of the question
             question = f"{question}\n{extra}"
         turns = []
-        history = row.pop("history", None) or []
+        history = row.pop("history", ())
         for pair in history:
             is_pair = isinstance(pair, list) and len(pair) == 2
             require(is_pair, "column 'history'", history, "a list of [question, answer] pairs")
             turns += [turn_of("user", pair[0]), turn_of("assistant", pair[1])]
         row["prompt"] = [*turns, turn_of("user", question)]
-        name = next((name for name in ANSWERS if name in row), None)
-        if name is None:
-            return row
-        answer = row.pop(name)
-        row.setdefault("solution", answer)
-        if isinstance(answer, str) and answer.strip() and "chosen" not in row:
-            row["completion"] = answer
+        if name := row.first(ANSWERS):
+            answer = row.pop(name)
+            row.setdefault("solution", answer)
+            if isinstance(answer, str) and answer.strip() and "chosen" not in row:
+                row["completion"] = answer
         return row
 
     return read
@@ -199,9 +201,7 @@ def read_rendered(row: Columns) -> Columns | None:
         return None
     name = names[0]
     text = row.pop(name).strip().removesuffix("<|endoftext|>").removesuffix("<|im_start|>assistant").rstrip()
-    turns = []
-    for role, content in RENDERED.findall(text):
-        turns.append(turn_of(role, VISION.sub(lambda tag: f"<{tag[1]}>", content)))
+    turns = [turn_of(role, VISION.sub(r"<\1>", content)) for role, content in RENDERED.findall(text)]
     if RENDERED.sub("", text).strip() or not turns:
         raise UserError(
             f"column {name!r}: {truncate(text, 80)} is not a whole conversation of <|im_start|> and <|im_end|>"
@@ -217,26 +217,19 @@ def read_ours(row: Columns) -> Columns | None:
     for name in ("prompt", "completion", "chosen", "rejected"):
         if isinstance(turns := row.get(name), list | dict):
             row[name] = read_turns([turns] if isinstance(turns, dict) else turns, name, row.dropped)
-    drop_repeated_prompt(row)
-    return row
-
-
-def drop_repeated_prompt(row: Columns):
-    """Drop the prompt if `chosen` and `rejected` already contain it, as in UltraFeedback."""
     talks: list[Plain] = [row.get(name) for name in ("chosen", "rejected")]
-    if not all(isinstance(talk, list) and talk and talk[0]["role"] != "assistant" for talk in talks):
-        return
-    row.drop("messages")
-    prompt = row.get("prompt", row.get("problem"))
-    asked = [turn for turn in talks[0] if turn["role"] == "user"]
-    last = as_turns(prompt, "user")[-1:] if prompt else []
-    if prompt and not any(text_of(turn) == text_of(last[0]) for turn in asked):
-        raise UserError(
-            f"the prompt {truncate(text_of(last[0]), 60)} is not a turn of the conversation `chosen`; remove the "
-            "prompt, or the turns before the answer in `chosen` and `rejected`"
-        )
-    for name in ("prompt", "problem"):
-        row.pop(name, None)
+    if all(isinstance(talk, list) and talk and talk[0]["role"] != "assistant" for talk in talks):
+        # `chosen` and `rejected` already contain the prompt, as in UltraFeedback
+        row.drop("messages")
+        problem = row.pop("problem", None)
+        if prompt := row.pop("prompt", problem):
+            asked = text_of(as_turns(prompt, "user")[-1])
+            if asked not in [text_of(turn) for turn in talks[0] if turn["role"] == "user"]:
+                raise UserError(
+                    f"the prompt {truncate(asked, 60)} is not a turn of the conversation `chosen`; remove the prompt, "
+                    "or the turns before the answer in `chosen` and `rejected`"
+                )
+    return row
 
 
 READERS: dict[str, Reader] = {
@@ -270,12 +263,12 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
             raise UserError(
                 f"turn {number} is {truncate(turn, 60)}, but its 'from' or 'role' must be one of {', '.join(SPEAKERS)}"
             )
-        value = text_of_value(turn.get("value", turn.get("content")))
+        value = turn.get("value", turn.get("content"))
+        is_parts = isinstance(value, list) and all(isinstance(p, dict) and p.keys() & PART_KEYS for p in value)
+        if not (value is None or isinstance(value, str) or is_parts):
+            value = json.dumps(value, ensure_ascii=False)  # number, box or object, as for VLM-R1
         if value is None and not turn.get("tool_calls"):
-            raise UserError(
-                f"turn {number} of {name!r} has no text in 'value' or 'content', only the keys {[*turn]}; rename the "
-                "key of its text, or remove the row"
-            )
+            raise UserError(f"turn {number} of {name!r} has no text in 'value' or 'content', only the keys {[*turn]}")
         if speaker in ("function_call", "tool_call"):
             with error_context(f"turn {number}: tool call"):
                 call = parse_json(str(value))
@@ -288,12 +281,6 @@ def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
                 dropped[f"key {key!r} of turns"] += 1
         turns.append(turn_of(SPEAKERS[speaker], value) | kept)
     return turns
-
-
-def text_of_value(value: Plain) -> Plain:
-    """Convert an answer that is a number, box or object to a JSON string, as for VLM-R1."""
-    is_parts = isinstance(value, list) and all(isinstance(part, dict) and part.keys() & PART_KEYS for part in value)
-    return value if value is None or isinstance(value, str) or is_parts else json.dumps(value, ensure_ascii=False)
 
 
 def split_pair(row: Columns, turns: list[dict]) -> Columns:
@@ -324,7 +311,7 @@ def add_choices(row: Columns):
     if not used and {"A", "B"} <= row.keys():
         used = [letter for letter in LETTERS if letter in row]
         choices = [row[letter] for letter in used]
-    column = next((name for name in QUESTIONS if name in row), None)
+    column = row.first(QUESTIONS)
     if not used or column is None:
         return
     if isinstance(choices, str):
@@ -373,7 +360,7 @@ def fill_objects(row: Columns):
         if len(values) != text.count(tag):
             raise UserError(
                 f"column 'objects' has {pluralize(len(values), 'item')} in {name!r}, but the texts contain {tag} "
-                f"{pluralize(text.count(tag), 'time')}; the two numbers must be equal"
+                f"{pluralize(text.count(tag), 'time')}"
             )
         items[tag] = iter(value if isinstance(value, str) else json.dumps(value) for value in values)
     replace_texts(row, "|".join(TAGS), lambda tag: next(items[tag[0]]))
@@ -413,12 +400,11 @@ def replace_texts(row: Columns, pattern: str | re.Pattern, change: Callable[[re.
 
 
 def fitting(row: dict, names: Iterable[str] = READERS) -> list[str]:
-    fits = [name for name in names if _fits(prepare(row, Counter()), READERS[name])]
+    fits = []
+    for name in names:
+        columns = prepare(row, Counter())
+        with suppress(ValueError):  # the layout matches, but this row is invalid
+            if READERS[name](columns) is None:
+                continue
+        fits.append(name)
     return [name for name in fits if name != "ours"] or fits
-
-
-def _fits(row: Columns, reader: Reader) -> bool:
-    try:
-        return reader(row) is not None
-    except ValueError:  # the layout matches, but this row is invalid
-        return True

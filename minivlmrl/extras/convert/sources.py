@@ -34,8 +34,6 @@ def read_rows(path: Path) -> Rows:
     folder, split = split_of(path)
     if split and (folder / split / "state.json").is_file():  # split saved by save_to_disk
         path, split = folder / split, None
-    if split is None and not path.exists():
-        raise UserError(f"{path}: there is no such file in the working folder, {Path.cwd()}; correct the path")
     if path.is_dir():
         yield from _read_folder(path)
     elif path.suffix in (".csv", ".tsv"):
@@ -54,9 +52,8 @@ def _read_rows(path: Path) -> Rows:
 def _read_folder(folder: Path) -> Rows:
     """Read a folder from save_to_disk, a folder with row files, or one with image subfolders per class."""
     if (folder / "dataset_dict.json").is_file():
-        splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
-        example = f", {folder}/{splits[0]}" if splits else ""
-        raise UserError(f"{folder} has the splits {', '.join(splits) or 'of no folder'}; convert one of them{example}")
+        splits = sorted(str(path.parent) for path in folder.glob("*/state.json"))
+        raise UserError(f"{folder} has several splits; convert one of them: {', '.join(splits)}")
     if (folder / "state.json").is_file():
         yield from _read_saved(folder)
         return
@@ -107,7 +104,6 @@ def _read_coco(path: Path, content: dict) -> Rows:
             if not annotation.get("iscrowd"):
                 box = [left, top, left + width, top + height]
                 boxes[annotation["image_id"], annotation["category_id"]].append(box)
-    require(bool(boxes), f"{path}: annotations", content["annotations"], "a list with boxes, as in COCO's format")
     names = {category["id"]: category["name"] for category in content.get("categories", ())}
     files = {image["id"]: image["file_name"] for image in content["images"]}
     for (image, category), solution in boxes.items():
@@ -132,7 +128,8 @@ def _read_cells(path: Path) -> Rows:
                 where, start = f"{path}:{start}", reader.line_num + 1
                 if not names:
                     names = [name.strip() for name in cells]
-                    _check_names(where, names)
+                    if twice := [name for name in names if name and names.count(name) > 1]:
+                        raise UserError(f"{where}: two columns have the name {truncate(twice[0], 60)}")
                 elif cells:
                     with error_context(where):
                         yield where, _row_of_cells(names, cells, separator)
@@ -140,11 +137,6 @@ def _read_cells(path: Path) -> Rows:
             raise UserError(f"{path}:{start}: the row cannot be read ({error}); close each quote") from error
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: the file is not encoded in UTF-8 ({error}); save it as UTF-8") from error
-
-
-def _check_names(where: str, names: list[str]):
-    if twice := [name for name in names if name and names.count(name) > 1]:
-        raise UserError(f"{where}: two columns have the name {truncate(twice[0], 60)}; rename one of them")
 
 
 def _row_of_cells(names: list[str], cells: list[str], separator: str) -> dict:

@@ -11,7 +11,6 @@ from minivlmrl.data.columns import ANSWERS, MEDIA, PROMPTS
 from minivlmrl.data.media import Media
 from minivlmrl.data.messages import LOSS_KEYS, as_turns, content_parts, is_trained, part_kind, shown_parts_of
 from minivlmrl.data.row_checks import checked_row
-from minivlmrl.data.rows import Row
 from minivlmrl.errors import UserError, truncate
 
 
@@ -20,8 +19,7 @@ def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
 
     Several answers are written as `messages`, because TRL would train on all turns in `completion`, also user turns.
     """
-    row, media, others = read(columns, folder)
-    prompt, answers = turns_of(row, media)
+    prompt, answers, media, others = read(columns, folder)
     if any(item.kind == "video" for item in media):
         raise UserError("TRL reads no videos")
     shown = {"images": sources(media, "image", folder, dropped)}  # keep an empty list: other rows may have images
@@ -50,8 +48,7 @@ def without_loss(turns: list[dict], dropped: Counter) -> list[dict]:
 
 def write_swift(columns: dict, folder: Path, dropped: Counter) -> dict:
     """Write a row for ms-swift or LLaMA-Factory, as messages with <image> tags."""
-    row, media, others = read(columns, folder)
-    prompt, answers = turns_of(row, media)
+    prompt, answers, media, others = read(columns, folder)
     first, *_ = [*answers.values(), []]
     turns = [turn if is_trained(turn) or turn["role"] != "assistant" else turn | {"loss": False} for turn in first]
     new = others | {"messages": [tagged(turn) for turn in [*prompt, *turns]]}
@@ -67,8 +64,7 @@ def write_swift(columns: dict, folder: Path, dropped: Counter) -> dict:
 
 def write_verl(columns: dict, folder: Path, dropped: Counter) -> dict:
     """Write a row for verl: for RL, a prompt with its solution in `reward_model`; for SFT, messages."""
-    row, media, others = read(columns, folder)
-    prompt, answers = turns_of(row, media)
+    prompt, answers, media, others = read(columns, folder)
     solution = others.pop("solution", None)
     if solution is not None:
         truth = {"style": "rule", "ground_truth": str(solution)}
@@ -96,15 +92,13 @@ WRITERS: dict[str, Callable[[dict, Path, Counter], dict]] = {
 }
 
 
-def read(columns: dict, folder: Path) -> tuple[Row, list[Media], dict[str, Plain]]:
-    """Read a row as training would; return it with its media and all other columns."""
+def read(columns: dict, folder: Path) -> tuple[list[dict], dict[str, list[dict]], list[Media], dict[str, Plain]]:
+    """Read a row as training would.
+
+    Returns:
+        prompt turns; turns of each answer; media in prompt and answers; all other columns
+    """
     row, media = checked_row(columns, ("problem",), columns, RowOptions(), folder)
-    placed = {*PROMPTS, *ANSWERS, *MEDIA, "system"}
-    return row, media, {name: value for name, value in columns.items() if name not in placed}
-
-
-def turns_of(row: Row, media: list[Media]) -> tuple[list[dict], dict[str, list[dict]]]:
-    """Return the prompt turns and the turns of each answer; append images in answers to `media`."""
     answers = {}
     for name in ("chosen", "rejected") if row.chosen else ("completion",):
         if answer := getattr(row, name):
@@ -115,7 +109,9 @@ def turns_of(row: Row, media: list[Media]) -> tuple[list[dict], dict[str, list[d
             elif shown != media[len(media) - len(shown) :]:
                 raise UserError("the chosen and the rejected answer must show the same images in other layouts")
     untrained = {"loss": False} if answers else {}
-    return [turn | untrained if turn["role"] == "assistant" else turn for turn in row.messages], answers
+    prompt = [turn | untrained if turn["role"] == "assistant" else turn for turn in row.messages]
+    placed = {*PROMPTS, *ANSWERS, *MEDIA, "system"}
+    return prompt, answers, media, {name: value for name, value in columns.items() if name not in placed}
 
 
 def tagged(turn: dict) -> dict:
