@@ -77,7 +77,6 @@ scipy, av = (library(name, f"extra missing: pip install {name}") for name in ("s
 
 @pytest.fixture(scope="session")
 def oracle(transformers):
-    """Return tests/helpers/oracle.py, which imports transformers."""
     from tests.helpers import oracle
 
     return oracle

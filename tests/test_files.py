@@ -25,10 +25,7 @@ from tests.helpers.children import exit_code, fork
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe{}", b"[" * 100_000, b"1" * 10_000])
 def test_a_file_that_is_not_a_json_object_is_named(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(
-        ValueError,
-        match=r"config\.json: (the text is not valid JSON|the JSON text cannot|the content is .* a JSON object)",
-    ):
+    with pytest.raises(ValueError, match=r"config\.json: (the text is not valid|the JSON text cannot|the content is)"):
         read_json(tmp_path / "config.json")
 
 

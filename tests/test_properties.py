@@ -16,7 +16,6 @@ from minivlmrl.generation.filters import filter_logits
 from minivlmrl.model.rope import get_rope_index
 from minivlmrl.trainers.rebalancing import WORTH_MOVING, assign_groups
 from tests.helpers import tiny
-from tests.helpers.tiny import pack
 
 pytest.importorskip("hypothesis", reason="extra missing: pip install hypothesis")
 from hypothesis import example, given, settings
@@ -68,9 +67,8 @@ def test_smart_resize_equals_minimal_py(case):
 
 # logits (rows, vocabulary); equal logits, which filters must treat alike, are likely
 some_logits = st.sampled_from([-30.0, -2.0, -1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 4.0]) | st.floats(-9, 9, width=32)
-logits = st.integers(2, 40).flatmap(
-    lambda width: st.lists(st.lists(some_logits, min_size=width, max_size=width), min_size=1, max_size=3)
-)
+lists = lambda width: st.lists(st.lists(some_logits, min_size=width, max_size=width), min_size=1, max_size=3)  # noqa: E731
+logits = st.integers(2, 40).flatmap(lists)
 filters = st.fixed_dictionaries({
     "temperature": st.sampled_from([0.0, 1e-6, 1.0, 20.0]) | st.floats(0.05, 4), "top_k": st.integers(0, 50),
     "top_p": st.sampled_from([1e-9, 0.5, 0.999, 1.0]) | st.floats(0.01, 1),
@@ -126,7 +124,7 @@ def test_a_packed_batch_has_the_content_of_its_parts(parts):
     generator = torch.Generator().manual_seed(0)
     prompts = [tiny.prompt(generator, grids, text) for grids, text, _ in parts]
     groups = [[torch.randint(0, 300, (n,), generator=generator) for n in counts] for *_, counts in parts]
-    batch = pack(prompts, groups, CONFIG)
+    batch = tiny.pack(prompts, groups, CONFIG)
     ids, positions, scored, patches, shown = [], [], [], [], []
     for prompt, group in zip(prompts, groups, strict=True):
         P = len(prompt.input_ids)
@@ -146,10 +144,8 @@ def test_a_packed_batch_has_the_content_of_its_parts(parts):
     assert batch.vision_index.tolist() == [place for place, is_shown in enumerate(shown) if is_shown]
     assert batch.completion_ids.tolist() == [token for completion in scored for token in completion.tolist()]
     assert batch.layout.row_lengths == [len(completion) for completion in scored]
-    restored = [row[mask.bool()].tolist() for row, mask in zip(
-        batch.pad(batch.completion_ids), batch.completion_mask, strict=True
-    )]  # fmt: skip
-    assert restored == [completion.tolist() for completion in scored]
+    padded = zip(batch.pad(batch.completion_ids), batch.completion_mask, strict=True)
+    assert [row[mask.bool()].tolist() for row, mask in padded] == [completion.tolist() for completion in scored]
 
 
 @st.composite

@@ -30,7 +30,6 @@ ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "PYTORCH_ALLOC_CONF": "expandable_segme
     ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"GOMP_SPINCOUNT": "1000"}),
 ])  # fmt: skip
 def test_environment_variables_of_torch_have_defaults(own, expected):
-    """Each command sets the environment variables of torch before torch is imported."""
     requested = [*ENVIRONMENT, "PYTORCH_CUDA_ALLOC_CONF"]
     message = f"print(json.dumps([{{n: os.environ.get(n) for n in {requested}}}, 'torch' in sys.modules]))"
     clean = {name: value for name, value in os.environ.items() if name not in requested}

@@ -36,7 +36,6 @@ def test_a_file_can_import_its_neighbor(tmp_path, monkeypatch):
 
 
 def test_registries_name_modules_of_the_package():
-    """Registries must not import a user's file that has the name of a module of the package."""
     targets = [target for table in (ENGINES, OPTIMIZERS) for target in table.values() if isinstance(target, str)]
     assert len(targets) == 3 and all(target.startswith("minivlmrl.") for target in targets)
 
@@ -72,7 +71,6 @@ def rows(data, seed, pairs: Annotated[int, ">= 1"] = 8, share: Annotated[float, 
     (f"{__file__}:rows(share=1)", (8, 1.0, None)), (f"{__name__}:rows( )", (8, 0.5, None)),
 ])  # fmt: skip
 def test_a_name_with_options(text, expected):
-    """In `name(option=value)`, an option is a Python literal for a parameter that has a default."""
     function, options = resolve_object("task", text, {"rows": rows})
     assert with_options(function, options)("data", 0) == ("data", 0, *expected)
 

@@ -155,9 +155,8 @@ def test_code_lies_beside_the_recipe_or_here(write, tmp_path, monkeypatch, have,
     values = {"rewards": {"own.py:f(of='x/y')": 1.0}, "sampling": {"environment": "own.py:f(a='../b')"}}
     values |= {"data": {"eval_rewards": ["own.py:f", "format"], "task": "own.py:f"}, "model": {"config": "own.json"}}
     arguments = [f"--{name}={json.dumps(value)}" for name, value in values.items()]
-    for config, folder in (
-        (load_config(write(values, "there/own.yaml")), from_recipe), (load_config(recipe, arguments), from_command),
-    ):  # fmt: skip
+    pairs = (load_config(write(values, "there/own.yaml")), from_recipe), (load_config(recipe, arguments), from_command)
+    for config, folder in pairs:
         path = tmp_path / folder / "own"
         short = "own" if folder == "here" else str(path)  # the name of the reward in the metrics
         assert config.rewards == {f"{short}.py:f(of='x/y')": 1.0} and config.data.eval_rewards[0] == f"{short}.py:f"
@@ -166,7 +165,6 @@ def test_code_lies_beside_the_recipe_or_here(write, tmp_path, monkeypatch, have,
 
 
 def leaves(hint):
-    """Yield the types inside a type hint; a Literal has none, because a Literal lists values."""
     if typing.get_origin(hint) is not Literal:
         yield from chain.from_iterable(map(leaves, typing.get_args(hint))) if typing.get_args(hint) else [hint]
 
@@ -212,9 +210,7 @@ def test_code_that_a_found_recipe_names_is_refused_and_does_not_run(tmp_path, mo
     write(values, f"{folder}/config.yaml")
     monkeypatch.chdir(tmp_path / here)
     folder = os.path.relpath(tmp_path / folder)
-    arguments = (
-        "evil:30 evil.py:f() evil.py:f a(1)/evil.py:f()"  # other options contain the names of the code as plain text
-    )
+    arguments = "evil:30 evil.py:f() evil.py:f a(1)/evil.py:f()"  # other options contain the code's names as plain text
     texts = [
         f"--data.prompt_template={arguments} {{problem}}",
         "--output_dir=evil:30",
@@ -241,9 +237,8 @@ def test_a_fault_of_a_found_recipe_is_reported_with_its_name(tmp_path, write):
 def test_code_of_a_found_recipe_may_run_if_it_is_named(tmp_path, write, monkeypatch):
     """A recipe needs no permission to name built-in functions with numbers as options."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(
-        "from minivlmrl.trainers.sft import SFTTrainer\n\n\nclass Mine(SFTTrainer):\n    stage = 'mine'\n"
-    )
+    code = "from minivlmrl.trainers.sft import SFTTrainer\nclass Mine(SFTTrainer):\n    stage = 'mine'\n"
+    (tmp_path / "own.py").write_text(code)
     recipe = write({"stages": ["own.py:Mine"], "data": {"task": "own.py:f"}, "mine": {"max_steps": 1}})
     named = ["--stages=own.py:Mine", f"--data.task={tmp_path}/own.py:f"]
     assert load_config(recipe, named, is_found=True).mine == load_config(recipe).mine == SFTOptions(1)
@@ -261,7 +256,6 @@ from typing import Annotated
 
 from minivlmrl.trainers.sft import SFTTrainer, SFTOptions
 
-
 @dataclass
 class AgainConfig(SFTOptions):
     \"\"\"SFT once more.\"\"\"
@@ -269,19 +263,15 @@ class AgainConfig(SFTOptions):
     share: Annotated[float, "[0, 1]"] = 0.5  # of nothing
     fast: bool = False  # a flag
 
-
 class Again(SFTTrainer):
     stage = "again"
     config_type = AgainConfig
 
-
 class Nameless(SFTTrainer):
     stage = "sft"
 
-
 class HeldOut(SFTTrainer):
     stage = "eval"
-
 
 class Dashed(SFTTrainer):
     stage = "my-stage"
@@ -296,7 +286,6 @@ def again(write):
 
 
 def test_a_stage_of_a_file_has_a_section(again, write, tmp_path):
-    """A recipe may have a section for a stage that an override leaves out."""
     config = load_config(again, ["--again.fast", "--again.max_steps=7"])
     assert config.stage_names == ["sft", "again"] and config.stages[1] == f"{tmp_path / 'again.py'}:Again"
     assert (config.again.share, config.again.fast, config.again.max_steps) == (0.25, True, 7)
@@ -304,15 +293,13 @@ def test_a_stage_of_a_file_has_a_section(again, write, tmp_path):
     values = ["--dpo.loss_type=[sigmoid,sft]", "--dpo.loss_weights=[1,2]", "--grpo.rollout_correction_bounds=[0,1]"]
     config = load_config(again, ["--sft.learning_rate=1e-4", "--rewards.format=1", "--data.task=shapes", *values])
     assert load_config(write(to_yaml(config), "config.yaml")) == config
-    alone = load_config(again, ["--stages=sft"])
-    assert (alone.unused_sections, config.unused_sections) == (["again"], [])
+    assert (load_config(again, ["--stages=sft"]).unused_sections, config.unused_sections) == (["again"], [])
     write(AGAIN.replace('stage = "again"', 'stage = "more"'), "more.py")
     both = f"--stages=[{tmp_path / 'again.py'}:Again, {tmp_path / 'more.py'}:Again]"
     assert load_config("shapes.yaml", [both, "--more.share=0.5"]).more.share == 0.5
 
 
 def test_recipes_are_found_by_their_names(tmp_path, monkeypatch):
-    """A file in the working folder or beside the recipe has precedence over the file of the package."""
     monkeypatch.chdir(tmp_path)
     assert load_config("own_data.yaml").output_dir == "runs/own_data"
     (tmp_path / "own_data.yaml").write_text("output_dir: mine")

@@ -31,7 +31,6 @@ GRPO, PPO = (["--stages=grpo", LETTERS], ["--stages=ppo", LETTERS])
 BASES = {"sft": SFT, "dpo": DPO, "reward_model": RM, "grpo": GRPO, "ppo": PPO}
 # a second iteration at a high learning rate gives probability ratios far from 1, where clipping and KL matter
 FAR = [*GRPO, "--grpo.num_iterations=2", "--grpo.learning_rate=3e-2", "--grpo.lr_scheduler_type=constant"]
-# "drift" makes the sampler's log-probabilities differ from the trainer's
 DRIFT = ["drift", *GRPO, "--rollout.max_logp_mismatch=.inf"]
 FILM = ["film", "--data.video={min_pixels: 784, max_pixels: 6272}", *SFT]
 # a high learning rate moves the policy away from its reference, so that the KL is not 0
@@ -46,9 +45,7 @@ STAGE_OPTIONS = {
 
 def changed(base, **sections):
     """Return (option, changed value, base options) for each value in {section: {name: value}}."""
-    return [
-        (f"{section}.{name}", value, base) for section, values in sections.items() for name, value in values.items()
-    ]
+    return [(f"{part}.{name}", value, base) for part, given in sections.items() for name, value in given.items()]
 
 
 # (option, changed value, base options)
@@ -108,7 +105,6 @@ OPTIONS = [
 
 
 def choices(name):
-    """Return the values of an option whose type is a Literal."""
     section, name = name.split(".")
     hint = typing.get_type_hints(typing.get_type_hints(RunConfig)[section])[name]
     parts = [hint, *typing.get_args(hint)]
@@ -219,8 +215,6 @@ def run_outputs(home, own):
 
 @pytest.fixture(scope="module")
 def run_metrics(run_outputs):
-    """Return a function that runs a recipe with overrides and returns its metrics."""
-
     def run_metrics(*overrides):
         outputs = run_outputs(*overrides)
         assert not outputs["error"]
@@ -230,7 +224,6 @@ def run_metrics(run_outputs):
 
 
 def note_save(folder, *_, **__):
-    """Append a line to a file instead of saving a model's weights."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "saves").open("a") as file:
         file.write("once more\n")
@@ -283,9 +276,7 @@ def test_no_two_values_give_the_same_run(run_metrics, lively, name, values, base
 
 
 # soft_punish_cache is left out: it changes a metric, even where it does not change training
-TRAINED = re.compile(
-    r"grpo\.(?!soft).*|ppo\.(kl|clip).*|dpo\.(f_|label).*|adapter\.(alpha|dropout|target)|reference\.ref_.*"
-)
+TRAINED = re.compile(r"grpo\.(?!soft)|ppo\.(kl|clip)|dpo\.(f_|label)|adapter\.(alpha|dropout|target)|reference\.ref_")
 IDLE = [(name, value, others) for name, value, without, _ in CASES for others in without if TRAINED.match(name)]
 
 
@@ -309,8 +300,7 @@ def test_options_that_change_the_output_files(run_outputs, lively, home, name, v
 
 
 def test_every_option_is_tested():
-    names = {"rewards.letters": "rewards"}
-    tested = {names.get(name, name) for name, *_ in (*OPTIONS, *ENUMERATIONS, *OUTPUTS)}
+    tested = {{"rewards.letters": "rewards"}.get(name, name) for name, *_ in (*OPTIONS, *ENUMERATIONS, *OUTPUTS)}
     tested |= {f"{stage}.{name}" for stage in STAGES for name in STAGE_OPTIONS}
     assert {option.path for option in options_of(RunConfig)} == tested | {*ELSEWHERE.split()}
     assert tested.isdisjoint(ELSEWHERE.split())

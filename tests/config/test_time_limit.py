@@ -8,7 +8,6 @@ import time
 import pytest
 
 from minivlmrl.config import time_limit as limits
-from minivlmrl.config.time_limit import Overtime, shorten_limits, time_limit
 
 
 def endless():
@@ -28,7 +27,7 @@ STOPPED = {
 def test_code_is_stopped_by_an_exception(code):
     start = time.monotonic()
     num_threads = threading.active_count()  # pytest's workers and progress bars also have threads
-    with pytest.raises(Overtime, match=r"^the call took more than 0\.05 seconds$"), time_limit(0.05):
+    with pytest.raises(limits.Overtime, match=r"^the call took more than 0\.05 seconds$"), limits.time_limit(0.05):
         STOPPED[code]()
     assert time.monotonic() - start < 2.0
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0) and threading.active_count() == num_threads
@@ -36,7 +35,7 @@ def test_code_is_stopped_by_an_exception(code):
 
 def test_overtime_is_raised_again_in_code_that_catches_it():
     caught = []
-    with pytest.raises(Overtime), time_limit(0.05):
+    with pytest.raises(limits.Overtime), limits.time_limit(0.05):
         while True:
             try:
                 time.sleep(60)
@@ -60,10 +59,10 @@ def alarm():
 
 def test_an_alarm_of_the_caller_keeps_its_time(alarm, monkeypatch):
     monkeypatch.setattr(limits, "longest", limits.longest)
-    with time_limit(50):
+    with limits.time_limit(50):
         pass
-    shorten_limits(10)
+    limits.shorten_limits(10)
     assert 90 < signal.getitimer(signal.ITIMER_REAL)[0] <= 100
-    with time_limit(50):
+    with limits.time_limit(50):
         assert signal.getitimer(signal.ITIMER_REAL)[0] <= 10
     assert 90 < signal.getitimer(signal.ITIMER_REAL)[0] <= 100

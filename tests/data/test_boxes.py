@@ -46,7 +46,6 @@ def test_an_unknown_space_is_refused():
 
 @pytest.mark.parametrize("space", ["resized", "thousandths", "unit"])
 def test_round_trip_of_a_thousand_sizes(space):
-    """Coordinates become the nearest float, and return with a relative error of at most 2^-51."""
     draw = random.Random(1)
     for _ in range(1000):
         original = (draw.randint(100, 5000), draw.randint(100, 5000))
@@ -85,11 +84,9 @@ SECOND = (7.0, 7.0, 8.0, 9.5)
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    # formats of Qwen2.5-VL
     ('{"bbox_2d": [1, 2, 5, 6], "label": "cat"}', [BOX]),
     ('```json\n[\n\t{"bbox_2d": [1, 2, 5, 6], "label": "cat"}\n]\n```', [BOX]),
     ('{"bbox_2d": [1, 2, 5, 6], "label": "[7, 7, 8, 9.5] 猫", "score": 0.9, "tags": [1, [2]]}', [BOX]),
-    # lists of boxes
     ("[1, 2, 5, 6]", [BOX]),
     ("[[1, 2, 5, 6], [7, 7, 8, 9.5]]", [BOX, SECOND]),
     ("[{'Position': [1, 2, 5, 6], 'Confidence': 1}, {'Position': [7, 7, 8, 9.5]}]", [BOX, SECOND]),
@@ -101,11 +98,9 @@ SECOND = (7.0, 7.0, 8.0, 9.5)
     ("［1，2，5，6］", [BOX]), ("[−1, –1, 5, 6]", [(-1.0, -1.0, 5.0, 6.0)]),
     ("{'bbox_2d': [1, 2, 5, 6], 'label': \"cat's\"}", [BOX]),
     ('{"bbox_2d": [1, 2, 5, 6], "label": "a “red” cat"}', [BOX]),
-    # pairs of corners
     ("(1, 2), (5, 6)", [BOX]),
     ("<|object_ref_start|>the cat<|object_ref_end|><|box_start|>(1,2),(5,6)<|box_end|>", [BOX]),
     ("(1 2) (5 6), (7, 7), (8, 9.5)", [BOX, SECOND]),
-    # four numbers without brackets
     (" 1,2,5,6\n", [BOX]),
     ("-1.5 +.5 5e0 6E-1", [(-1.5, 0.5, 5.0, 0.6)]),
     # boxes are returned as written, even if they are invalid
@@ -119,7 +114,6 @@ def test_parse_boxes(text, expected):
 
 @pytest.mark.parametrize("text", [
     "", ".", "cat", "[]", "{}", "[[]]", "[{}]", "()", "null", "5", "```", "```json\n```",
-    # too many or too few numbers
     "1 2 5", "1 2 5 6 7", "[1, 2], [5, 6]", "(1, 2, 5, 6)", "(1, 2), (5, 6), (7, 7)", '{"bbox_2d": [[1, 2, 5, 6]]}',
     # values that are not finite numbers
     "[NaN, 2, 5, 6]", "[1, 2, 1e309, 6]", '["1", "2", "5", "6"]', "[true, 2, 5, 6]", '{"bbox_2d": null}',

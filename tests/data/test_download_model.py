@@ -24,7 +24,6 @@ WANTED = set(FILES) - {"pytorch_model.bin", "README.md", "original/model.safeten
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Set an empty cache of huggingface_hub, and an address at which no hub answers."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
@@ -32,7 +31,6 @@ def cache(tmp_path, monkeypatch):
 
 
 def snapshot(cache: Path, commit: str = COMMIT, names=WANTED) -> Path:
-    """Create the cache folder of huggingface_hub for one commit, to which the branch main points."""
     repository = cache / "models--Qwen--tiny"
     (repository / "refs").mkdir(parents=True, exist_ok=True)
     (repository / "refs" / "main").write_text(commit)
@@ -47,9 +45,7 @@ def test_a_mistyped_path_does_not_go_to_the_hub(cache, monkeypatch):
     """A name whose first part is an existing folder is a path, not a repository."""
     monkeypatch.setattr("minivlmrl.data.download._snapshot", lambda *name: name[:2])
     Path("runs").mkdir()
-    missing = (
-        r"runs/chekpoint: this folder does not exist in .* If runs/chekpoint is a repository, write runs/chekpoint@main"
-    )
+    missing = r"runs/chekpoint: this folder does not exist in .* is a repository, write runs/chekpoint@main"
     with pytest.raises(ValueError, match=missing):
         find_folder("runs/chekpoint")
     assert find_folder("runs/chekpoint@main") == ("runs/chekpoint", "main")
@@ -116,9 +112,7 @@ def test_only_needed_files_are_downloaded(cache, monkeypatch):
         return snapshot(cache, names=filter_repo_objects(FILES, **which))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr(
-        "huggingface_hub.HfApi.model_info", lambda _, name, **options: requested.append({name: options})
-    )
-    folder = find_folder(REPOSITORY)
-    assert {file.name for file in folder.iterdir()} == WANTED
+    model_info = lambda _, name, **options: requested.append({name: options})  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    assert {file.name for file in find_folder(REPOSITORY).iterdir()} == WANTED
     assert requested == [{REPOSITORY: {"revision": None, "timeout": 5}}, {"revision": None}]

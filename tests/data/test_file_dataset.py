@@ -27,7 +27,6 @@ from tests.helpers.talk import CHATML, IMAGE_PART, assistant, system, text, user
 
 
 def test_columns_of_other_rows_and_constants(write_rows):
-    """The rows of a file may have different columns; a missing column is None."""
     file = write_rows({"problem": "a", "level": 1}, {"problem": "b", "hint": "c"})
     rows = FileDataset(file, constants={"hint": "d", "row_rewards": ["iou"]})
     assert rows[0].columns == {"problem": "a", "level": 1, "hint": "d", "row_rewards": ["iou"]}
@@ -141,19 +140,15 @@ def test_columns_are_renamed_together(write_rows, columns):
 FORMAT_FILE = """
 import numpy
 
-
 def read(row, key="turns"):
     question, answer = row["example"][key]
     return {"image": row["example"]["picture"]["path"], "problem": question, "completion": answer, "solution": answer}
 
-
 def nothing(row):
     print(row)
 
-
 def number(row):
     return read(row) | {1: 2}
-
 
 def arrays(row):
     return read(row) | {"solution": numpy.float32(3), "box": numpy.array([1, 2])}
@@ -201,13 +196,10 @@ def test_no_column_is_refused_for_its_name(write_rows):
     rows = FileDataset(write_rows({"problem": "a", "completion": "b"} | PRODUCT), ("problem", "completion"), reads=())
     assert rows.unread == sorted(PRODUCT)
     note, replaced = describe_unread(rows)
-    assert (
-        "columns answer, choices, completions, documents, functions, history, label, " in note and "and 14 more" in note
-    )
+    assert "columns answer, choices, completions, documents, functions, history, " in note and "and 14 more" in note
     assert "rewards receive other values for completions and log_metric and row_rewards from minivlmrl" in replaced
     processor = Processor(shapes.tokenizer(), ImageProcessor())
-    prompts = [rows[0].prompt(processor)]
-    columns = reward_columns([rows[0]], prompts, [[Completion(torch.tensor([1]))]], processor)
+    columns = reward_columns([rows[0]], [rows[0].prompt(processor)], [[Completion(torch.tensor([1]))]], processor)
     assert columns["weight"] == [3.2] and columns["completions"] != [[1]] and "log_metric" not in columns
 
 
@@ -307,7 +299,6 @@ DROPPED = [  # (row with something that SFT would not use, its name in the error
 
 @pytest.mark.parametrize(("row", "name"), DROPPED, ids=lambda value: str(value)[:50])
 def test_nothing_is_dropped_in_silence(write_rows, row, name):
-    """An error or a note of the run names each column and each key that no code reads."""
     try:
         rows = FileDataset(write_rows(row), ("problem", "completion"), reads=())
     except ValueError as error:

@@ -22,7 +22,6 @@ def user(*parts):
 
 @pytest.fixture(scope="module")
 def load(published):
-    """Return a function that loads one of TRL's chat templates by its name, such as load("qwen3")."""
     return lambda name: ChatTemplate(published(name), f"{name}.jinja")
 
 
@@ -121,7 +120,6 @@ def test_spellings_of_a_thought_render_the_same(load, published, transformers, n
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be <b>brief</b>."}]])
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "<é>"}}] * 2])
 def test_qwen2_5_vl_with_tools_renders_like_qwen3_vl(published, tools, system):
-    """Qwen2.5-VL's template with tools and Qwen3-VL's template differ only in the default system message."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     calls = [CALL["tool_calls"][0]["function"], {"function": {"name": "b", "arguments": '{"y":2}'}}]
@@ -130,8 +128,7 @@ def test_qwen2_5_vl_with_tools_renders_like_qwen3_vl(published, tools, system):
     theirs = (system or [{"role": "system", "content": "You are a helpful assistant."}]) + talk
     given = {"tools": tools, "add_generation_prompt": True}
     (theirs,), _ = render_jinja_template([theirs], chat_template=published("qwen3_vl"), **given)
-    template = ChatTemplate(WITH_TOOLS, "t").with_tools(tools)
-    assert "".join(template.render([*system, *talk])) == theirs
+    assert "".join(ChatTemplate(WITH_TOOLS, "t").with_tools(tools).render([*system, *talk])) == theirs
 
 
 ATTACKS = {
@@ -161,9 +158,7 @@ def test_a_text_that_spells_a_control_token_stays_text(name):
     answers = [template.render_completion(HI, [assistant("a"), *talk, assistant("b")]) for talk in (content, plain)]
     for prompt, answer in zip(prompts, answers, strict=True):
         assert "".join(prompt).endswith("".join(piece for piece, _ in answer) + "\n<|im_start|>assistant\n")
-    written, expected = (
-        [(piece, flag) for piece, flag in answer if isinstance(piece, SpecialToken)] for answer in answers
-    )
+    written, expected = ([(x, flag) for x, flag in answer if isinstance(x, SpecialToken)] for answer in answers)
     assert written == expected
 
 
@@ -418,16 +413,14 @@ def test_trained_text_is_that_of_return_assistant_tokens_mask(published, transfo
     if name in ("qwen3_training", "qwen3_5_think_training", "qwen3_6_training", "qwen3_8_training"):
         thoughts = {0: "easy", 4: "also\n easy"}
         turns = [turn | {"reasoning_content": thoughts[i]} if i in thoughts else turn for i, turn in enumerate(turns)]
-    (rendered,), (spans,) = render_jinja_template(
-        [HI + turns], chat_template=training, return_assistant_tokens_mask=True
-    )
+    rendering = render_jinja_template([HI + turns], chat_template=training, return_assistant_tokens_mask=True)
+    (rendered,), (spans,) = rendering
     expected = []
     for (start, end), number in zip(spans, (0, 2, 4), strict=True):
         prompt = "".join(template.render(HI + turns[:number]))
         assert rendered[end - 1] == "\n" and rendered.startswith(prompt)
         expected.append(rendered[max(start, len(prompt)) : end - 1])
     flagged = template.render_completion(HI, turns)
-    written = "".join(piece for piece, is_written in flagged if is_written)
-    assert written == "".join(expected)
+    assert "".join(piece for piece, is_written in flagged if is_written) == "".join(expected)
     whole = "".join(template.render(HI)) + "".join(piece for piece, _ in flagged)
     assert whole + "\n" == rendered

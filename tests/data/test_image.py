@@ -103,7 +103,6 @@ def test_each_mode_is_shown_as_a_person_sees_it(image, rgb):
 
 
 def test_other_images_are_turned_upright():
-    """The orientation in EXIF data also applies to images in memory and to images with 16 bits per pixel."""
     image = PIL.Image.new("LA", (3, 2), (0, 0))
     image.getexif()[0x0112] = 6
     for turned in (image, in_file(in_memory("I;16", 0x1234), exif=image.getexif())):

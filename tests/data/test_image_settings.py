@@ -5,30 +5,22 @@ import json
 import pytest
 import torch
 
+from minivlmrl.data import image_settings
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.image_settings import (
-    RESIZE,
-    SAMPLING,
-    read_image_processor,
-    read_sampling,
-    write_image_processor,
-    write_video_processor,
-)
 from tests.record.record_vision import digest, image_cases, noise, recorded
 
 
 def test_errors_in_bounds_name_the_recipe_or_the_folder():
     with pytest.raises(ValueError, match=r"^data: max_pixels is 10, but it must be at least min_pixels, which is 3136"):
-        read_image_processor({}, "folder.json", max_pixels=10)
+        image_settings.read_image_processor({}, "folder.json", max_pixels=10)
     with pytest.raises(ValueError, match=r"^folder\.json: max_pixels is 3136, .* min_pixels, which is 4000"):
-        read_image_processor({"min_pixels": 4000, "max_pixels": 3136}, "folder.json")
+        image_settings.read_image_processor({"min_pixels": 4000, "max_pixels": 3136}, "folder.json")
 
 
 def read(content, **bounds):
-    return read_image_processor(content, "preprocessor_config.json", **bounds)
+    return image_settings.read_image_processor(content, "preprocessor_config.json", **bounds)
 
 
-# values in Qwen2.5-VL's preprocessor_config.json
 HUB_CONFIG = {
     "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
     "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
@@ -60,7 +52,7 @@ def test_settings_of_a_folder_mean_the_same_as_in_transformers(config, transform
 def test_the_hubs_settings_are_the_defaults_and_arguments_override_them():
     assert read(HUB_CONFIG) == ImageProcessor()
     assert read(HUB_CONFIG, min_pixels=784, max_pixels=1000) == ImageProcessor(min_pixels=784, max_pixels=1000)
-    assert read({"image_processor_type": "Qwen2VLImageProcessorFast"}).resize is RESIZE["torch"]
+    assert read({"image_processor_type": "Qwen2VLImageProcessorFast"}).resize is image_settings.RESIZE["torch"]
 
 
 CUSTOM = {
@@ -71,8 +63,8 @@ CUSTOM = {
 
 @pytest.mark.parametrize("resize", ["pil", "torch"])
 def test_settings_come_back_as_they_were_written_and_transformers_reads_them(tmp_path, resize, transformers):
-    processor, image = ImageProcessor(**CUSTOM, resize=RESIZE[resize]), noise("RGB", (200, 120))
-    written = json.dumps(write_image_processor(processor, {}))
+    processor, image = ImageProcessor(**CUSTOM, resize=image_settings.RESIZE[resize]), noise("RGB", (200, 120))
+    written = json.dumps(image_settings.write_image_processor(processor, {}))
     assert read(json.loads(written)) == processor
     (tmp_path / "preprocessor_config.json").write_text(written)
     theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
@@ -87,7 +79,9 @@ def test_settings_come_back_as_they_were_written_and_transformers_reads_them(tmp
 def test_a_saved_folder_has_the_sizes_of_training(tmp_path, options, transformers):
     """A fixed size is saved as an area, so that an image of the same shape has this size in transformers."""
     processor, image = ImageProcessor(**CUSTOM), noise("RGB", (200, 120))
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(write_image_processor(processor, options)))
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps(image_settings.write_image_processor(processor, options))
+    )
     theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
     expected, grid = processor(image, **options)
     found = theirs(images=[image], return_tensors="pt")
@@ -108,16 +102,15 @@ CHOSEN = {"do_sample_frames": True, "fps": 2.0}
     ({"total_pixels": 705600}, {"cap_pixels_per_frame": True, "max_video_tokens": 1000}),
 ], ids=str)  # fmt: skip
 def test_a_saved_folder_has_the_frames_of_training(options, written):
-    found = write_video_processor(ImageProcessor(), options)
+    found = image_settings.write_video_processor(ImageProcessor(), options)
     assert {name: found[name] for name in VIDEO | written} == VIDEO | written
     assert found["patch_size"] == 14 and ("fps" in found) == ("fps" in written)
-    assert read_sampling(found) == {name: options[name] for name in options.keys() & SAMPLING} | (
-        {"fps": 2.0} if found.get("fps") == 2.0 else {}
-    )
+    expected = {name: options[name] for name in options.keys() & image_settings.SAMPLING}
+    assert image_settings.read_sampling(found) == expected | ({"fps": 2.0} if found.get("fps") == 2.0 else {})
 
 
 def test_without_options_for_videos_the_file_of_the_base_model_is_kept():
-    assert write_video_processor(ImageProcessor(), {}) == {}
+    assert image_settings.write_video_processor(ImageProcessor(), {}) == {}
 
 
 @pytest.mark.parametrize(("field", "value"), [
@@ -137,5 +130,5 @@ def test_patches_equal_transformers_torchvision_processor_bit_for_bit():
     cases = recorded("torchvision_0.28.0")["images"]
     assert len(cases) == 48
     for (image, settings), (grid, expected) in zip(image_cases(), cases, strict=True):
-        pixel_values, image_grid_thw = ImageProcessor(**settings, resize=RESIZE["torch"])(image)
+        pixel_values, image_grid_thw = ImageProcessor(**settings, resize=image_settings.RESIZE["torch"])(image)
         assert list(image_grid_thw) == grid and digest(pixel_values) == expected, (image, settings)

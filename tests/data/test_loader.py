@@ -14,7 +14,6 @@ from minivlmrl.config.options import DataOptions
 from minivlmrl.data import loader
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.loader import Batches, shuffled
 from minivlmrl.data.processor import Processor, encode_answer
 from minivlmrl.data.rows import Row, uniform_numbers
 from minivlmrl.distributed.process_group import World
@@ -32,7 +31,7 @@ def test_random_numbers_depend_on_the_key_of_a_prompt():
 
 @pytest.mark.parametrize(("size", "per_step"), [(50, 5), (10, 3), (3, 7), (1, 4)])
 def test_every_pass_visits_every_row_once_in_another_order(size, per_step):
-    numbers = list(itertools.chain(*itertools.islice(shuffled(size, per_step, seed=0), 4 * size)))
+    numbers = list(itertools.chain(*itertools.islice(loader.shuffled(size, per_step, seed=0), 4 * size)))
     assert len(numbers) == 4 * size * per_step
     for start in range(0, len(numbers), size):
         assert sorted(numbers[start : start + size]) == list(range(size))
@@ -43,8 +42,6 @@ PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
 
 
 class Numbered:
-    """A dataset of ten rows with the column `number`."""
-
     def __len__(self):
         return 10
 
@@ -58,11 +55,10 @@ def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, rows=None, ans
         config=SimpleNamespace(seed=seed, data=DataOptions(**data)), world=World(rank, ranks, torch.device("cpu")),
         processor=PROCESSOR, answers=answers,
     )  # fmt: skip
-    return Batches(rows or Numbered(), trainer, batches_consumed)
+    return loader.Batches(rows or Numbered(), trainer, batches_consumed)
 
 
 def next_rows(batches, count):
-    """Return (number, index, key) for each row in each of the next `count` batches."""
     return [[(row.columns["number"], row.index, row.key) for row in next(batches)] for _ in range(count)]
 
 
@@ -70,14 +66,12 @@ def test_rows_have_their_index_and_a_unique_key():
     rows = [row for draw in next_rows(batches(steps=2, seed=7), 3) for row in draw]
     assert [number for number, _, _ in rows] == [index for _, index, _ in rows]
     assert [key for _, _, key in rows] == [f"7/grpo/{draw}/{i}" for draw in range(3) for i in range(8)]
-    assert next_rows(batches(steps=2, seed=7, batches_consumed=2), 1) == [
-        rows[16:]
-    ]  # a resumed run continues after two batches
+    # a resumed run continues after two batches
+    assert next_rows(batches(steps=2, seed=7, batches_consumed=2), 1) == [rows[16:]]
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(1, 3), (2, 3), (4, 1)])
 def test_any_number_of_ranks_gets_the_same_rows_and_keys(ranks, steps):
-    """The ranks divide the rows of each step among themselves in order."""
     alone = next_rows(batches(steps=steps), 5)
     shares = [next_rows(batches(rank, ranks, steps=steps), 5) for rank in range(ranks)]
     for draw, rows in enumerate(alone):
@@ -95,7 +89,7 @@ def test_a_skipped_row_is_reported_in_the_step_that_needs_it(write_rows, tmp_pat
     images = ["red", "green", "blue", "a"]
     rows = FileDataset(write_rows(*({"problem": image, "image": f"{image}.png"} for image in images)))
     read = batches(rows=rows, prompts_per_step=1, skip_unreadable=True, image_workers=1)
-    for _ in itertools.takewhile(lambda numbers: numbers != [3], shuffled(4, 1, 0)):
+    for _ in itertools.takewhile(lambda numbers: numbers != [3], loader.shuffled(4, 1, 0)):
         next(read)
     wait(read.ahead)
     assert not recwarn
@@ -124,7 +118,6 @@ def test_an_unreadable_row_is_replaced_by_the_next(write_rows, tmp_path):
 
 @pytest.mark.parametrize("answers", [("completion",), ("chosen", "rejected")])
 def test_a_row_with_an_unreadable_image_in_an_answer_is_replaced(answers, write_rows, tmp_path):
-    """Only a stage that trains on answers decodes the images of an answer."""
     (tmp_path / "cut.png").write_bytes((tmp_path / "red.png").read_bytes()[:40])
     question, answer = {"role": "user", "content": "Colors?"}, {"role": "assistant", "content": "red"}
     rows = []
@@ -145,8 +138,6 @@ def test_a_row_with_an_unreadable_image_in_an_answer_is_replaced(answers, write_
 
 
 class Delayed(Numbered):
-    """A dataset that records how its rows are read; rows take different times, and one row may fail."""
-
     def __init__(self, broken=None):
         self.broken = broken
         self.read = []
@@ -179,7 +170,6 @@ def test_workers_use_one_cpu_thread_each():
 
 
 def test_workers_prepare_a_limited_number_of_rows(monkeypatch):
-    """Workers prepare at most MAX_AHEAD rows in advance, because prepared rows need memory."""
     monkeypatch.setattr(loader, "MAX_AHEAD", 3)
     rows = Delayed()
     draws = batches(rows=rows, image_workers=2)

@@ -15,7 +15,6 @@ import torch
 
 from minivlmrl.config.options import RowOptions
 from minivlmrl.data import file_dataset
-from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor, load_image
 from minivlmrl.data.image_settings import check_options
 from minivlmrl.data.media import fetch_image
@@ -45,7 +44,6 @@ def test_rotated_grayscale_tiff_files_are_read_as_others(tmp_path, dtype):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Create three one-color images with 56 x 28 pixels, and four video frames."""
     for name, color in COLORS.items():
         PIL.Image.new("RGB", (56, 28), color).save(tmp_path / f"{name}.png")
     for i in range(4):
@@ -58,7 +56,7 @@ FRAMES = [f"frame{i}.png" for i in range(4)]
 
 def read(folder, row, **options):
     write_lines(folder / "rows.jsonl", [row])
-    return FileDataset(folder / "rows.jsonl", **options)[0]
+    return file_dataset.FileDataset(folder / "rows.jsonl", **options)[0]
 
 
 def test_a_video_file_is_sampled_as_the_run_asks_and_a_row_may_ask_for_its_own(folder):
@@ -92,16 +90,13 @@ def test_an_image_in_a_column_that_no_code_reads_is_refused(folder, name, value)
 
 
 def test_a_part_may_have_size_options_for_the_image_of_a_column(folder):
-    """Options in a part of a message have precedence over options in the column of images."""
     listed = ["red.png", {"image": "green.png", "max_pixels": 784}, {"image": "blue.png", "min_pixels": 784 * 8}]
     parts = [{"type": "image", "max_pixels": most} for most in (784, 1568, 12544)]
     row = read(folder, {"prompt": [user(parts)], "images": listed})
     assert row.messages[0]["content"] == [*parts[:2], {"type": "image", "min_pixels": 6272, "max_pixels": 12544}]
     assert row.prompt(PROCESSOR).image_grid_thw.tolist() == [[1, 2, 4], [1, 4, 8], [1, 8, 16]]
     row = {"images": ["blue.png", {"image": "red.png", "max_pixels": 784}], "problem": "a"}
-    row = read(
-        folder, row, image={"resized_height": 60, "resized_width": 84}
-    )  # the size of images without options of their own
+    row = read(folder, row, image={"resized_height": 60, "resized_width": 84})  # for images without own options
     assert row.prompt(PROCESSOR).image_grid_thw.tolist() == [[1, 8, 12], [1, 2, 4]]
 
 
@@ -116,8 +111,8 @@ def test_all_missing_files_are_reported_before_the_first_row_is_read(folder):
         r"4\.png \(line 6\), 5\.png \(line 6\)\. Correct"
     )
     with pytest.raises(ValueError, match=rf"rows\.jsonl: 6 missing .* in {folder}, for example {listed}"):
-        FileDataset(folder / "rows.jsonl")
-    assert len(FileDataset(folder / "rows.jsonl", limit=1)) == 1
+        file_dataset.FileDataset(folder / "rows.jsonl")
+    assert len(file_dataset.FileDataset(folder / "rows.jsonl", limit=1)) == 1
 
 
 @pytest.mark.parametrize("columns", [
@@ -188,7 +183,6 @@ def test_a_pointer_of_git_lfs_is_no_damaged_image(tmp_path):
 
 
 def png_header(width, height):
-    """Return the beginning of a PNG file, which has a size but no pixels."""
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     crc = struct.pack(">I", zlib.crc32(head))
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + crc + b"\0\0\0\4IDATxxxx"

@@ -20,7 +20,6 @@ PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
 
 @pytest.fixture
 def theirs(tmp_path, oracle, published):
-    """Return transformers' processor as a function (messages, images)."""
     from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -42,15 +41,13 @@ def test_pictures_in_later_turns_equal_transformers_whole_conversation(theirs):
     messages = [user([IMAGE_PART, text("What?")])]
     prompt, completion = PROCESSOR(messages, [first]), encode_completion(PROCESSOR, [], turns)
     sizes = [tuple(28 * side // 2 for side in grid[:0:-1]) for *_, grid in completion.pictures[1:]]
-    shown = [first, second, third.resize(sizes[0], PIL.Image.Resampling.BICUBIC)]
-    expected = theirs(messages + turns, shown)
+    expected = theirs(messages + turns, [first, second, third.resize(sizes[0], PIL.Image.Resampling.BICUBIC)])
     ids = torch.cat([prompt.input_ids, completion.ids])
     assert ids.tolist() + PROCESSOR.tokenizer.encode("\n") == expected["input_ids"][0].tolist()
     grids = torch.cat([prompt.image_grid_thw, torch.tensor([grid for *_, grid in completion.pictures])])
     assert grids.tolist() == expected["image_grid_thw"].tolist()
-    assert torch.equal(
-        torch.cat([prompt.pixel_values, *(x for _, x, _ in completion.pictures)]), expected["pixel_values"]
-    )
+    pixels = torch.cat([prompt.pixel_values, *(x for _, x, _ in completion.pictures)])
+    assert torch.equal(pixels, expected["pixel_values"])
     written = PROCESSOR.tokenizer.decode(completion.ids[completion.policy_mask].tolist())
     assert written == "red<|im_end|>lookblue<|im_end|>"
     config = tiny.config()
@@ -92,7 +89,6 @@ def test_missing_images_and_videos_in_a_completion_are_refused(part):
 
 
 def test_a_picture_of_an_answer_that_the_template_drops_is_refused(published):
-    """Qwen3-VL's template drops images in assistant turns."""
     processor = Processor(shapes.tokenizer(), ImageProcessor(), ChatTemplate(published("qwen3_vl"), "t"))
     shown = assistant([IMAGE_PART | {"image": PIL.Image.new("RGB", (56, 56))}])
     turns = [shown, {"role": "tool", "content": "4"}, assistant("four")]

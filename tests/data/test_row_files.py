@@ -69,9 +69,6 @@ WRONG = {  # {file content: error message after the file name}
 }
 
 
-LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 3\n"
-
-
 @pytest.mark.parametrize(("name", "sentence"), [
     ("rows.jsonl", "is a Git LFS pointer"), ("rows.parquet", "is a Git LFS pointer"),
     ("rows.jsonl.gz", "rows are not read from compressed files; unpack"),
@@ -79,7 +76,7 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 3\
 def test_a_file_without_the_text_of_its_rows_is_refused(tmp_path, name, sentence):
     if name == "rows.parquet":
         pytest.importorskip("pyarrow", reason="extra parquet is missing: pip install pyarrow")
-    (tmp_path / name).write_text(LFS_POINTER)
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 3\n")
     with pytest.raises(ValueError, match=sentence):
         open_rows(tmp_path / name)
 

@@ -10,7 +10,6 @@ from minivlmrl.data.processor import Processor, encode_answer
 from minivlmrl.data.row_sizes import long_rows
 from minivlmrl.extras.check.row_notes import describe_rows, summary
 from minivlmrl.tasks import shapes
-from minivlmrl.tasks.shapes import Shapes
 from tests.helpers.runs import write_lines
 from tests.helpers.talk import assistant, user
 
@@ -19,8 +18,6 @@ PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=14 
 
 @pytest.fixture
 def rows(tmp_path):
-    """Return a function that creates rows with images in the given sizes."""
-
     def rows(*sizes):
         made = []
         for number, shown in enumerate(sizes):
@@ -44,22 +41,18 @@ def test_rows_are_counted_and_measured_without_their_pixels(rows, monkeypatch):
 
 
 def test_only_some_of_many_rows_are_measured(rows):
-    length = len(Shapes(1, "x")[0].prompt(PROCESSOR).input_ids)
+    length = len(shapes.Shapes(1, "x")[0].prompt(PROCESSOR).input_ids)
     task = f"1000 with 1 image; prompts of {length} tokens (16 were measured)"
-    assert summary(Shapes(1000, "x"), PROCESSOR) == task
-    assert summary(without_rows(rows([], [], []), {1}), PROCESSOR).startswith(
-        "2 selected out of 3 in 1 file; prompts of"
-    )
+    assert summary(shapes.Shapes(1000, "x"), PROCESSOR) == task
+    assert summary(without_rows(rows([], [], []), {1}), PROCESSOR).startswith("2 selected out of 3 in 1 file; ")
 
 
 def test_the_shortest_the_longest_and_all_unreadable_rows_are_measured(rows, tmp_path):
     sizes = [[(28, 28 + 14 * (i % 7))] for i in range(80)]
     sizes[33], sizes[60] = [], [(140, 140)]
     made = rows(*sizes)
-    lengths = [len(made[i].prompt(PROCESSOR).input_ids) for i in (33, 60)]
-    expected = (
-        f"80 (79 with 1 image, 1 with no image); prompts of {lengths[0]} to {lengths[1]} tokens (16 were measured)"
-    )
+    least, most = (len(made[i].prompt(PROCESSOR).input_ids) for i in (33, 60))
+    expected = f"80 (79 with 1 image, 1 with no image); prompts of {least} to {most} tokens (16 were measured)"
     assert summary(made, PROCESSOR) == expected
     for number in (21, 77):
         (tmp_path / f"{number}_0.png").write_bytes(b"no image")
@@ -142,13 +135,12 @@ def test_unreadable_rows_are_skipped_where_the_option_says_so(rows, tmp_path, da
         PIL.Image.new("RGB", (2275, 10)).save(tmp_path / "0_0.png")
     else:
         (tmp_path / "0_0.png").write_bytes(b"<html>404</html>" if damage == "page" else b"")
-    message = r"rows\.jsonl:1: .*(remove the image|data\.skip_unreadable=true)$"
     for measure in (
         lambda **options: summary(made, PROCESSOR, **options),
         lambda **options: list(long_rows(made, PROCESSOR, 1, **options)),
         lambda **options: list(long_rows(made, PROCESSOR, 900, **options)),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*(remove the image|data\.skip_unreadable=true)$"):
             measure()
     found = summary(made, PROCESSOR, skip_unreadable=True)
     assert "; 1 unreadable row will be skipped (data.skip_unreadable), for example " in found

@@ -16,7 +16,6 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.data.video import Video, frame_size, load_video, outline_video
 from minivlmrl.extras import video_files
-from minivlmrl.extras.video_files import sample_indices
 from tests.helpers import tiny
 from tests.record.record_vision import attempt, digest, frame_size_cases, noise, recorded, sampling_cases, video_cases
 
@@ -39,11 +38,11 @@ def shown(frames, fps=2.0, **options):
 
 FRAMES = pictures(moving(26))
 REFUSED = [  # (call, error message)
-    (lambda: sample_indices(100, 30, nframes=1), "cannot sample 0 frames of a video of 100"),
-    (lambda: sample_indices(100, 30, fps=1, nframes=4), "nframes cannot be combined with fps"),
-    (lambda: sample_indices(100, 30, video_start=1.0, video_end=1.0),
+    (lambda: video_files.sample_indices(100, 30, nframes=1), "cannot sample 0 frames of a video of 100"),
+    (lambda: video_files.sample_indices(100, 30, fps=1, nframes=4), "nframes cannot be combined with fps"),
+    (lambda: video_files.sample_indices(100, 30, video_start=1.0, video_end=1.0),
      "between video_start 1.0 and video_end 1.0; .*3.33333 s"),
-    (lambda: sample_indices(0, 30), "no frame can be sampled"),
+    (lambda: video_files.sample_indices(0, 30), "no frame can be sampled"),
     (lambda: shown(FRAMES, pixels=2), "unknown key pixels; did you mean min_pixels or max_pixels?"),
     (lambda: shown(FRAMES, max_pixels=50_000), "max_pixels is 50000, but it must be at least min_pixels, which is 100"),
     (lambda: shown(FRAMES, resized_width=100), "resized_height and resized_width must be given together"),
@@ -65,7 +64,7 @@ def test_sampling_equals_qwen_vl_utils(fused_linspace):
     cases = recorded("qwen_vl_utils_0.0.14")["sampling"]
     assert len(cases) == 2000
     for (total, video_fps, options), expected in zip(sampling_cases(), cases, strict=True):
-        made = attempt(sample_indices, total, video_fps, **options)
+        made = attempt(video_files.sample_indices, total, video_fps, **options)
         found = made and [len(made[0]), digest(made[0]), made[1]]
         assert found == expected, (total, video_fps, options)
 
@@ -88,9 +87,8 @@ def test_patches_equal_transformers_video_processor_bit_for_bit():
     assert len(cases) == 24
     for (frames, options, bounds), (grid, expected) in zip(video_cases(), cases, strict=True):
         processor = ImageProcessor(**options, min_pixels=196, resize=RESIZE["torch"])
-        pixel_values, image_grid_thw, seconds = Video(pictures(frames), 4.0).patches(
-            processor, **bounds, total_pixels=10**9
-        )
+        video = Video(pictures(frames), 4.0)
+        pixel_values, image_grid_thw, seconds = video.patches(processor, **bounds, total_pixels=10**9)
         assert list(image_grid_thw) == grid and seconds == 0.5
         assert digest(pixel_values) == expected, (frames.shape, options, bounds)
 
@@ -109,12 +107,10 @@ def test_a_patch_has_the_mean_time_of_its_frames():
 def test_a_row_s_sampling_replaces_the_folder_s(tmp_path, load, given, number):
     """The model folder asks for one frame per second, and the video takes four seconds."""
     (tmp_path / "video").write_bytes(encoded(moving(16), *LOSSLESS[0], rate=4))
-    sampled = load("video", tmp_path, defaults={"fps": 1, "min_frames": 2}, **given)
-    assert len(sampled.frames) == number
+    assert len(load("video", tmp_path, defaults={"fps": 1, "min_frames": 2}, **given).frames) == number
 
 
 def encoded(frames, *kind, rate=30, **options):
-    """Return the bytes of a video file, which is lossless by default."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "video")
         tiny.write_video(path, frames, rate, *(kind or LOSSLESS[0]), **options)

@@ -14,7 +14,6 @@ from torch.torch_version import TorchVersion
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions, ShardingOptions
 from minivlmrl.distributed import fsdp
-from minivlmrl.distributed.fsdp import Sharding
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.distributed.weights import copy_model, is_sharded, recompute_blocks, reshard, rollout_weights, units
@@ -23,12 +22,10 @@ from minivlmrl.model import lora
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model, load_processor, read_tensors
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import adapter_parameters, inject_adapters
 from minivlmrl.run.setup import build_model
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 from tests.helpers.on_ranks import ONE, launch
-from tests.helpers.tiny import pack
 from tests.model.test_lora import adapted
 
 CPU = torch.device("cpu")
@@ -82,13 +79,12 @@ def gradients_of_all_ranks(world, sharding=None) -> dict:
     shown = [(1, 4, 6), (3, 8, 4), (2, 4, 4)], [(1, 4, 4)], [(1, 4, 6)], []
     model, runs = tiny.model(dtype=torch.float64), []
     if sharding is not None:
-        section = ShardingOptions(enabled=True, replicas=sharding.mesh.ndim)
-        Sharding(section, world, torch.float64).shard(model)
+        fsdp.Sharding(ShardingOptions(enabled=True, replicas=sharding.mesh.ndim), world, torch.float64).shard(model)
     model.visual.blocks[0].register_forward_pre_hook(lambda *_: runs.append(1))
     for grids in shown[world.rank :: world.size]:
         generator = torch.Generator().manual_seed(len(grids))
         prompt = tiny.prompt(generator, grids, dtype=torch.float64)
-        per_token_logps(model, pack([prompt], [[tiny.completion(generator, 3)]], model.config))[0].sum().backward()
+        per_token_logps(model, tiny.pack([prompt], [[tiny.completion(generator, 3)]], model.config))[0].sum().backward()
     whole = {name: p.grad.full_tensor() if sharding else p.grad for name, p in model.named_parameters()}
     return {"gradients": whole, "runs": len(runs)}
 
@@ -138,10 +134,9 @@ IMAGES = [(1, 4, 6)], [(1, 8, 4)]
 
 
 def batch(config):
-    """Return two packed prompts with two completions each."""
     generator = torch.Generator().manual_seed(0)
     prompts = [tiny.prompt(generator, row) for row in IMAGES]
-    return pack(prompts, [[tiny.completion(generator, n) for n in (3, 5)] for _ in prompts], config)
+    return tiny.pack(prompts, [[tiny.completion(generator, n) for n in (3, 5)] for _ in prompts], config)
 
 
 def gradients(model):
@@ -161,7 +156,7 @@ def assert_same(model, other):
 
 def sharded_model(dtype=torch.float32, recompute=False, compute_dtype=None, model_type="qwen2_5_vl", **options):
     section = ShardingOptions(enabled=compute_dtype is None, **options)
-    sharding = Sharding(section, ONE, dtype, recompute, compute_dtype)
+    sharding = fsdp.Sharding(section, ONE, dtype, recompute, compute_dtype)
     model = tiny.model(dtype=dtype, model_type=model_type)
     sharding.shard(model)
     return model
@@ -183,7 +178,7 @@ def test_offloaded_shards_of_a_gpu_are_pinned(monkeypatch):
     monkeypatch.setattr(fsdp, "init_device_mesh", lambda device, *_, **__: meshes.append(device))
     section = ShardingOptions(enabled=True, cpu_offload=True)
     for device, pinned in (("cuda", True), ("cpu", False)):
-        sharding = Sharding(section, World(device=torch.device(device)), torch.float32)
+        sharding = fsdp.Sharding(section, World(device=torch.device(device)), torch.float32)
         assert sharding.offload.pin_memory == pinned and sharding.device == torch.device("cpu")
     assert meshes == ["cuda", "cpu"]
 
@@ -246,8 +241,7 @@ def test_dtypes_of_heads_copies_and_rollout_weights(alone):
     assert copy_model(model, in_compute_dtype=True).lm_head.weight.dtype == torch.bfloat16
     with rollout_weights(model, gather_weights=True) as run:
         assert run.lm_head.weight.dtype == torch.bfloat16
-    half = sharded_model(dtype=torch.bfloat16).sharding
-    assert half.precision.reduce_dtype == torch.float32
+    assert sharded_model(dtype=torch.bfloat16).sharding.precision.reduce_dtype == torch.float32
 
 
 def test_each_unit_prefetches_the_previous_one_in_the_backward(alone):
@@ -265,17 +259,17 @@ def test_a_rollout_of_a_sharded_model_uses_16_bit_copies_of_adapters(alone, monk
     monkeypatch.setattr(lora, "is_half_on_gpu", lambda device, dtype: dtype == torch.bfloat16)
     for dtype, compute_dtype in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
         model = adapted(dtype=dtype)
-        Sharding(ShardingOptions(enabled=True), ONE, dtype, compute_dtype=compute_dtype).shard(model)
+        fsdp.Sharding(ShardingOptions(enabled=True), ONE, dtype, compute_dtype=compute_dtype).shard(model)
         for gather_weights, expected in ((True, torch.bfloat16), (False, torch.float32)):
             with rollout_weights(model, gather_weights) as run:
-                assert {p.dtype for p in adapter_parameters(run)} == {expected}
+                assert {p.dtype for p in lora.adapter_parameters(run)} == {expected}
                 per_token_logps(run, batch(model.config))
-        assert {p.dtype for p in adapter_parameters(model)} == {torch.float32}
+        assert {p.dtype for p in lora.adapter_parameters(model)} == {torch.float32}
 
 
 def test_torch_versions_that_cannot_shard_bytes_are_refused(alone, monkeypatch):
-    sharding, model = Sharding(ShardingOptions(enabled=True), ONE, torch.float32), tiny.model()
-    inject_adapters(model, LoRAOptions(r=2, quantize="nf4"))
+    sharding, model = fsdp.Sharding(ShardingOptions(enabled=True), ONE, torch.float32), tiny.model()
+    lora.inject_adapters(model, LoRAOptions(r=2, quantize="nf4"))
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
     with pytest.raises(ValueError, match=r"adapter\.quantize: torch 2\.11.* install torch 2\.13"):
         sharding.shard(model)
@@ -283,7 +277,7 @@ def test_torch_versions_that_cannot_shard_bytes_are_refused(alone, monkeypatch):
 
 def test_ranks_must_be_a_multiple_of_the_replicas():
     with pytest.raises(ValueError, match=r"sharding\.replicas is 2, but the number of ranks, 3, is not a multiple"):
-        Sharding(ShardingOptions(enabled=True, replicas=2), World(0, 3, CPU), torch.float32)
+        fsdp.Sharding(ShardingOptions(enabled=True, replicas=2), World(0, 3, CPU), torch.float32)
 
 
 @pytest.mark.parametrize("sharding", [[], ["--sharding.enabled=true"]])

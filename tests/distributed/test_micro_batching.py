@@ -23,8 +23,7 @@ def test_the_example_and_the_order_of_prompts():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_every_row_is_in_one_micro_batch_within_the_limit(seed):
-    generator = torch.Generator().manual_seed(seed)
-    sizes = torch.randint(1, 60, (7, 9), generator=generator).tolist()
+    sizes = torch.randint(1, 60, (7, 9), generator=torch.Generator().manual_seed(seed)).tolist()
     lengths, budget = [(prompt, completions) for prompt, *completions in sizes], 40 + 30 * seed
     found = split_into_micro_batches(lengths, 3, budget, ONE)
     assert sorted(row for piece in found for row in piece) == [(i, j) for i in range(7) for j in range(8)]

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 
 from minivlmrl.distributed import network, process_group
-from minivlmrl.distributed.network import attempt_store, connect
-from minivlmrl.distributed.process_group import World
 from tests.helpers.children import exit_code, fork, fork_ranks
 from tests.helpers.pretend_cuda import CUDA, PretendCuda
 
@@ -22,7 +20,6 @@ HOST = socket.gethostname()
 
 
 def store_of(hosts):
-    """Return a store of key-value pairs in which one rank per host is registered."""
     store = dist.HashStore()
     for rank, host in enumerate(hosts):
         store.set(f"host/{rank}", host)
@@ -37,7 +34,7 @@ def test_an_interface_that_does_not_exist_is_named(monkeypatch):
     world = dist.distributed_c10d._world
     monkeypatch.setattr(world, "group_count", world.group_count)
     with pytest.raises(ValueError) as raised:
-        connect(store_of(["", "other"]), 0, 2, CPU, timedelta(seconds=30))
+        network.connect(store_of(["", "other"]), 0, 2, CPU, timedelta(seconds=30))
     message = str(raised.value)
     assert message.startswith(f"rank 0 on {HOST} cannot exchange tensors with the ranks on {HOST}, other (")
     assert "Unable to find address for: eth7). GLOO_SOCKET_IFNAME=eth7, and the interfaces of this host are" in message
@@ -49,7 +46,7 @@ def test_ranks_that_do_not_start_are_named():
     with pytest.raises(ValueError, match=r"ranks 1, 3 of 4 did not start within 0.2 seconds; look .* --node_rank"):
         store = store_of([])
         store.set("host/2", "two")
-        connect(store, 0, 4, CPU, timedelta(seconds=0.2))
+        network.connect(store, 0, 4, CPU, timedelta(seconds=0.2))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
@@ -57,8 +54,7 @@ def test_a_network_that_does_not_answer_ends_the_process(monkeypatch, capfd):
     """Gloo waits for the address of a missing rank as for a connection that a firewall blocks."""
     monkeypatch.setattr(network, "CONNECT_SECONDS", 0.5)
     store = store_of(["", "far"])
-    child = fork(lambda: connect(store, 0, 2, CPU, timedelta(seconds=60)))
-    assert exit_code(child) == 2
+    assert exit_code(fork(lambda: network.connect(store, 0, 2, CPU, timedelta(seconds=60)))) == 2
     errors = capfd.readouterr().err
     assert f"rank 0 on {HOST} cannot exchange tensors with the ranks on {HOST}, far (no answer within 0.5 s" in errors
 
@@ -75,7 +71,7 @@ def test_an_error_that_is_not_of_the_network_is_not_told_as_one(group_of_gpus, m
     monkeypatch.setattr(dist, "all_reduce", fail)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with pytest.raises(kind, match=message):
-        connect(store_of(["", "other"]), 0, 2, CPU, timedelta(seconds=30))
+        network.connect(store_of(["", "other"]), 0, 2, CPU, timedelta(seconds=30))
 
 
 @pytest.mark.parametrize(("rank", "expected"), [
@@ -90,7 +86,7 @@ def test_a_store_that_cannot_be_reached_is_named(monkeypatch, rank, expected):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with pytest.raises(ValueError, match=f"rank {rank} on .* {expected.format(f'127.0.0.1:{port}')}"):
-        attempt_store(timedelta(seconds=1))
+        network.attempt_store(timedelta(seconds=1))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these options of connections")
@@ -132,7 +128,7 @@ def test_gpus_are_connected_by_nccl_before_the_model_is_loaded(group_of_gpus):
     """Gloo transfers objects, and NCCL transfers tensors of the GPU in `device_id`."""
     options, sums = group_of_gpus
     with PretendCuda():
-        connect(store_of(["", "other"]), 0, 2, CUDA, timedelta(seconds=30))
+        network.connect(store_of(["", "other"]), 0, 2, CUDA, timedelta(seconds=30))
     assert options["backend"] == "cpu:gloo,cuda:nccl" and options["device_id"] == CUDA
     assert sums == [CPU, CUDA]
 
@@ -140,7 +136,7 @@ def test_gpus_are_connected_by_nccl_before_the_model_is_loaded(group_of_gpus):
 def test_gpus_that_exchange_wrong_numbers_are_refused(group_of_gpus):
     message = r"\(the sum of 3 ones is 2 on cpu\). .*NCCL_SOCKET_IFNAME=not set, .* and run with NCCL_DEBUG=INFO"
     with PretendCuda(), pytest.raises(ValueError, match=message):
-        connect(store_of(["", "b", "c"]), 0, 3, CUDA, timedelta(seconds=30))
+        network.connect(store_of(["", "b", "c"]), 0, 3, CUDA, timedelta(seconds=30))
 
 
 def test_a_barrier_waits_on_the_cpu(monkeypatch):
@@ -150,5 +146,5 @@ def test_a_barrier_waits_on_the_cpu(monkeypatch):
     monkeypatch.setattr(dist, "monitored_barrier", lambda group, *_, **__: groups.append(group))
     monkeypatch.setattr(process_group, "barrier_group", "gloo")
     monkeypatch.setattr(process_group, "restart_watchdog", lambda *_: None)
-    World(0, 2).barrier()
+    process_group.World(0, 2).barrier()
     assert groups == ["gloo"]

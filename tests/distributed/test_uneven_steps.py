@@ -33,9 +33,8 @@ ONCE = "--sharding.once_per_step=true"
 STEPS = ["--{}.prompts_per_step=24", "--{}.max_steps=2"]
 GRPO = ["--stages=[grpo]", *(step.format("grpo") for step in STEPS), "--rewards={uneven: 1}"]
 PPO = ["--stages=[ppo]", *(step.format("ppo") for step in STEPS)]
-OFFLINE = {
-    name: [f"--stages=[{name}]", *(step.format(name) for step in STEPS)] for name in ("sft", "dpo", "reward_model")
-}
+STAGES = "sft", "dpo", "reward_model"
+OFFLINE = {name: [f"--stages=[{name}]", *(step.format(name) for step in STEPS)] for name in STAGES}
 RESAMPLED = ["--grpo.max_num_gen_batches=3", "--sampling.max_new_tokens=2"]
 RECIPES = {  # two steps, with six micro-batches on each of 4 ranks, or three micro-batches on each of 8 ranks
     **OFFLINE,

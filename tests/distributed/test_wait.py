@@ -14,13 +14,11 @@ from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.options import ShardingOptions
 from minivlmrl.data.loader import Batches
 from minivlmrl.distributed import process_group, saving, watchdog
-from minivlmrl.distributed.process_group import shutdown
 from minivlmrl.extras import report
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.rewards.registry import Reward, RewardFailed
 from minivlmrl.run import checkpoint_files, process
 from minivlmrl.run.metrics import MetricsLog
-from minivlmrl.run.process import lost_ranks
 from minivlmrl.tasks.shapes import Shapes
 from tests.helpers.children import fork_processes, fork_ranks, hook_call
 from tests.helpers.runs import metrics
@@ -30,8 +28,6 @@ SLOW = 1.25 * TIMEOUT  # seconds of slow work
 
 
 class SlowSampler(Sampler):
-    """A sampler that takes longer than the timeout on rank 1."""
-
     def __init__(self, world):
         self.world = world
         self.sampling = SimpleNamespace(max_batch_tokens=None)
@@ -57,14 +53,13 @@ def test_ranks_wait_for_slow_work_longer_than_the_timeout(work):
         else:
             Reward("own", partial(slow_reward, world)).with_world(world)(completions=["a"])
         assert world.sum(1) == [2]
-        shutdown(world)
+        process_group.shutdown(world)
 
     assert fork_ranks(2, begin, TIMEOUT) == [0, 0]
 
 
 TRACKER = f"""
 import os, time
-
 
 def tracker(config, steps, stack):
     time.sleep({SLOW})
@@ -76,7 +71,6 @@ def tracker(config, steps, stack):
 
 
 def slow(owner, name, rank, monkeypatch):
-    """Make a function take longer than the timeout on one rank."""
     original = getattr(owner, name)
 
     def call(*arguments, **options):
@@ -103,7 +97,6 @@ def test_a_run_waits_for_slow_work_of_one_rank(home, lively, tmp_path, monkeypat
 
 @pytest.fixture
 def no_torchrun(monkeypatch):
-    """Skip the wait for torchrun, which does not run here."""
     monkeypatch.setattr(process, "time", SimpleNamespace(sleep=lambda seconds: None))
 
 
@@ -117,7 +110,7 @@ def test_a_lost_rank_ends_the_wait_at_once(monkeypatch, no_torchrun):
             world.barrier()
         assert time.monotonic() - start < 60
         monkeypatch.setenv("RANK", "0")
-        assert lost_ranks(error.value).startswith("rank 1 ended or did not answer in time, so rank 0 ends too")
+        assert process.lost_ranks(error.value).startswith("rank 1 ended or did not answer in time, so rank 0 ends too")
 
     assert fork_ranks(2, begin, 300) == [0, 9]
 
@@ -133,7 +126,7 @@ def test_a_rank_that_hangs_in_training_is_named(monkeypatch, no_torchrun):
         with pytest.raises(RuntimeError, match="Timed out waiting") as error:
             world.sum(1)
         monkeypatch.setenv("RANK", str(world.rank))
-        assert lost_ranks(error.value).startswith("rank 1 ended" if world.rank == 0 else "a rank ended")
+        assert process.lost_ranks(error.value).startswith("rank 1 ended" if world.rank == 0 else "a rank ended")
         os.write(answer, b".")
 
     assert fork_ranks(3, begin, TIMEOUT) == [0, 9, 0]
@@ -141,8 +134,8 @@ def test_a_rank_that_hangs_in_training_is_named(monkeypatch, no_torchrun):
 
 def test_an_error_without_a_lost_rank_is_a_bug():
     def begin(world):
-        assert lost_ranks(RuntimeError("gloo")) == ""
-        shutdown(world)
+        assert process.lost_ranks(RuntimeError("gloo")) == ""
+        process_group.shutdown(world)
 
     assert fork_ranks(2, begin, TIMEOUT) == [0, 0]
 
@@ -160,7 +153,7 @@ def test_rewards_run_on_the_gpu_of_their_rank(monkeypatch):
         torch.cuda.set_device(world.rank)
         assert Reward("own", device).with_world(world)(completions=["a"]) == [world.rank]
         assert world.run_on_all_ranks(torch.cuda.current_device) == world.rank
-        shutdown(world)
+        process_group.shutdown(world)
 
     assert fork_ranks(2, begin, TIMEOUT) == [0, 0]
 
@@ -174,7 +167,7 @@ def test_a_reward_that_hangs_on_one_rank_is_an_error_on_all():
         reward = Reward("own", partial(hang, world), max_seconds=0.3).with_world(world)
         with pytest.raises(RewardFailed, match=r"^a:1: reward own, for 1 completion .* took more than 0.3 s"):
             reward(completions=["a"], row_names=[f"a:{world.rank}"])
-        shutdown(world)
+        process_group.shutdown(world)
 
     assert fork_ranks(2, begin, TIMEOUT) == [0, 0]
 
@@ -259,8 +252,7 @@ def test_groups_of_replicas_have_the_timeout_of_the_run():
         for replicas in (1, 2):
             mesh = Sharding(ShardingOptions(enabled=True, replicas=replicas), world, torch.float32).mesh
             for group in mesh.get_all_groups():
-                options = group._get_backend(torch.device("cpu")).options
-                assert options._timeout.total_seconds() == TIMEOUT
-        shutdown(world)
+                assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == TIMEOUT
+        process_group.shutdown(world)
 
     assert fork_ranks(2, begin, TIMEOUT) == [0, 0]

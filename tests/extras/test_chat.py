@@ -20,7 +20,6 @@ from minivlmrl.distributed.saving import save_model
 from minivlmrl.extras.agents import tool_sampler
 from minivlmrl.extras.answers import chat as command
 from minivlmrl.generation import sampler
-from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model, load_processor
 from tests.helpers import tiny
@@ -47,8 +46,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def ask(folder, capsys):
-    """Return a function that runs `chat` and returns its status, stdout and stderr."""
-
     def ask(*arguments, prompt="How many cats?"):
         status = start(["chat", "--model", str(folder / "checkpoint"), "--prompt", prompt, *map(str, arguments)])
         return status, *capsys.readouterr()
@@ -57,14 +54,14 @@ def ask(folder, capsys):
 
 
 def sample_text(
-    folder, images=(), prompt="How many cats?", system=None, seed=0, pixels=(None, None), videos=(), **settings
+    folder, images=(), prompt="How many cats?", system=None, seed=0, pixels=(None,) * 2, videos=(), **given
 ):
     """Sample a completion and return its text and whether it was truncated; `pixels` are (min_pixels, max_pixels)."""
     model = load_model(folder / "checkpoint")
     processor = load_processor(folder / "checkpoint", *pixels)
     messages = conversation(prompt, {"image": len(images), "video": len(videos)}, system_prompt=system)
     question = processor(messages, [load_image(folder / name) for name in images], list(videos))
-    [[completion]] = Sampler(model, processor, SamplingOptions(**settings), ONE)([question], 1, [f"ask/{seed}"])
+    [[completion]] = sampler.Sampler(model, processor, SamplingOptions(**given), ONE)([question], 1, [f"ask/{seed}"])
     return processor.decode(completion.ids), not completion.stopped
 
 
@@ -92,9 +89,8 @@ def test_images_text_system_and_size_reach_the_model(folder, ask):
 def test_prompts_are_formatted_as_in_training(folder, ask, published, tmp_path):
     """If the prompt ends with `<think>`, `chat` prints this tag before the completion."""
     copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
-    (copy / "minivlmrl.yaml").write_text(
-        "stages: [gone.py:S]\ndata: {prompt_template: 'Look. {problem} Now.', system_prompt: Be brief.}"
-    )
+    content = "stages: [gone.py:S]\ndata: {prompt_template: 'Look. {problem} Now.', system_prompt: Be brief.}"
+    (copy / "minivlmrl.yaml").write_text(content)
     for system, more in (("Be brief.", []), ("Go.", ["--system", "Go."])):
         text, _ = sample_text(folder, prompt="Look. How many cats? Now.", system=system, max_new_tokens=12)
         status, out, err = ask("--model", copy, LENGTH, 12, *more)
@@ -152,7 +148,6 @@ def test_a_folder_s_generation_config_is_not_read(folder, ask, tmp_path):
 
 @pytest.mark.parametrize("text", ["猫🐈x", "\ufffd"])
 def test_a_character_is_printed_with_its_last_byte(capsys, text):
-    """An incomplete UTF-8 character at the end of a completion is printed as U+FFFD."""
     tokenizer = train_tokenizer([], vocab_size=270)
     stop = tokenizer.special_tokens["<|im_end|>"]
     stream = command.Stream(tokenizer, [stop])

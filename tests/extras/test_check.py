@@ -41,7 +41,6 @@ def test_good_recipes_have_no_fault(recipe, capsys, tmp_path):
 
 
 def findings(rewards, rows, weights=None, solutions=None, **options):
-    """Return the sentences of `check` about rewards on some rows."""
     weights = torch.ones(len(rewards)) if weights is None else torch.tensor(weights)
     trial = check_rewards.Trial(rewards, weights, rows, PROCESSOR, **options)
     return list(check_rewards.check_rewards(trial, solutions or check_rows.solutions_of(rows)))
@@ -50,19 +49,15 @@ def findings(rewards, rows, weights=None, solutions=None, **options):
 def test_boxes_that_no_reward_can_parse_are_reported():
     rewards = [SimpleNamespace(name=name) for name in ("format", "box_format", "iou")]
     processor = SimpleNamespace(answer_format="tags")
-    texts = [
-        f"<answer>{message}</answer>" for message in ("1 2 3 4", "[]", '{"point_2d": [1, 2]}', "{'bbox': [1, 2, 3, 4]}")
-    ]
+    answers = "1 2 3 4", "[]", '{"point_2d": [1, 2]}', "{'bbox': [1, 2, 3, 4]}"
+    texts = [f"<answer>{answer}</answer>" for answer in answers]
     [sentence] = check_rewards.unparsed_boxes(rewards, texts, processor)
-    assert sentence.startswith(
-        "1 of 4 answers, for example '{\"point_2d\": [1, 2]}', contain no box that reward box_format can parse. Ask"
-    )
+    assert sentence.startswith("1 of 4 answers, for example '{\"point_2d\": [1, 2]}', contain no box that reward box")
     assert not list(check_rewards.unparsed_boxes(rewards, [*texts, "1 2 3 4", "no answer"], processor))
     assert not list(check_rewards.unparsed_boxes([SimpleNamespace(name="accuracy")], texts, processor))
 
 
 def points(answer_texts, solution, **columns):
-    """Return 20 for a correct answer, and -5 for any other answer."""
     return [25.0 * (answer == truth) - 5 for answer, truth in zip(answer_texts, solution, strict=True)]
 
 
@@ -110,7 +105,6 @@ def cached():
 
 
 def small(answer_texts, solution, **columns):
-    """Return 0.1 for a correct answer, and 0 for any other answer."""
     return [0.1 * (answer == truth) for answer, truth in zip(answer_texts, solution, strict=True)]
 
 
@@ -123,9 +117,7 @@ LIST = "solutions of all checked rows, and {} for correct answers, so the policy
 CACHE = "but 0.00 if the same text was first scored for another row. If the function caches values"
 
 
-@pytest.mark.parametrize(("function", "expected"), [
-    (contains, LIST.format("20.00")), (cached(), CACHE), (small, None),
-])  # fmt: skip
+@pytest.mark.parametrize(("function", "expected"), [(contains, LIST.format("20.00")), (cached(), CACHE), (small, None)])
 def test_hacks_of_rewards_that_read_the_solution(function, expected):
     found = findings([Reward("own", function)], shape_rows())
     assert any(expected in sentence for sentence in found) if expected else not found, found

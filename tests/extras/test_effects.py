@@ -19,7 +19,6 @@ ADAPTER = {"adapter.r": 4}
 SAVED = {"save_steps": 2}
 SHARDED = {"sharding.enabled": True}
 VLLM = {"sampling.engine": "vllm"}
-GREEDY = {"sampling.temperature": 0.0}
 KL = {"grpo.beta": 0.1}
 SFT = {"stages": ["sft"]}
 SHORT = {"grpo.max_steps": 2}
@@ -49,8 +48,7 @@ CASES = [
     *((f"sharding.{name}", value, [{}], [SHARDED]) for name, value in {"replicas": 2, "cpu_offload": True}.items()),
     ("sharding.once_per_step", True, [{}, {"model.compute_dtype": "bfloat16"}], [SHARDED]),
     ("rollout.gather_weights", False, [{}, VLLM], [SHARDED, SHARDED | VLLM, {"model.compute_dtype": "bfloat16"}]),
-    ("rollout.max_logp_mismatch", 0.1, [ADAPTER | {"adapter.dropout": 0.1}],
-     [{}, VLLM]),
+    ("rollout.max_logp_mismatch", 0.1, [ADAPTER | {"adapter.dropout": 0.1}], [{}, VLLM]),
     ("reference.path", "folder", [{}], [KL, {"stages": ["dpo"]}]),
     ("reference.sync_ref_model", True, [{}, KL], [KL | {"reference.ref_model_sync_steps": 100}]),
     *((f"reference.ref_model_{name}", value, [{}], [{"reference.sync_ref_model": True}])
@@ -63,7 +61,7 @@ CASES = [
      [{}, {"dpo.loss_type": ["sft"], "dpo.f_divergence_type": "alpha_divergence"}],
      [{"dpo.f_divergence_type": "alpha_divergence"}]),
     ("reward_model.path", "folder", [{"stages": ["reward_model"]}], [{"rewards": {"reward_model": 1.0}}]),
-    *((f"sampling.{name}", value, [GREEDY, SFT], [{}]) for name, value in {
+    *((f"sampling.{name}", value, [{"sampling.temperature": 0.0}, SFT], [{}]) for name, value in {
         "top_k": 5, "top_p": 0.5, "min_p": 0.5,
     }.items()),
     *((f"sampling.{name}", value, [SFT], [{}]) for name, value in {
@@ -100,7 +98,6 @@ CASES = [
 
 
 def recipe(options, **more):
-    """Return overrides that add `options` to a plain recipe on the built-in task."""
     sections = [name.partition(".")[0] for name in options]
     stage = next((name for name in sections if name in ("dpo", "ppo")), "grpo")
     base = {"data.task": "shapes", "model.config": "model.json", "stages": [stage]}
@@ -108,7 +105,6 @@ def recipe(options, **more):
 
 
 def notes_of(config):
-    """Return {option: reason} for the options of a recipe that have no effect."""
     trainers = {name: find_trainer(name, config) for name in config.stage_names}
     return {name: reason for names, reason in options_without_effect(config, trainers) for name in names}
 
@@ -149,7 +145,6 @@ def test_an_option_without_effect_is_a_note(empty, name, value, without, with_it
     ({"grpo.epsilon_high": 0.1}, r"epsilon_low is 0\.2, but it must be between 0 and epsilon_high"),
 ])  # fmt: skip
 def test_contradictions_are_errors(empty, options, message):
-    """Such a recipe would train or evaluate something else than it says."""
     with pytest.raises(ValueError, match=message):
         find_trainers(load_config(empty, recipe(options)))
 

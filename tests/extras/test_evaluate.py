@@ -15,7 +15,6 @@ SMALL = ("--sampling.max_new_tokens=5", "--num_threads=1")
 
 @pytest.fixture
 def evaluate(checkpoint, rows, tmp_path, monkeypatch):
-    """Return a function that evaluates an untrained checkpoint on eight rows: (lines of results, summary)."""
     monkeypatch.chdir(tmp_path)
     # a config.yaml in the parent folder would be used as the recipe
     bare = shutil.copytree(checkpoint, tmp_path / "bare")
@@ -37,8 +36,7 @@ def test_scoring_the_written_answers_again_gives_the_same_mean(evaluate, capsys)
     assert summary["accuracy"] == approx(sum(again) / 16)
     assert summary["cut"] == sum(not one["stopped"] for line in lines for one in line["answers"]) / 16
     assert "format" in summary
-    printed = capsys.readouterr().out
-    assert f"accuracy                    {summary['accuracy']:.3f}" in printed
+    assert f"accuracy                    {summary['accuracy']:.3f}" in capsys.readouterr().out
 
 
 def test_an_interrupted_evaluation_leaves_no_summary_of_other_answers(evaluate, tmp_path, monkeypatch):
@@ -100,9 +98,7 @@ def test_the_recipe_of_the_run_is_used_without_its_adapter(evaluate, checkpoint,
         assert f"recipe: {tmp_path / 'config.yaml'}\n" in capsys.readouterr().out
 
 
-def test_the_recipe_of_another_run_in_a_parent_folder_is_not_used(
-    evaluate, checkpoint, own, run, plain, tmp_path, capsys
-):
+def test_the_recipe_of_a_run_in_a_parent_folder_is_not_used(evaluate, checkpoint, own, run, plain, tmp_path, capsys):
     trained = run("--stages=[]", *own, "--data.prompt_template=Look. {problem}")
     evaluate("--rows=1", model=trained / "checkpoint")
     assert f"recipe: {trained / 'config.yaml'}" in capsys.readouterr().out  # which has the rewards
@@ -119,9 +115,7 @@ def test_the_recipe_of_another_run_in_a_parent_folder_is_not_used(
     assert "own_data.yaml" in capsys.readouterr().out
 
 
-def test_a_copied_checkpoint_is_evaluated_with_the_options_of_its_run(
-    evaluate, checkpoint, own, run, plain, tmp_path, capsys
-):
+def test_a_copied_checkpoint_keeps_the_options_of_its_run(evaluate, checkpoint, own, run, plain, tmp_path, capsys):
     message = ("--data.prompt_template=Look. {problem}", "--data.system_prompt=Be brief.", "--data.answer_format=whole")
     trained = run("--stages=[]", *own, *message, "--data.max_pixels=3136", "--sampling.stop_strings=[x]")
     lines = evaluate("--rows=2", model=trained / "checkpoint")[0]
@@ -170,10 +164,7 @@ def test_a_recipe_that_was_found_automatically_cannot_run_code(evaluate, checkpo
     for name in (f"{evil}:f", "recipes/fluent.py:fluent(path='model')"):
         recipe = tmp_path / "config.yaml"
         recipe.write_text(json.dumps({"data": {"eval_rewards": [name, "format"]}}))
-        with pytest.raises(
-            ValueError,
-            match=r"config.yaml was found automatically and would run the code .*; read the code, then pass --recipe=",
-        ):
+        with pytest.raises(ValueError, match=r"was found automatically and would run .*; read the code, then pass"):
             evaluate("--rows=1", model=model)
         evaluate("--rows=1", model=model, tool=command.generate_main)  # the command generate calls no reward
         assert not trace.exists()

@@ -14,7 +14,6 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.messages import text_of
-from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.extras.inputs import InputCheck, check_inputs
 from minivlmrl.model import decoder
@@ -117,7 +116,6 @@ def later(field, change):
 
 
 def tower(change):
-    """Return a planted fault that applies `change` to the output of the vision tower."""
     return lambda run, patch: run.model.visual.register_forward_hook(lambda module, arguments, out: change(out))
 
 
@@ -145,13 +143,10 @@ def other_ids(row, prompt, processor):
 
 
 def without_images(row, prompt, processor):
-    texts = [{**message, "content": text} for message in row.messages if (text := text_of(message))]
-    return processor(texts)
+    return processor([{**message, "content": text} for message in row.messages if (text := text_of(message))])
 
 
 def encoder(change):
-    """Return a planted fault that changes the answers that the trainer encodes."""
-
     def plant(run, patch):
         original = offline.encode_answer
         patch.setattr(offline, "encode_answer", lambda *arguments: change(original(*arguments)))
@@ -183,9 +178,9 @@ def prompt_starts(group):
 
 
 def letters(run, patch):
-    original = Processor.encode
+    original = processors.Processor.encode
     patch.setattr(
-        Processor, "encode",
+        processors.Processor, "encode",
         lambda self, pieces, grids: [
             ids if type(piece) is not str else [x for letter in piece for x in self.tokenizer.encode(letter)]
             for piece, ids in zip(pieces, original(self, pieces, grids), strict=True)
@@ -222,41 +217,33 @@ def untrained_row(run):
 
 blank = later("pixel_values", torch.zeros_like)
 stale_cache = later("vision_embeds", lambda embeds: embeds.roll(7, 0))
-of_other_rows = later("pixel_values", lambda x: x.roll(len(x) // 2, 0))
 IMAGES, IMAGE = "the images of the prompt are not those of its row", "the loss has no gradient at an image"
 LACK, TOKENS = "the tokens of the step do not contain message 0", "the tokens of the prompt are not those of its row"
 ANSWER = "the tokens of an answer are not those of its row"
 TEXT = "the loss has no gradient at the text of the prompt"
-# {name: (stage, fault before a step is prepared, fault afterwards, beginning of the warning)}
-PLANTED = {
-    "blank patches": ("sft", None, blank, IMAGES),
-    "images of other rows": ("sft", None, of_other_rows, IMAGES),
-    "images dropped by the collator": ("sft", prompts(without_images), None, IMAGES),
-    "an image processor that returns gray": ("sft", gray_processor, None, "all patches of the images are 0"),
-    "a detached vision tower": ("sft", tower(torch.detach), None, IMAGE),
-    "embeddings that are never placed": ("sft", without_placing, None, IMAGE),
-    "images hidden by the attention mask": ("sft", hidden(lambda group: group.vision_index), None, IMAGE),
-    "cached embeddings of other images": ("grpo", None, stale_cache, "the cached embeddings of the images"),
-    "a prompt hidden by the attention mask": (
-        "sft", hidden(prompt_starts), None, "the loss has no gradient at most of the text of the prompt"
-    ),
-    "a detached loss": ("sft", detached_loss, None, TEXT),
-    "a row without a loss mask": ("sft", None, untrained_row, TEXT),
-    "a prompt cut at its end": (
-        "sft", prompts(lambda row, made, processor: replace(made, input_ids=made.input_ids[:-6])), None, TOKENS
-    ),
-    "a prompt without its text": ("sft", without_texts, None, LACK),
-    "token ids of another vocabulary": ("grpo", prompts(other_ids), None, TOKENS),
-    "a prompt spelled in letters": ("sft", letters, None, "the text is not tokenized"),
-    "an answer cut at a length": (
-        "sft", encoder(lambda made: replace(made, ids=made.ids[:2], policy_mask=made.policy_mask[:2])), None, ANSWER
-    ),
-}  # fmt: skip
+# (stage, fault before a step is prepared, fault afterwards, beginning of the warning)
+PLANTED = [
+    ("sft", None, blank, IMAGES),
+    ("sft", None, later("pixel_values", lambda x: x.roll(len(x) // 2, 0)), IMAGES),
+    ("sft", prompts(without_images), None, IMAGES),
+    ("sft", gray_processor, None, "all patches of the images are 0"),
+    ("sft", tower(torch.detach), None, IMAGE),
+    ("sft", without_placing, None, IMAGE),
+    ("sft", hidden(lambda group: group.vision_index), None, IMAGE),
+    ("grpo", None, stale_cache, "the cached embeddings of the images"),
+    ("sft", hidden(prompt_starts), None, "the loss has no gradient at most of the text of the prompt"),
+    ("sft", detached_loss, None, TEXT),
+    ("sft", None, untrained_row, TEXT),
+    ("sft", prompts(lambda row, made, processor: replace(made, input_ids=made.input_ids[:-6])), None, TOKENS),
+    ("sft", without_texts, None, LACK),
+    ("grpo", prompts(other_ids), None, TOKENS),
+    ("sft", letters, None, "the text is not tokenized"),
+    ("sft", encoder(lambda made: replace(made, ids=made.ids[:2], policy_mask=made.policy_mask[:2])), None, ANSWER),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_fault_is_named(stage, monkeypatch, name):
-    kind, early, late, problem = PLANTED[name]
+@pytest.mark.parametrize(("kind", "early", "late", "problem"), PLANTED)
+def test_a_planted_fault_is_named(stage, monkeypatch, kind, early, late, problem):
     run = stage(kind, *([FROZEN] if late is stale_cache else []))
     if early:
         early(run, monkeypatch)
@@ -278,8 +265,7 @@ def test_one_prompt_without_its_image_is_named_in_a_large_micro_batch(stage, mon
 def test_a_run_warns_at_its_first_step_and_computes_the_same(folder, lively, monkeypatch):
     def go(name, callbacks):
         options = [f"--output_dir={folder / name}", "--stages=[sft, grpo]", "--sft.max_steps=2", "--grpo.max_steps=2"]
-        config = load_config(folder / "recipe.yaml", options)
-        run_training(config, callbacks)
+        run_training(load_config(folder / "recipe.yaml", options), callbacks)
         return (folder / name / "checkpoint/model.safetensors").read_bytes()
 
     assert go("checked", [InputCheck()]) == go("plain", [])

@@ -19,7 +19,6 @@ from minivlmrl.extras.memory.memory_check import MemoryCheck, heaviest_rows
 from minivlmrl.extras.memory.out_of_memory import OutOfMemory, OutOfMemoryReport
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.run import loop
-from minivlmrl.run.loop import run_training
 from minivlmrl.tasks import shapes
 from minivlmrl.trainers.base import Trainer
 from tests.helpers.runs import metrics, write_lines
@@ -90,13 +89,12 @@ FILES = ["metrics.jsonl", "completions.jsonl", "checkpoint/model.safetensors"]
 
 @pytest.fixture
 def train(home, own, plain, lively, tmp_path, monkeypatch):
-    """Return a function that trains with the given callbacks, and returns the files of the run."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**12, 10**12))
 
     def train(name, callbacks, *options):
         folder = tmp_path / name
         given = [*own, "--stages=[sft, grpo]", "--sft.max_steps=1", "--grpo.max_steps=1"]
-        run_training(load_config(home / "recipe.yaml", [*given, f"--output_dir={folder}", *options]), callbacks)
+        loop.run_training(load_config(home / "recipe.yaml", [*given, f"--output_dir={folder}", *options]), callbacks)
         return {name: (folder / name).read_bytes() for name in FILES}
 
     return train
@@ -114,12 +112,8 @@ def test_memory_that_runs_out_is_reported_before_the_first_step(train, tmp_path,
     monkeypatch.setattr(Trainer, "training_loss", training_loss)
     monkeypatch.setattr(loop, "optimizer_step", None)  # a call of None would fail
     with pytest.raises(OutOfMemory) as caught:
-        train(
-            "run",
-            [OutOfMemoryReport(), CheckedAsOnGPU()],
-            "--stages=[grpo]",
-            f"--data.train_file={tmp_path / 'rows.jsonl'}",
-        )
+        given = f"--data.train_file={tmp_path / 'rows.jsonl'}"
+        train("run", [OutOfMemoryReport(), CheckedAsOnGPU()], "--stages=[grpo]", given)
     assert str(caught.value).startswith("grpo step 0, phase forward: memory ran out (CUDA out of memory.")
     assert "rows.jsonl:6 with" in str(caught.value) and metrics(tmp_path / "run") == []
 

@@ -22,7 +22,6 @@ from tests.helpers.hub_configs import real_config
 
 
 def head_of(path):
-    """Return the comment lines of a recipe as one string."""
     lines = path.read_text().splitlines()
     return " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
 
@@ -42,7 +41,6 @@ pytestmark = pytest.mark.usefixtures("cached_activations")
 
 
 def needed(config, stage, model, num_layers=None, gpus=1):
-    """Return the peak memory of a step on each GPU in GB."""
     return peak_bytes(estimate_phases(MemoryQuestion(config, stage, estimator_for(model, num_layers), gpus))) / GB
 
 
@@ -69,8 +67,7 @@ def test_the_table_of_one_card_equals_the_command(name):
     lines = Path("docs/memory.md").read_text().splitlines()
     [head] = [line for line in lines if line.startswith("| recipe |")]
     [row] = [line for line in lines if line.startswith(f"| [{name}]")]
-    cells = zip(head.split("|")[3:-1], row.split("|")[3:-1], strict=True)
-    for column, size in cells:
+    for column, size in zip(head.split("|")[3:-1], row.split("|")[3:-1], strict=True):
         model, card = re.fullmatch(r" (.B)(?:, NF4)?: (\d+) GB ", column).groups()
         options = ["--adapter.quantize=nf4"] if "NF4" in column else []
         found = needed(load_config(f"recipes/{name}.yaml", options), ONE_CARD[name], f"Qwen2.5-VL-{model}")
@@ -149,12 +146,10 @@ def test_the_least_seconds_of_a_step_by_hand():
     found = least_seconds(question, find_card("H200"))
     tokens, scored, patches = 8 * (1056 + 8 * 256), 8 * 8 * 256, 8 * 4096
     # a forward pass, its recomputation, and two products for each product in the backward pass
-    train = 8 * (2.77e9 * tokens + 0.31e9 * scored + 0.63e9 * patches) / 9.89e14
     decode = 256 * (2 * (2.77e9 + 0.31e9) + 36 * 2 * 2 * 256 * (8 * 1056 + 64 * 128)) / 4.8e12
-    prefill = 2 * (2.77e9 * 8 * 1056 + 0.63e9 * patches) / 9.89e14
     assert found == {
-        "rollout": pytest.approx(decode + prefill, rel=0.03),
-        "train": pytest.approx(train, rel=0.03),
+        "rollout": pytest.approx(decode + 2 * (2.77e9 * 8 * 1056 + 0.63e9 * patches) / 9.89e14, rel=0.03),
+        "train": pytest.approx(8 * (2.77e9 * tokens + 0.31e9 * scored + 0.63e9 * patches) / 9.89e14, rel=0.03),
         "optimizer": pytest.approx(3.75e9 * 2 * (2 * 2 + 3) / 4.8e12, rel=0.03),
     }
 

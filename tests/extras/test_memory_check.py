@@ -23,7 +23,6 @@ from tests.helpers.runs import write_lines
 
 
 def refusal_of(options, home, free, monkeypatch, check=None):
-    """Return the message with which a run is refused before its weights are loaded, or None."""
     check = check or MemoryCheck()
     world = World(device=torch.device("cuda", 0))
     run = load_config(home / "recipe.yaml", ["--model.config=null", "--data.task=null", "--stages=[grpo]", *options])

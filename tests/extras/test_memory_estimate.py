@@ -13,15 +13,6 @@ from minivlmrl.data.rows import Prompt
 from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.weights import copy_model, recompute_blocks
 from minivlmrl.extras.memory import estimate as memory
-from minivlmrl.extras.memory.estimate import (
-    AllocationTracker,
-    BatchShape,
-    MemoryEstimator,
-    MemoryQuestion,
-    TrainedModels,
-    estimate_phases,
-    largest_batch,
-)
 from minivlmrl.generation.filters import Filters
 from minivlmrl.generation.generate import make_token_sampler, sample_by_uniforms
 from minivlmrl.generation.sampler import Sampler
@@ -30,13 +21,11 @@ from minivlmrl.model import config_json, lora, vision
 from minivlmrl.model.build import initialize
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import dropout
 from minivlmrl.model.value_head import ValueModel
 from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.run.setup import patch_dtype
 from tests.helpers import tiny
-from tests.helpers.tiny import pack
 
 BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]
 LORA = ["--adapter.r=16", "--adapter.target=[language, vision, merger]"]
@@ -46,7 +35,7 @@ CONFIGS = {
     "tied": MODEL | {"tie_word_embeddings": True, "vocab_size": 2000},
     "wider": {**MODEL, **WIDER, "vision_config": tiny.RUN_MODEL["vision_config"] | {"out_hidden_size": 64}},
 }
-WORK = BatchShape(prompts=2, num_generations=3, text_tokens=150, image_tokens=64, completion_tokens=40)
+WORK = memory.BatchShape(prompts=2, num_generations=3, text_tokens=150, image_tokens=64, completion_tokens=40)
 ROWS = [RowSize(WORK.text_tokens, WORK.image_tokens)]
 
 
@@ -57,11 +46,11 @@ def run_config(**sections):
 
 
 def estimate(*question):
-    return estimate_phases(MemoryQuestion(*question))
+    return memory.estimate_phases(memory.MemoryQuestion(*question))
 
 
 def estimator_of(sizes=MODEL):
-    return MemoryEstimator(config_json.from_dict(sizes))
+    return memory.MemoryEstimator(config_json.from_dict(sizes))
 
 
 def grpo_phases(run, costs, gpus=1):
@@ -89,11 +78,11 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
     sizes = [f"--{stage}.num_generations=3", f"--{stage}.prompts_per_step=2", f"--{stage}.micro_batch_size=2"]
     sizes += [f"--sampling.max_new_tokens={WORK.completion_tokens}", f"--stages=[{stage}]", "--ppo.kl_coef=0"]
     run = load_config(home / "recipe.yaml", [*sizes, *FORMS[form]])
-    estimated = estimate(run, stage, MemoryEstimator(config), 1, ROWS)["train"]
+    estimated = estimate(run, stage, memory.MemoryEstimator(config), 1, ROWS)["train"]
     ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (WORK.text_tokens,))])
     patches = torch.rand(256, config.vision_config.patch_dim).to(patch_dtype(run))
     prompt = Prompt(ids, patches, torch.tensor([[1, 16, 16]]))
-    model = MemoryEstimator(config).build(run).to_empty(device="cpu")
+    model = memory.MemoryEstimator(config).build(run).to_empty(device="cpu")
     if config.tie_word_embeddings:  # to_empty has given tied weights separate memory
         model.lm_head.weight = model.model.embed_tokens.weight
     initialize(model, torch.Generator().manual_seed(0))
@@ -107,10 +96,10 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
     piece = split_into_micro_batches([(len(ids), [len(completion)] * 3)] * 2, 2, most)[0]
     assert len(piece) == (6 if most is None else 2)
     prompts = len({i for i, _ in piece})
-    batch = pack([prompt] * prompts, [[completion] * min(3, len(piece))] * prompts, model.config)
+    batch = tiny.pack([prompt] * prompts, [[completion] * min(3, len(piece))] * prompts, model.config)
 
     def forward_and_backward():
-        with dropout(models, run.adapter.dropout, "memory"):
+        with lora.dropout(models, run.adapter.dropout, "memory"):
             outputs = [per_token_logps(model, batch)[0], *(critic(batch) for critic in critics)]
             sum(output.sum() for output in outputs).backward()
 
@@ -118,7 +107,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
     forward_and_backward()
     gradients = [p.grad for p in models.parameters() if p.grad is not None]
     # track the second micro-batch, when gradients already exist
-    with AllocationTracker([*weights, *gradients, batch.pixel_values]) as live:
+    with memory.AllocationTracker([*weights, *gradients, batch.pixel_values]) as live:
         forward_and_backward()
     optimizer.step()
     moments = [x for state in optimizer.state.values() for x in state.values()]
@@ -138,7 +127,7 @@ def test_padded_columns_of_the_tower_are_estimated(monkeypatch):
     work = replace(WORK, image_tokens=4, completion_tokens=2)
 
     def peak():
-        return costs.activations(run, TrainedModels(costs.build(run)), work, train=True)
+        return costs.activations(run, memory.TrainedModels(costs.build(run)), work, train=True)
 
     peak()  # the first estimate also creates rotary frequencies
     padded = peak()
@@ -157,15 +146,14 @@ def test_sampling_a_token_takes_the_estimated_memory(options, rel):
     warp = Filters(sampling, [torch.arange(9)] * 4, 1) if options else None
     draw = sample_by_uniforms(torch.rand(4, 1, dtype=torch.float64))
     choose = make_token_sampler(sampling.temperature, [], draw, warp)
-    with AllocationTracker([]) as live:
+    with memory.AllocationTracker([]) as live:
         choose(logits, torch.arange(4), torch.zeros(4, dtype=torch.long))
     assert live.peak + logits.nbytes == pytest.approx(memory.DRAW_BYTES * logits.numel(), rel=rel)
 
 
 def test_what_options_change(tmp_path):
     costs = estimator_of()
-    phases = grpo_phases(run_config(), costs)
-    alone = phases["train"]
+    alone = grpo_phases(run_config(), costs)["train"]
     shared = grpo_phases(run_config(sharding=ShardingOptions(enabled=True)), costs, gpus=4)["train"]
     for name in ("weights", "optimizer", "gradients"):
         assert shared[name] == alone[name] / 4
@@ -195,7 +183,6 @@ def test_what_options_change(tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_once_per_step_keeps_weights_and_gradients(rank):
-    """With once_per_step, weights stay gathered in bfloat16, and gradients of trained weights are summed in float32."""
     costs, found = estimator_of(), []
     for once in (False, True):
         run = run_config(sharding=ShardingOptions(enabled=True, once_per_step=once), adapter=LoRAOptions(r=rank))
@@ -220,7 +207,7 @@ def test_dpo_without_a_reference_is_estimated_without_one():
 def test_a_reference_takes_the_estimated_memory(option, stage, checkpoint):
     option = f"reference.path={checkpoint}" if "path" in option else option
     run = stage("dpo", *([f"--{option}"] if option else []), dtype=torch.float32)
-    estimated = estimate(run.trainer.config, "dpo", MemoryEstimator(run.model.config), 1, ROWS)["train"]
+    estimated = estimate(run.trainer.config, "dpo", memory.MemoryEstimator(run.model.config), 1, ROWS)["train"]
     trained = [p for p in run.model.parameters() if p.requires_grad]
     found = {"reference": run.trainer.reference.model.parameters(), "gradients": trained}
     assert {name: estimated[name] for name in found} == {name: sum(p.nbytes for p in found[name]) for name in found}
@@ -229,8 +216,7 @@ def test_a_reference_takes_the_estimated_memory(option, stage, checkpoint):
 def test_a_reward_model_is_estimated_by_its_own_config(checkpoint):
     run = run_config(rewards={"reward_model": 1.0})
     run.reward_model.path = str(checkpoint)
-    costs = estimator_of(CONFIGS["wider"])
-    estimated = estimate(run, "grpo", costs, 1, ROWS)["train"]["reward model"]
+    estimated = estimate(run, "grpo", estimator_of(CONFIGS["wider"]), 1, ROWS)["train"]["reward model"]
     assert estimated == sum(p.nbytes for p in load_model(checkpoint).parameters())
 
 
@@ -259,7 +245,7 @@ def test_the_peak_of_each_phase(family, card, home, monkeypatch):  # noqa: PLR09
         monkeypatch.setattr(module, "has_flash_attention", lambda q, k, v: False)
     monkeypatch.setattr(dense_attention, "is_before_ampere", lambda device: card == "T4")
     config = config_json.from_dict(deeper(FAMILY_SIZES[family]))
-    estimator = MemoryEstimator(config, card == "T4")
+    estimator = memory.MemoryEstimator(config, card == "T4")
     run = load_config(home / "recipe.yaml", [*(BFLOAT16 if card == "T4" else []), "--sampling.max_new_tokens=10",
         "--grpo.num_generations=3", "--grpo.prompts_per_step=4", "--sft.micro_batch_size=2",
         "--dpo.micro_batch_size=2", "--sft.prompts_per_step=2", "--dpo.prompts_per_step=2",
@@ -275,16 +261,19 @@ def test_the_peak_of_each_phase(family, card, home, monkeypatch):  # noqa: PLR09
 
     def sampled(sampling, prompts, num_generations):
         sample = Sampler(model, processor, sampling)
-        with AllocationTracker(weights) as live:
+        with memory.AllocationTracker(weights) as live:
             sample([prompt] * prompts, num_generations, [str(i) for i in range(prompts)])
         return live.peak
 
     def computed(prompts, num_answers, train):
-        batch = pack([prompt] * prompts, [[answer] * num_answers] * prompts, config)
+        batch = tiny.pack([prompt] * prompts, [[answer] * num_answers] * prompts, config)
         gradients = [torch.zeros_like(parameter) for parameter in model.parameters()] if train else []
         for parameter, gradient in zip(model.parameters(), gradients or [None] * len(weights), strict=False):
             parameter.grad = gradient
-        with AllocationTracker([*weights, *gradients, batch.pixel_values]) as live, torch.set_grad_enabled(train):
+        with (
+            memory.AllocationTracker([*weights, *gradients, batch.pixel_values]) as live,
+            torch.set_grad_enabled(train),
+        ):
             logps, _ = per_token_logps(model, batch)
             if train:
                 logps.sum().backward()
@@ -315,12 +304,12 @@ def test_the_largest_batch_by_hand():
     rows = [RowSize(text_tokens=10, image_tokens=0)]
 
     def sizes(*arguments):
-        shape = largest_batch(rows, *arguments)
+        shape = memory.largest_batch(rows, *arguments)
         return shape.prompts, shape.num_generations
 
     assert sizes(5, [10, 10], 60) == (2, 2)
     assert sizes(5, [10, 10], None) == (5, 2)
     assert sizes(1, [10, 10, 10], 30) == (1, 2)
     rows.insert(0, RowSize(text_tokens=21, image_tokens=4))
-    shape = largest_batch(rows, 2, [10], None)
+    shape = memory.largest_batch(rows, 2, [10], None)
     assert (shape.prompts, shape.text_tokens, shape.image_tokens) == (2, 16, 2)

@@ -9,7 +9,6 @@ from minivlmrl.extras.memory.flops import find_card, flops_by_input
 from minivlmrl.model.lora import inject_adapters, quantize_base
 from minivlmrl.model.trainable import select_trained
 from tests.helpers import tiny
-from tests.helpers.tiny import pack
 from tests.model.test_logprobs import groups
 
 
@@ -44,21 +43,21 @@ MODELS = [
 def test_products_with_weights_are_counted_exactly(model_type, tied, freeze):
     model = tiny.model(tied, model_type=model_type)
     select_trained(model, freeze)
-    batch = pack(*groups(3), model.config)
+    batch = tiny.pack(*groups(3), model.config)
     assert estimated(model, batch) == counted(model, batch)
 
 
 def test_recurrence_is_not_counted():
     """The estimate leaves out the products of the recurrence, which have no weights."""
     model = tiny.model(model_type="qwen3_5_moe")
-    batch = pack(*groups(3), model.config)
+    batch = tiny.pack(*groups(3), model.config)
     assert 0.85 * counted(model, batch) < estimated(model, batch) < counted(model, batch)
 
 
 def test_adapters_have_no_gradients_of_base_weights():
     """The estimate is a little high, because the inputs of the first layer have no gradient."""
     model = tiny.model()
-    batch = pack(*groups(3), model.config)
+    batch = tiny.pack(*groups(3), model.config)
     full = estimated(model, batch)
     inject_adapters(model, LoRAOptions(r=2, target=["language"]))
     select_trained(model, [])

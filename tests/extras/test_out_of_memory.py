@@ -92,9 +92,8 @@ def test_each_phase_is_named(interrupted, phase):
     *place, lines = PLACES[phase]
     error = {"forward": "host", "evaluation": "allocator"}.get(phase, "GPU")
     message = interrupted(*place, lines, error=error)
-    assert message.startswith(
-        f"{'sft' if phase == 'load' else 'grpo'} step {lines - (phase != 'load')}, phase {phase}: "
-    )
+    phrase = f"{'sft' if phase == 'load' else 'grpo'} step {lines - (phase != 'load')}, phase {phase}: "
+    assert message.startswith(phrase)
     first_line = ERRORS[error][1].partition("\n")[0]
     assert f"({first_line})" in message and "\n" not in message
     # An error between two updates loses no step; memory that runs out in saving ends before a state is written.
@@ -102,28 +101,19 @@ def test_each_phase_is_named(interrupted, phase):
     assert ("the longest row is" in message) == (phase not in ("load", "save"))
 
 
-EARLIER = {  # case: (place, options, sentence)
-    "the first update of a run without checkpoints": (
-        (torch.optim.AdamW, "step", 2), [], "no checkpoint was saved yet: start the run again$",
-    ),
-    "an update, which leaves half of the weights updated": (
-        (torch.optim.AdamW, "step", 2), ["--checkpoint_steps=1"],
-        "phase optimizer: .*with --adapter.r=16; --resume=auto continues from STATES/000002",
-    ),
-    "the saving of a state": (
-        (checkpoint_files, "save_tensors", 2), ["--checkpoint_steps=2"],
-        "grpo step 1, phase save: .*; --resume=auto continues from STATES/000001",
-    ),
-    "a step of a rollout that is still in use": (
-        PLACES["forward"], ["--grpo.steps_per_generation=2", "--grpo.max_steps=4", "--checkpoint_steps=1"],
-        "grpo step 1, phase forward: .*; --resume=auto continues from STATES/000001",
-    ),
-}  # fmt: skip
+EARLIER = [
+    ((torch.optim.AdamW, "step", 2), [], "no checkpoint was saved yet: start the run again$"),
+    ((torch.optim.AdamW, "step", 2), ["--checkpoint_steps=1"],
+     "phase optimizer: .*with --adapter.r=16; --resume=auto continues from STATES/000002"),
+    ((checkpoint_files, "save_tensors", 2), ["--checkpoint_steps=2"],
+     "grpo step 1, phase save: .*; --resume=auto continues from STATES/000001"),
+    (PLACES["forward"], ["--grpo.steps_per_generation=2", "--grpo.max_steps=4", "--checkpoint_steps=1"],
+     "grpo step 1, phase forward: .*; --resume=auto continues from STATES/000001"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", EARLIER)
-def test_a_run_continues_from_an_earlier_state(interrupted, tmp_path, name):
-    place, options, sentence = EARLIER[name]
+@pytest.mark.parametrize(("place", "options", "sentence"), EARLIER)
+def test_a_run_continues_from_an_earlier_state(interrupted, tmp_path, place, options, sentence):
     message = interrupted(*place, half_done=True, options=options)
     assert re.search(sentence.replace("STATES", str(tmp_path / "run" / "states")), message), message
 
@@ -135,10 +125,7 @@ def test_before_the_first_step_nothing_is_lost(interrupted, tmp_path):
 
 
 def test_the_exit_code_is_2(run, plain, tmp_path, home, capsys):
-    with (
-        run_out(tmp_path / "run", setup, "build_weights", 0),
-        pytest.raises(OutOfMemory, match="phase load: memory ran out"),
-    ):
+    with run_out(tmp_path / "run", setup, "build_weights", 0), pytest.raises(OutOfMemory, match="phase load: memory"):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "metrics.jsonl").touch()
         run()

@@ -112,10 +112,8 @@ def test_the_page_of_two_runs_opens_at_a_common_stage(trained, tmp_path):
     other = shutil.copytree(trained, tmp_path / "other")
     dpo = [{"stage": "dpo", "step": i, "loss": 1.0} for i in range(2)]
     write_lines(other / "metrics.jsonl", metrics(other) + dpo)
-    evaluations = [
-        {"stage": "grpo", "step": 3 * i, "eval/accuracy_sampled": 0.25, "eval/loss": 1 + i / 1e6} for i in range(2)
-    ]
-    write_lines(trained / "evaluations.jsonl", evaluations)
+    line = {"stage": "grpo", "eval/accuracy_sampled": 0.25}
+    write_lines(trained / "evaluations.jsonl", [line | {"step": 3 * i, "eval/loss": 1 + i / 1e6} for i in range(2)])
     report.main([str(trained), str(other), "--out", str(tmp_path / "ab.html")])
     html = browse(tmp_path / "ab.html", "", tmp_path)
     charts = {text.partition('"')[0]: text for text in html.split('aria-label="')}
@@ -147,7 +145,6 @@ def watched(home, tmp_path, monkeypatch):
 
 
 def shown(path):
-    """Return (seconds until the page reloads, number of steps) for each run on a page."""
     return [(run["reload"], len(run["metrics"])) for run in data_of(path)]
 
 

@@ -22,7 +22,6 @@ class Fault:
 
 
 def black(image: str) -> str:
-    """Save a black image beside `image`, and return the path of the black image."""
     PIL.Image.new("RGB", (56, 56)).save(image + ".black.png")
     return image + ".black.png"
 
@@ -46,13 +45,11 @@ def shown_again(number: int, row: dict) -> dict:
 
 
 def one_class(number: int, row: dict) -> dict:
-    """Write evaluation rows that all have the same solution, except the first row."""
     shown_again(number, row | {"solution": "cat" if number else "dog"})
     return {}
 
 
 def asked_before(number: int, row: dict) -> dict:
-    """Ask the same question again after the correct answer."""
     turns = [("user", "Name it."), ("assistant", row["solution"]), ("user", "And now in capitals.")]
     return {"prompt": [{"role": role, "content": text} for role, text in turns], "problem": None}
 
@@ -63,86 +60,56 @@ def told_by_the_system(number: int, row: dict) -> dict:
 
 
 def shuffled(number: int, row: dict) -> dict:
-    """Write right demonstrations for all rows, but wrong solutions for two rows."""
     solution = "cat" if number in (2, 5) else row["solution"]
     return {"solution": solution, "completion": f"<think>hm</think><answer>{row['solution']}</answer>"}
 
 
-FAULTS = {
-    "a temperature near 0": Fault(
-        ["--sampling.temperature=0.001", "--sampling.top_k=1"],
+FAULTS = [
+    Fault(["--sampling.temperature=0.001", "--sampling.top_k=1"],
         run=("the same text is sampled repeatedly", "set them to 1.0")),
-    "a large learning rate": Fault(
-        ["--grpo.learning_rate=1e6"], run=("are zero", "lower grpo.learning_rate")),
-    "rows without pictures": Fault(
-        change={"image": None}, check=("has an image or a video", "with the images must be named image or images")),
-    "a reward that always says 1": Fault(
-        ["--rewards={one.py:one: 1}"],
+    Fault(["--grpo.learning_rate=1e6"], run=("are zero", "lower grpo.learning_rate")),
+    Fault(change={"image": None}, check=("has an image or a video", "with the images must be named image or images")),
+    Fault(["--rewards={one.py:one: 1}"],
         check=("Reward one.py:one is 1 for every text that was tried", "reads the completions"),
         run=("one.py:one is 1", "Compare completions.jsonl")),
-    "all rows have one solution": Fault(
-        change={"solution": "cat"},
+    Fault(change={"solution": "cat"},
         check=("Always answering '<think>hm</think><answer>cat</answer>' scores 1.00", "Balance the solutions")),
-    "demonstrations without the tags in which answers are looked for": Fault(
-        ["--stages=[sft, grpo]"], {"completion": "dog"},
+    Fault(["--stages=[sft, grpo]"], {"completion": "dog"},
         check=("The mean of reward accuracy is only 0.00", "Set data.answer_format: whole")),
-    "a reward that likes what is not an answer": Fault(
-        ["--rewards={one.py:words: 1}"],
+    Fault(["--rewards={one.py:words: 1}"],
         check=("Reward one.py:words is 1.00 for the same word, 60 times", "depends on the answer")),
-    # faults of rows
-    "all rows show one file": Fault(
-        change=lambda i, row: {"image": row["image"].replace(f"{i}.png", "0.png")},
+    Fault(change=lambda i, row: {"image": row["image"].replace(f"{i}.png", "0.png")},
         check=("have the same image", "Check which files the column image")),
-    "nearly half of the images are black": Fault(
-        change=lambda i, row: {"image": black(row["image"]) if i % 5 < 2 else row["image"]},
+    Fault(change=lambda i, row: {"image": black(row["image"]) if i % 5 < 2 else row["image"]},
         check=("4 of 8 images have only one color", "the files are damaged")),
-    "each image is one token": Fault(
-        ["--data.min_pixels=784", "--data.max_pixels=784"], check=("a single token", "Raise data.max_pixels")),
-    "two system messages": Fault(
-        ["--data.system_prompt=Be kind."], asked_twice,
+    Fault(["--data.min_pixels=784", "--data.max_pixels=784"], check=("a single token", "Raise data.max_pixels")),
+    Fault(["--data.system_prompt=Be kind."], asked_twice,
         check=("8 of 8 rows have more than one system", "Keep only one")),
-    "the prompt spells the answer as a file": Fault(
-        change=lambda i, row: {"problem": f"What does {row['solution'].replace(' ', '_').upper()}.png show?"},
+    Fault(change=lambda i, row: {"problem": f"What does {row['solution'].replace(' ', '_').upper()}.png show?"},
         check=("8 of 8 questions contain their solution", "Remove the solution from the prompt")),
-    # faults of demonstrations
-    "demonstrations without an end token": Fault(
-        ["--stages=[sft, grpo]", "--sampling.stop_token_ids=[1]"],
+    Fault(["--stages=[sft, grpo]", "--sampling.stop_token_ids=[1]"],
         check=("completion ends with the token id", "Add this id to sampling.stop_token_ids")),
-    # faults of the recipe
-    "weights of rewards that cancel": Fault(
-        ["--rewards={accuracy: 1, format: -1}"],
+    Fault(["--rewards={accuracy: 1, format: -1}"],
         check=("Correct answers do not score higher", "Check the weights of the rewards")),
-    # faults of the evaluation and of labels
-    "a single evaluation row": Fault(
-        ["--data.eval_file=rows.jsonl", "--data.eval_rows=1"],
+    Fault(["--data.eval_file=rows.jsonl", "--data.eval_rows=1"],
         check=("There is only 1 evaluation row", "Use at least 100 rows")),
-    "evaluation pictures are training pictures": Fault(
-        ["--data.eval_file=eval.jsonl"], shown_again,
+    Fault(["--data.eval_file=eval.jsonl"], shown_again,
         check=("8 of 8 images in the evaluation rows are identical to images in the training rows", "Use different")),
-    "an empty solution of an evaluation row": Fault(
-        ["--data.eval_file=eval.jsonl", "--data.eval_rewards=[accuracy]"], shown_again,
+    Fault(["--data.eval_file=eval.jsonl", "--data.eval_rewards=[accuracy]"], shown_again,
         check=("1 of 8 rows of eval have an empty solution, which reward accuracy", "write a solution")),
-    "two names for one label": Fault(
-        ["--rewards={accuracy: 1}"], lambda i, row: {"solution": ("Ice-Cream", "ice cream", "ice cream.")[i % 3]},
+    Fault(["--rewards={accuracy: 1}"], lambda i, row: {"solution": ("Ice-Cream", "ice cream", "ice cream.")[i % 3]},
         check=("'Ice-Cream' (3 rows) and 'ice cream' (3 rows) seem to be two names", "Use one name for each label")),
-    "one of eight prompts lacks the tag <image>": Fault(
-        change=image_after_text,
+    Fault(change=image_after_text,
         check=("7 questions have the image after the text, and 1 have it before", "Use the same order")),
-    # faults in turns other than the question
-    "the system message holds the answer": Fault(
-        change=told_by_the_system, check=("8 of 8 system messages contain their solution", "Remove the solution")),
-    "an earlier turn holds the answer": Fault(
-        change=asked_before, check=("8 of 8 earlier turns contain their solution", "Remove the solution")),
-    "evaluation rows of nearly one class": Fault(
-        ["--data.eval_file=eval.jsonl", "--data.eval_rewards=[accuracy]"], one_class,
+    Fault(change=told_by_the_system, check=("8 of 8 system messages contain their solution", "Remove the solution")),
+    Fault(change=asked_before, check=("8 of 8 earlier turns contain their solution", "Remove the solution")),
+    Fault(["--data.eval_file=eval.jsonl", "--data.eval_rewards=[accuracy]"], one_class,
         check=("scores 0.88 times as much as correct answers of the evaluation rows", "Balance the solutions")),
-    "a reward with noise that reads the solution": Fault(
-        ["--rewards={one.py:noisy: 1}"],
+    Fault(["--rewards={one.py:noisy: 1}"],
         check=("Reward one.py:noisy gave different values for the same completions", "Remove the random numbers")),
-    "a quarter of the labels shuffled": Fault(
-        ["--stages=[sft, grpo]", "--rewards={accuracy: 1}"], shuffled,
+    Fault(["--stages=[sft, grpo]", "--rewards={accuracy: 1}"], shuffled,
         check=("2 of 8 answers in the column completion contradict", "Compare the solution")),
-}  # fmt: skip
+]  # fmt: skip
 
 OWN_REWARDS = """
 import random
@@ -158,14 +125,12 @@ def noisy(answer_texts, solution, **columns):
 
 
 def faults_of(kind):
-    """Return the faults that `kind` (check or run) reports as pytest parameters, of which most are slow."""
-    message = [(number, name) for number, (name, fault) in enumerate(FAULTS.items()) if getattr(fault, kind)]
-    return [pytest.param(name, marks=[pytest.mark.slow] * (number > 11)) for number, name in message]
+    faults = [(number, fault) for number, fault in enumerate(FAULTS) if getattr(fault, kind)]
+    return [pytest.param(fault, marks=[pytest.mark.slow] * (number > 11)) for number, fault in faults]
 
 
 @pytest.fixture
 def plant(own, rows, tmp_path, monkeypatch):
-    """Return a function that changes eight healthy rows and returns the options for a run on these rows."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one.py").write_text(OWN_REWARDS)
 
@@ -179,19 +144,18 @@ def plant(own, rows, tmp_path, monkeypatch):
     return plant
 
 
-@pytest.mark.parametrize("name", faults_of("check"))
-def test_check_reports_the_fault_before_a_run(name, home, plant, capsys):
-    fault, (sentence, cure) = FAULTS[name], FAULTS[name].check
+@pytest.mark.parametrize("fault", faults_of("check"))
+def test_check_reports_the_fault_before_a_run(fault, home, plant, capsys):
+    sentence, cure = fault.check
     assert check.main([str(home / "recipe.yaml"), *plant(fault.change), *fault.overrides]) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("- ")]
-    [message] = [line for line in lines if sentence in line]
-    assert cure in message
+    assert [cure in line for line in lines if sentence in line] == [True]
 
 
-@pytest.mark.parametrize("name", faults_of("run"))
+@pytest.mark.parametrize("fault", faults_of("run"))
 @pytest.mark.usefixtures("plain", "lively")
-def test_a_run_reports_the_fault(name, run, plant, capsys):
-    fault, (sentence, cure) = FAULTS[name], FAULTS[name].run
+def test_a_run_reports_the_fault(fault, run, plant, capsys):
+    sentence, cure = fault.run
     options = "--grpo.max_steps=11", "--grpo.prompts_per_step=2", LETTERS
     folder = run(*plant(fault.change), *options, *fault.overrides)
     [message] = [line for line in capsys.readouterr().err.splitlines() if sentence in line]

@@ -18,8 +18,6 @@ SUMS = "--dpo.precompute_ref_log_probs=true"
 
 
 class Copies(Callback):
-    """Keep the weights of the policy and of the reference after each step."""
-
     def __init__(self):
         self.policies = []
         self.references = []
@@ -30,8 +28,6 @@ class Copies(Callback):
 
 
 class Stop(Callback):
-    """Raise an error in the step with a given index, as if memory ran out."""
-
     def __init__(self, number):
         self.number = number
 
@@ -42,8 +38,6 @@ class Stop(Callback):
 
 @pytest.fixture
 def train(home, tmp_path, plain, lively):
-    """Return a function that trains a recipe with its default callbacks and further ones."""
-
     def train(name, *options, more=()):
         config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / name}", *options])
         run_training(config, [*default_callbacks(config), *more])

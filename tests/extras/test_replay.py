@@ -16,8 +16,6 @@ LOUD += ["--data.task=shapes(pairs=8)"]
 
 @pytest.fixture
 def replayed(capsys):
-    """Return a function that replays a step and returns (exit status, lines of the output)."""
-
     def replayed(folder, stage, step, *more):
         capsys.readouterr()
         code = main(["replay", str(folder), *([f"--stage={stage}"] if stage else []), f"--step={step}", *more])

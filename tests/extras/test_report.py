@@ -87,8 +87,7 @@ def test_a_page_has_a_limited_number_of_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "STEPS", 3)
     monkeypatch.setattr(report, "PROMPTS", 2)
     (tmp_path / "metrics.jsonl").write_text('{"stage": "grpo", "step": 0, "reward": 1.0}\n{"stage": "gr')
-    lines = [LINE | {"step": step} for step in range(8) for _ in "abc"]
-    write_lines(tmp_path / "completions.jsonl", lines)
+    write_lines(tmp_path / "completions.jsonl", [LINE | {"step": step} for step in range(8) for _ in "abc"])
     shown = report.collect_run(tmp_path)
     assert [line["step"] for line in shown["completions"]] == [1, 1, 4, 4, 7, 7, 8, 8]
     # the run is still writing the last line of the metrics

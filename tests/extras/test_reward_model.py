@@ -10,11 +10,9 @@ import torch
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.distributed.value_models import save_value_model
 from minivlmrl.extras import reward_model as file
-from minivlmrl.extras.reward_model import RewardModelScores, check_stage_order, last_token_scores, pack_with_last_token
 from minivlmrl.model.build import random_model
 from minivlmrl.model.value_head import ValueModel, load_value_model
 from minivlmrl.tasks import shapes
-from minivlmrl.tasks.shapes import Shapes
 from tests.helpers.stages import ONE, main
 from tests.model.test_checkpoint import edit_json, edit_weights
 
@@ -23,7 +21,6 @@ JUDGED = "--rewards={letters: 0.5, reward_model: 1}"
 
 @pytest.fixture(scope="module")
 def judge(folder, tmp_path_factory):
-    """Train a reward model for three steps, and return its folder."""
     tmp_path = tmp_path_factory.mktemp("judge")
     main(folder, tmp_path, "run", "--stages=reward_model", "--data.eval_rows=1", "--rewards={format: 1}")
     return tmp_path / "run" / "reward_model"
@@ -32,14 +29,13 @@ def judge(folder, tmp_path_factory):
 def test_margins_of_rows_are_used(stage):
     """In the first step all scores are 0, so the loss is -log sigmoid(-margin), or log 2 without a margin."""
 
-    class Margins(Shapes):
+    class Margins(shapes.Shapes):
         def __getitem__(self, index):
             row = super().__getitem__(index)
             row.columns |= {"margin": None if index % 2 else 1.0}
             return row
 
-    run = stage("reward_model", rows=Margins(4, "rows"))
-    [line] = run.go()
+    [line] = stage("reward_model", rows=Margins(4, "rows")).go()
     assert line["loss"] == pytest.approx((math.log(1 + math.e) + math.log(2)) / 2, rel=1e-6)
 
 
@@ -49,8 +45,7 @@ def test_a_reward_model_is_used_in_the_same_run_or_by_its_path(folder, lively, t
     assert one[0]["rewards/reward_model/mean"] != 0
     path = f"--reward_model.path={tmp_path / 'one' / 'reward_model'}"
     again = "--stages=[reward_model, grpo]", "--reward_model.max_steps=1", "--grpo.max_steps=2"
-    two = main(folder, tmp_path, "two", *again, JUDGED, path)[-2:]
-    assert one == two
+    assert one == main(folder, tmp_path, "two", *again, JUDGED, path)[-2:]
     with pytest.raises(ValueError, match=r"one/reward_model is a reward model or critic \(it contains"):
         main(folder, tmp_path, "three", f"--model.path={tmp_path / 'one' / 'reward_model'}", "--model.config=null")
 
@@ -58,7 +53,6 @@ def test_a_reward_model_is_used_in_the_same_run_or_by_its_path(folder, lively, t
 HINGE = """
 import torch
 from minivlmrl.extras.reward_model import RewardTrainer
-
 
 class Hinge(RewardTrainer):
     stage = "hinge"
@@ -99,14 +93,11 @@ def test_an_embedding_with_more_rows_has_the_same_vocabulary(judge, tmp_path, st
 @pytest.mark.parametrize("batch_size", [16, 3])
 def test_each_completion_is_scored_at_its_last_token(stage, samples, judge, monkeypatch, name, batch_size):
     monkeypatch.setattr(file, "BATCH_SIZE", batch_size)
-    run = stage(name, JUDGED, f"--reward_model.path={judge}", dtype=torch.float32)
-    run.next()
+    stage(name, JUDGED, f"--reward_model.path={judge}", dtype=torch.float32).next()
     [rollout], model = samples, load_value_model(judge)
     with torch.no_grad():
-        numbers = [
-            last_token_scores(model, pack_with_last_token([s.prompt], [[s.completion]], model.backbone.config, "cpu"))
-            for s in rollout.samples
-        ]
+        config, pairs = model.backbone.config, [([s.prompt], [[s.completion]]) for s in rollout.samples]
+        numbers = [file.last_token_scores(model, file.pack_with_last_token(*pair, config, "cpu")) for pair in pairs]
     assert torch.cat(numbers).std() > 0
     torch.testing.assert_close(rollout.rewards[:, 1], torch.cat(numbers), rtol=1e-4, atol=1e-5)
 
@@ -121,17 +112,15 @@ def test_the_reward_model_must_exist_before_its_stage(judge, tmp_path):
     def run(stages, path=None):
         sampling = SimpleNamespace(environment=None)
         names = ["my_rm" if ":" in stage else stage for stage in stages]
-        return SimpleNamespace(
-            stages=stages, stage_names=names, reward_model=SimpleNamespace(path=path), sampling=sampling
-        )
+        model = SimpleNamespace(path=path)
+        return SimpleNamespace(stages=stages, stage_names=names, reward_model=model, sampling=sampling)
 
-    check_stage_order(run(["grpo"], judge), "grpo")
-    check_stage_order(run(["reward_model", "sft", "grpo"]), "grpo")
+    file.check_stage_order(run(["grpo"], judge), "grpo")
+    file.check_stage_order(run(["reward_model", "sft", "grpo"]), "grpo")
     own = tmp_path / "own_rm.py"
-    own.write_text(
-        "from minivlmrl.extras.reward_model import RewardTrainer\n\n\nclass Own(RewardTrainer):\n    stage = 'my_rm'\n"
-    )
-    check_stage_order(run([f"{own}:Own", "grpo"]), "grpo")
+    code = "from minivlmrl.extras.reward_model import RewardTrainer\nclass Own(RewardTrainer):\n    stage = 'my_rm'\n"
+    own.write_text(code)
+    file.check_stage_order(run([f"{own}:Own", "grpo"]), "grpo")
     no_model = "the stage grpo uses the reward reward_model, but there is no reward model yet; set"
     for stages, path, sentence in (
         (["grpo"], None, no_model), (["grpo", "reward_model"], None, no_model),
@@ -139,7 +128,7 @@ def test_the_reward_model_must_exist_before_its_stage(judge, tmp_path):
         (["grpo"], judge.parent / "checkpoint", r"contain score.*use the folder RUN/reward_model of that run$"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=sentence):
-            check_stage_order(run(stages, path), "grpo")
+            file.check_stage_order(run(stages, path), "grpo")
 
 
 @pytest.mark.parametrize(("model", "message"), [
@@ -153,4 +142,4 @@ def test_a_model_that_cannot_read_the_ids_of_the_policy_is_refused(folder, tmp_p
     policy, own = random_model(folder / "model.json", shapes.tokenizer(), 0)
     run = SimpleNamespace(reward_model=SimpleNamespace(path=tmp_path / "judge"), output_dir="/gone")
     with pytest.raises(ValueError, match=message):
-        RewardModelScores(run, policy, own, ONE)
+        file.RewardModelScores(run, policy, own, ONE)

@@ -14,7 +14,6 @@ import trl
 
 from minivlmrl.extras.trl import GRPOTrainer
 from minivlmrl.losses import grpo
-from minivlmrl.losses.grpo import grpo_loss
 from tests.record import trl_fixtures
 from tests.record.trl_fixtures import END, distinct, model, processor, questions, write_model
 
@@ -44,9 +43,8 @@ EXACT = {
 }  # fmt: skip
 SLOW = {"bnpo", "sapo", "vespo", "luspo", "delta", "beta without correction"}
 MEASURED = {"step_time", "eval_step_time"}
-MEASURED |= {
-    f"{mode}_{name}" for mode in ("train", "eval") for name in ("runtime", "samples_per_second", "steps_per_second")
-}
+TIMES = "runtime", "samples_per_second", "steps_per_second"
+MEASURED |= {f"{mode}_{name}" for mode in ("train", "eval") for name in TIMES}
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +56,11 @@ def build(trainer_class, folder, output, arguments=None, **options):
     arguments = {"reward_funcs": [distinct], "trainer": trainer_class} | (arguments or {})
     if "eval_strategy" in options:
         arguments["eval_dataset"] = datasets.Dataset.from_list(questions(8))
-    return trl_fixtures.build(
-        "GRPO", model(folder), output, questions(8), DEFAULTS | options, processor(folder), **arguments
-    )
+    given = model(folder), output, questions(8), DEFAULTS | options, processor(folder)
+    return trl_fixtures.build("GRPO", *given, **arguments)
 
 
 def train(trainer):
-    """Train, and return the weights and the logged metrics of all steps."""
     logged = []
     log = trainer.log
     trainer.log = lambda logs, *rest: (log(logs, *rest), logged.append(dict(logs)))
@@ -94,8 +90,7 @@ def test_the_weights_and_metrics_are_those_of_trl(folder, tmp_path, monkeypatch,
     options = {"logging_steps": 1} | options
     theirs, their_logs = train(build(trl.GRPOTrainer, folder, tmp_path, **options))
     ours, our_logs = train(build(GRPOTrainer, folder, tmp_path, **options))
-    before = dict(model(folder).named_parameters())
-    assert largest_difference(ours, before) > 5e-4
+    assert largest_difference(ours, dict(model(folder).named_parameters())) > 5e-4
     assert largest_difference(ours, theirs) <= tolerance
     for our_log, their_log in zip(our_logs, their_logs, strict=True):
         assert our_log.keys() == their_log.keys()
@@ -154,7 +149,7 @@ def test_losses_that_trl_does_not_have_train(folder, tmp_path, arguments, option
 def test_a_loss_gets_the_options_of_trl_by_our_names(folder, tmp_path):
     def spy(per_token_logps, advantages, mask, **given):
         calls.append(given)
-        return grpo_loss(per_token_logps, advantages, mask, **given)
+        return grpo.grpo_loss(per_token_logps, advantages, mask, **given)
 
     calls = []
     options = {"loss_type": "grpo", "epsilon": 0.1, "beta": 0.01, "use_bias_correction_kl": False, "max_steps": 1}

@@ -23,16 +23,14 @@ def folder(tmp_path_factory):
 
 
 def build(folder, output, name, policy=None, callbacks=(), **options):
-    """Build TRL's trainer `name` with rows that have one image each."""
     answers = [assistant("red ball"), assistant("no")]
     columns = {"SFT": {"completion": answers[:1]}, "DPO": {"chosen": answers[:1], "rejected": answers[1:]}}
     rows = [row | columns.get(name, {}) for row in questions(4)]
     options = SIZES | {"GRPO": GENERATION}.get(name, {"max_length": None}) | options
     arguments = {"reward_funcs": [distinct]} if name == "GRPO" else {}
     policy = policy or model(folder)
-    return trl_fixtures.build(
-        name, policy, output, rows, options, processor(folder), callbacks=list(callbacks), **arguments
-    )
+    arguments["callbacks"] = list(callbacks)
+    return trl_fixtures.build(name, policy, output, rows, options, processor(folder), **arguments)
 
 
 @pytest.mark.parametrize("name", ["SFT", "DPO", "GRPO"])
@@ -75,10 +73,8 @@ def zero_merger(policy, patch):
 
 def never_placed(policy, patch):
     original = modeling.Qwen2_5_VLModel.get_placeholder_mask
-    patch.setattr(
-        modeling.Qwen2_5_VLModel, "get_placeholder_mask",
-        lambda *args, **kwargs: tuple(torch.zeros_like(mask) for mask in original(*args, **kwargs)),
-    )  # fmt: skip
+    found = lambda *args, **kwargs: tuple(torch.zeros_like(mask) for mask in original(*args, **kwargs))  # noqa: E731
+    patch.setattr(modeling.Qwen2_5_VLModel, "get_placeholder_mask", found)
 
 
 def hidden(policy, patch):
@@ -98,8 +94,7 @@ def gray_images(policy, patch):
 
 
 def zeroed(_, args, kwargs):
-    gray = {name: torch.zeros_like(kwargs[name]) for name in ("pixel_values",) if name in kwargs}
-    return args, kwargs | gray
+    return args, kwargs | {name: torch.zeros_like(kwargs[name]) for name in ("pixel_values",) if name in kwargs}
 
 
 def dropped_images(policy, patch):
@@ -149,9 +144,8 @@ def test_a_tower_that_checkpointing_cuts_off_is_named_and_stays_cut_off(folder, 
     options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     for callbacks in ([check], []):
         torch.manual_seed(0)
-        trainer = build(
-            folder, tmp_path, name, mostly_frozen(folder), callbacks, max_steps=2, learning_rate=1e-2, **options
-        )
+        options |= {"max_steps": 2, "learning_rate": 1e-2}
+        trainer = build(folder, tmp_path, name, mostly_frozen(folder), callbacks, **options)
         trainer.train()
         kept[bool(callbacks)] = {name: p.detach() for name, p in trainer.model.named_parameters()}
     assert all(torch.equal(weight, kept[False][name]) for name, weight in kept[True].items())
@@ -162,9 +156,8 @@ def test_a_tower_that_checkpointing_cuts_off_is_named_and_stays_cut_off(folder, 
 def test_one_of_two_images_of_a_row_is_named(folder):
     """The input check makes each image of a row gray alone."""
     policy = model(folder)
-    inputs = processor(folder)(
-        text=["<|vision_start|><|image_pad|><|vision_end|>a" * 2], images=[picture(0), picture(1)], return_tensors="pt"
-    )
+    text = ["<|vision_start|><|image_pad|><|vision_end|>a" * 2]
+    inputs = processor(folder)(text=text, images=[picture(0), picture(1)], return_tensors="pt")
     assert gray_problems(policy, (), dict(inputs), ["image"]) == []
     policy.register_forward_pre_hook(second_gray, with_kwargs=True)
     [problem] = gray_problems(policy, (), dict(inputs), ["image"])

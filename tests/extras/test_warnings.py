@@ -41,8 +41,7 @@ def make_rules(temperature=1.0, model=None, state=(), stage="grpo", stages=("grp
     sampling = SamplingOptions(temperature=temperature, max_new_tokens=9)
     config = RunConfig(sampling=sampling, rewards={"format": 0.5, "accuracy": accuracy}, stages=[*stages])
     policy = SimpleNamespace(config=SimpleNamespace(vocab_size=512))
-    trained = model or torch.nn.Module()
-    trainer = SimpleNamespace(stage=stage, config=config, policy=policy, trained=trained)
+    trainer = SimpleNamespace(stage=stage, config=config, policy=policy, trained=model or torch.nn.Module())
     trainer.total_rewards = partial(combine, weights=torch.tensor([0.5, 1.0]))  # a sample consists of its rewards only
     return WarningRules(trainer, SimpleNamespace(state=state), dict(evaluated))
 
@@ -56,9 +55,7 @@ def test_a_reward_that_falls_is_reported_once():
     resumed.restore(rules.state())
     for some in (rules, resumed):
         message = [text for values in bad + bad for text in some.step(values)]
-        assert len(message) == 1 and re.match(
-            r"The mean reward has fallen from 1\.2 to 0\.\d+\. Lower grpo\.learning_rate", message[0]
-        )
+        assert len(message) == 1 and re.match(r"The mean reward has fallen from 1\.2 to 0\.\d+\. Lower", message[0])
 
 
 @pytest.mark.parametrize(("change", "temperature", "sentence"), CASES, ids=[case[2][:30] for case in CASES])
@@ -104,7 +101,6 @@ HELD_OUT = "eval/accuracy_sampled", "eval/accuracy_greedy"
     (10, (0.19, 0.1), 1), (10, (0.21, 0.1), 0), (10, (0.1, 0.21), 0), (9, (0.19, 0.1), 0), (10, (), 0),
 ])  # fmt: skip
 def test_rows_that_are_learned_by_heart_are_reported(steps, values, count):
-    """The accuracy on training rows is 0.5."""
     rules = make_rules()
     rules.recent.extend([HEALTHY] * steps)
     found = [*rules.memorized(dict(zip(HELD_OUT, values, strict=False)) | {"eval/format_sampled": 0.9})]
@@ -172,10 +168,8 @@ def test_success_is_reported_once():
         for change in changes * 2:
             sentences += [rules.step(HEALTHY | {"reward": reward} | change) for _ in range(WINDOW)]
         message[reward] = list(chain(*sentences))
-    assert message[1.45] == [
-        "The mean reward is 1.45, close to the highest reward of any completion so far (1.5). "
-        "Little is left to learn from these prompts."
-    ]
+    [sentence] = message[1.45]
+    assert sentence.startswith("The mean reward is 1.45, close to the highest reward of any completion so far (1.5). ")
     assert len(message[1.2]) == 6 and "The rewards are equal for all completions" in message[1.2][0]
 
 
@@ -253,7 +247,6 @@ def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(dtypes, metric,
 
 @pytest.mark.parametrize(("mean", "message"), [(0.55, False), (0.5, True)])
 def test_a_policy_must_beat_a_constant_answer(mean, message):
-    """The answer `cat` is right for half of the rows that a reward can score."""
     groups = groups_of("cat", "dog", "cat", "ant", "judged by no one")
     right = torch.zeros(100)
     right[: round(100 * mean)] = 1

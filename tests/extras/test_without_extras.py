@@ -56,7 +56,6 @@ for module in pkgutil.walk_packages(minivlmrl.__path__, "minivlmrl."):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """Return a folder with the package without extras/, the recipes, rows with boxes, and a reward."""
     copy = tmp_path_factory.mktemp("without") / "clone"
     for name in ("minivlmrl", "kernels", "recipes"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "extras"))
@@ -66,9 +65,8 @@ def copy(tmp_path_factory):
         box = [9 * i, 5, 9 * i + 30, 25]
         lines.append(json.dumps({"image": f"{i}.png", "problem": "Where is the dog?", "solution": box}) + "\n")
     (copy / "rows.jsonl").write_text("".join(lines))
-    (copy / "own.py").write_text(
-        "def letters(completions, **columns):\n    return [len({*x}) / 9 for x in completions]\n"
-    )
+    code = "def letters(completions, **columns):\n    return [len({*x}) / 9 for x in completions]\n"
+    (copy / "own.py").write_text(code)
     return copy
 
 

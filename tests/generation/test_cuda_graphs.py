@@ -10,7 +10,6 @@ from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data.rows import uniform_numbers
 from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.generation import cuda_graphs
-from minivlmrl.generation.cuda_graphs import CapturedDecode, StaticDecodeAttention
 from minivlmrl.generation.generate import sample_by_uniforms
 from minivlmrl.kernels import backend, decode_attention, verdicts
 from minivlmrl.model.families.registry import FAMILIES
@@ -40,7 +39,7 @@ def both(model, count, generations, stop=STOP, **setting):
     draw = sample_by_uniforms(uniform_numbers([str(i) for i in range(count)], generations, 20))
     arguments = model, prompts(count), generations, sampling, stop, draw
     with torch.inference_mode():
-        return sample(*arguments, decode=CapturedDecode()), sample(*arguments)
+        return sample(*arguments, decode=cuda_graphs.CapturedDecode()), sample(*arguments)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
@@ -54,7 +53,7 @@ def test_a_captured_step_samples_the_same_tokens(setting):
 
 def test_row_key_buffers_grow(monkeypatch):
     kept = set()
-    advance = StaticDecodeAttention.advance
+    advance = cuda_graphs.StaticDecodeAttention.advance
 
     def spy(self, *given, **named):
         advance(self, *given, **named)
@@ -62,7 +61,7 @@ def test_row_key_buffers_grow(monkeypatch):
         assert all(x.shape[2] == self.num_row_keys < 2 * max(self.longest, 2) for x in self.row_kv[0])
 
     monkeypatch.setattr(cuda_graphs, "KEYS", 3)
-    monkeypatch.setattr(StaticDecodeAttention, "advance", spy)
+    monkeypatch.setattr(cuda_graphs.StaticDecodeAttention, "advance", spy)
     assert_same(*both(tiny.model(dtype=torch.float64), 6, 4, range(40)))
     assert kept == {3, 6, 12, 20}
 
@@ -92,7 +91,7 @@ def on_card(model, stop=(), tokens=20, count=4, generations=3, decode=None, befo
         before()
         draw = sample_by_uniforms(uniform_numbers(list("abcd")[:count], generations, tokens), CUDA)
         given = pretend(model), prompts(count), generations, options(max_new_tokens=tokens, **setting), stop, draw
-        drawn = sample(*given, decode=decode or CapturedDecode())
+        drawn = sample(*given, decode=decode or cuda_graphs.CapturedDecode())
     return drawn, gpu
 
 
@@ -139,7 +138,7 @@ def test_a_graph_is_freed_with_its_decoder():
     gc.collect()
     gc.disable()
     try:
-        decode = CapturedDecode()
+        decode = cuda_graphs.CapturedDecode()
         on_card(tiny.model(), decode=decode, **SMALL)
         assert decode.graph is not None
         gone = weakref.ref(decode)
@@ -158,9 +157,9 @@ def test_on_a_gpu_a_graph_samples_the_same_tokens(monkeypatch, dtype):
     model = tiny.model(dtype=dtype).to(device)
     draw = sample_by_uniforms(uniform_numbers(list("abcd"), 3, 40), device)
     arguments = model, prompts(4), 3, sampling, STOP, draw
-    for capture in (CapturedDecode.capture, CapturedDecode.step):
-        monkeypatch.setattr(CapturedDecode, "capture", capture)
-        drawn.append(sample(*arguments, decode=CapturedDecode()))
+    for capture in (cuda_graphs.CapturedDecode.capture, cuda_graphs.CapturedDecode.step):
+        monkeypatch.setattr(cuda_graphs.CapturedDecode, "capture", capture)
+        drawn.append(sample(*arguments, decode=cuda_graphs.CapturedDecode()))
     assert_same(*drawn)
     if dtype == torch.float32:
         assert_same(drawn[0], sample(*arguments), close=1e-4)

@@ -9,7 +9,6 @@ from minivlmrl.generation.generate import inverse_cdf, sample_by_uniforms
 from minivlmrl.model.logprobs import per_token_logps
 from tests.helpers import tiny
 from tests.helpers.draws import SETTINGS, STOP, ids_of, options, prompts, sample, seeded, their_tokens
-from tests.helpers.tiny import pack
 
 MORE_SETTINGS = [
     dict(temperature=0.6, top_k=3, repetition_penalty=1.1),
@@ -41,11 +40,10 @@ def test_the_same_seed_samples_the_same_tokens_as_transformers(pair, oracle, num
 
 
 def recorded_less_scored(model, sampling):
-    """Return the differences of sampling and training log-probabilities for 5 prompts with 6 completions each."""
     rows = prompts(5)
     completions = sample(model, rows, 6, sampling, STOP, seeded())
     assert len({len(ids) for ids in ids_of(completions)}) > 3
-    logps, _ = per_token_logps(model, pack(rows, completions, model.config), temperature=sampling.temperature)
+    logps, _ = per_token_logps(model, tiny.pack(rows, completions, model.config), temperature=sampling.temperature)
     return (logps - torch.cat([c.logps for group in completions for c in group])).abs()
 
 

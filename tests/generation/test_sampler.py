@@ -38,7 +38,6 @@ def sampler(tokenizer_300):
 
 
 def sample_pairs(sampler, keys=KEYS):
-    """Sample two completions for the prompt of each key."""
     rows = prompts(5)
     return ids_of(sampler([rows[KEYS.index(key)] for key in keys], 2, keys))
 
@@ -55,8 +54,7 @@ def test_samples_depend_only_on_keys(sampler, values):
     each = {key: sample_pairs(own, [key]) for key in KEYS}
     for keys in (KEYS, ["e", "a", "d"], KEYS[::-1]):
         assert sample_pairs(own, keys) == [ids for key in keys for ids in each[key]]
-    others = ids_of(own(prompts(5), 2, [f"{key}2" for key in KEYS]))
-    assert others != sample_pairs(own)
+    assert ids_of(own(prompts(5), 2, [f"{key}2" for key in KEYS])) != sample_pairs(own)
     for stop in values.get("stop_strings", ()):  # more than one completion ends with the stop string
         assert sum(stop in own.processor.tokenizer.decode(ids[-1:]) for pair in each.values() for ids in pair) > 1
         assert not any(stop in own.processor.tokenizer.decode(ids[:-1]) for pair in each.values() for ids in pair)
@@ -147,7 +145,6 @@ def test_a_frozen_tower_encodes_each_image_once_per_rollout(stage, monkeypatch, 
 ENGINES = """
 from minivlmrl.generation.sampler import Sampler
 
-
 class Counting(Sampler):
     calls = []
 
@@ -160,17 +157,14 @@ class Counting(Sampler):
         self.calls.append(len(prompts))
         return super().__call__(prompts, num_generations, keys)
 
-
 class Changed(Sampler):
     def __call__(self, prompts, num_generations, keys):
         return self.change(*super().__call__(prompts, num_generations, keys))
-
 
 class Even(Changed):
     # the second prompt gets one completion of the first, so that the total stays right
     def change(self, first, second, *groups):
         return [first[1:], [first[0], *second], *groups]
-
 
 class NotFinite(Changed):
     def change(self, *groups):
@@ -187,9 +181,8 @@ def engine_file(tmp_path):
 
 def test_a_custom_engine_samples_rollouts(stage, engine_file):
     """The custom engine wraps the native sampler, so the steps of both runs are equal."""
-    option = f"--sampling.engine={engine_file}:Counting"
     expected = stage("grpo").go(2)
-    run = stage("grpo", option)
+    run = stage("grpo", f"--sampling.engine={engine_file}:Counting")
     assert run.go(2) == expected and run.trainer.sampler.calls == [4, 4]
 
 

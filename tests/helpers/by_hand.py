@@ -19,7 +19,6 @@ def tensor(*values):
 
 
 def near(*values):
-    """Return pytest.approx with absolute tolerance 1e-6."""
     return pytest.approx(values[0] if len(values) == 1 else list(values), abs=1e-6)
 
 
@@ -46,8 +45,7 @@ def loss_of(per_token_logps, advantages, mask, **given):
     kept = kept_tokens(entropies, mask, quantile, given.pop("entropy_threshold", None))
     weights = kept
     threshold = given.pop("off_policy_mask_threshold", None)
-    old = given.get("old_per_token_logps", per_token_logps.detach())
-    sampler = given.pop("sampling_per_token_logps", old)
+    sampler = given.pop("sampling_per_token_logps", given.get("old_per_token_logps", per_token_logps.detach()))
     if threshold is not None:
         weights = weights * off_policy_mask(per_token_logps, sampler, advantages, mask, threshold)
     if loss_type != "vespo":

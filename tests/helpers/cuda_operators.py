@@ -45,12 +45,10 @@ def flash_backward(
 
 
 def product(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
-    """Compute mm or bmm with out_dtype."""
     return torch.matmul(a.to(out_dtype), b.to(out_dtype), out=out)
 
 
 def add_product(total, a, b, out_dtype, *, beta=1, alpha=1, out=None) -> Tensor:
-    """Compute addmm with out_dtype."""
     return torch.addmm(total, a.to(out_dtype), b.to(out_dtype), beta=beta, alpha=alpha, out=out)
 
 

@@ -37,11 +37,10 @@ def options(**values):
 
 def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, decode=None):
     """Generate completions like Sampler, with token ids from draw(probabilities, rows, step)."""
-    device = model.lm_head.weight.device
     filters = None
     if getattr(sampling, "filtered", False):
         filters = Filters(sampling, [row.input_ids for row in rows], num_generations)
-    sample_token = make_token_sampler(sampling.temperature, stop, draw, filters, device)
+    sample_token = make_token_sampler(sampling.temperature, stop, draw, filters, model.lm_head.weight.device)
 
     def sample_and_remember(logits, rows, counts):
         ids, logps, ends = sample_token(logits, rows, counts)

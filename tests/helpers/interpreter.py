@@ -32,15 +32,13 @@ def run_interpreted(*modules: str) -> None:
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
-    """Convert bfloat16 bit patterns to float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def narrow(values: np.ndarray) -> np.ndarray:
     """Convert float32 to bfloat16 bit patterns, rounded to nearest even; NaN stays NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    even = bits >> 16 & 1
-    return np.where(np.isnan(values), 0x7FC0, (bits + 0x7FFF + even) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), 0x7FC0, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def mend_bfloat16() -> None:

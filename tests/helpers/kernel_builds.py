@@ -68,8 +68,7 @@ def log_softmax_builds() -> list[Build]:
         name = f"log-softmax backward {dtype}"
         given = numbers | same(f"*{dtype}", "logits", "out") | {"out_stride": "i32"}
         given |= same("*fp32", "entropies", "tops", "totals", "grad_logps")
-        without = {"grad_entropies": None}
-        builds.append(Build(name, backward, given, without, backward_warps))
+        builds.append(Build(name, backward, given, {"grad_entropies": None}, backward_warps))
         name = f"log-softmax backward with entropy {dtype}"
         given = given | {"grad_entropies": "*fp32"}
         builds.append(Build(name, backward, given, {}, backward_warps))
@@ -101,8 +100,7 @@ def decode_builds(dtype: str) -> list[Build]:
     for K, heads, D, tile in ((2, 8, 128, 64), (4, 7, 128, 64), (2, 8, 128, 16), (2, 4, 256, 64), *narrow):
         sizes = {"K": K, "HEADS": heads, "D": D, "TILE": tile, "OWN_TILE": 16}
         name = f"decode_attention {dtype} {K * heads}/{K} heads of {D}, {tile} queries"
-        warps = decoding.WARPS[D]
-        builds.append(Build(name, decoding._parts_kernel, given, sizes, warps, decoding.STAGES))
+        builds.append(Build(name, decoding._parts_kernel, given, sizes, decoding.WARPS[D], decoding.STAGES))
     given = same("*fp32", "outs", "log_sums") | same("i32", "lines", "parts") | {"out": f"*{dtype}"}
     for D in decoding.WARPS:
         sizes = {"D": D, "PARTS": 2 * decoding.MAX_PARTS}

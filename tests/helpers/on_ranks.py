@@ -61,9 +61,8 @@ class Uneven:
             size = (28 * (1 + index % 6), 28 * (1 + index % 5))
             images = [PIL.Image.linear_gradient("L").resize(size).rotate(17 * index).convert("RGB")]
         content = [IMAGE_PART] * len(images) + [text(f"What is it?{words[: index % 7]}")]
-        columns = {"margin": 0.1 * index, "solution": "red square"}
         return Row(
-            [user(content)], images, columns,
+            [user(content)], images, {"margin": 0.1 * index, "solution": "red square"},
             completion="a" + words, chosen=words + " a", rejected="no" + " no" * (40 - 2 * index),
         )  # fmt: skip
 
@@ -71,9 +70,8 @@ class Uneven:
 def sharing(prompts_per_step: int, world: process_group.World, stage: str = "sft") -> SimpleNamespace:
     """Return an object with the trainer attributes that Batches reads."""
     options = SimpleNamespace(prompts_per_step=prompts_per_step, steps_per_rollout=1)
-    config = SimpleNamespace(seed=0, data=DataOptions())
     return SimpleNamespace(
-        stage=stage, options=options, config=config, world=world,
+        stage=stage, options=options, config=SimpleNamespace(seed=0, data=DataOptions()), world=world,
         processor=Processor(shapes.tokenizer(), ImageProcessor()), answers=(),
     )  # fmt: skip
 
@@ -114,7 +112,6 @@ def eager(text, tools, ended):
 
 
 def trainer_on_rank(folder: Path, overrides: list[str], world: process_group.World):
-    """Build the trainer of the only stage of a recipe on this rank."""
     overrides = [f"--output_dir={folder / 'out'}", *(text.replace("FOLDER", str(folder)) for text in overrides)]
     config = load_config(folder / "recipe.yaml", overrides)
     [stage] = config.stage_names
@@ -123,7 +120,6 @@ def trainer_on_rank(folder: Path, overrides: list[str], world: process_group.Wor
 
 
 def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.World, num_held_out: int = 5) -> Result:
-    """Train a stage on this rank, evaluate held-out rows, and return the results."""
     trainer = trainer_on_rank(folder, overrides, world)
     config, stage = trainer.config, trainer.stage
     assert is_sharded(trainer.trained) == config.uses_fsdp
@@ -148,7 +144,6 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.Worl
 
 
 def record(trainer, result):
-    """Append completions from all ranks to result.texts, per rollout."""
     generate_rollout = trainer.generate_rollout
 
     def spy(rows):

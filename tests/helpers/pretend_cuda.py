@@ -251,7 +251,6 @@ def body_of(func):
 
 
 def compute(func, args, kwargs):
-    """Run one operation on the CPU, and fill uninitialized memory with NaN (99 in integers)."""
     result = CUDA_OPERATORS.get(func, func)(*args, **kwargs)
     if func.overloadpacket.__name__ in EMPTY and result.dtype != torch.bool:
         result.fill_(float("nan") if result.is_floating_point() else 99)
@@ -335,7 +334,6 @@ class Event(Stream):
         return self
 
     def elapsed_time(self, end: "Event") -> float:
-        """Return milliseconds, like torch.cuda.Event."""
         return 1000.0 * (end.time - self.time)
 
 

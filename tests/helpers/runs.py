@@ -72,11 +72,9 @@ def rows(home):
     write_lines(home / "rows.jsonl", lines)
     write_lines(home / "other.jsonl", [line | {"problem": "Hm?"} for line in lines[:4]])
     PIL.Image.new("RGB", (90, 50), "red").save(home / "box.png")  # resized to 84 x 56
-    box = {"problem": "Box it.", "image": "box.png", "solution": [0, 0, 45, 25]}
-    write_lines(home / "boxes.jsonl", [box] * 4)
+    write_lines(home / "boxes.jsonl", [{"problem": "Box it.", "image": "box.png", "solution": [0, 0, 45, 25]}] * 4)
     tiny.write_video(home / "film.mkv", [np.full((56, 56, 3), 10 * i, np.uint8) for i in range(24)], rate=8)
-    film = {"problem": "What?", "video": "film.mkv", "completion": "It dawns."}
-    write_lines(home / "film.jsonl", [film] * 4)
+    write_lines(home / "film.jsonl", [{"problem": "What?", "video": "film.mkv", "completion": "It dawns."}] * 4)
     return home / "rows.jsonl"
 
 

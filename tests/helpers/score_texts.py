@@ -12,7 +12,6 @@ def score_texts(names, completions, columns, where="tags"):
 
 
 def logged_reasons(reward, **given):
-    """Call a reward function; return its rewards and logged reasons."""
     logged = {}
     rewards = reward(**given, log_extra=logged.__setitem__)
     assert logged.keys() == {"why"}

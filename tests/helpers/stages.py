@@ -19,7 +19,6 @@ from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run import loop
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.tasks import shapes
-from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers import grpo as grpo_file
 from minivlmrl.trainers import registry
 from minivlmrl.trainers.rollout import RolloutTrainer
@@ -81,7 +80,7 @@ class Stage:
         self.trainer = trainer(config, self.model, processor, world)
         self.options, self.held_out, self.number = self.trainer.options, held_out, 0
         if rows is None:
-            rows = Shapes(8, "rows")
+            rows = shapes.Shapes(8, "rows")
         self.batches = Batches(rows, self.trainer)
         self.optimizer = build_optimizer(self.trainer.trained, self.options, config.optimizer)
         self.work = self.trainer.steps(self.batches)
@@ -127,7 +126,6 @@ def loss_calls(monkeypatch):
 
 @pytest.fixture
 def samples(monkeypatch):
-    """Return a list to which sampled rollouts are appended."""
     seen = []
     original = RolloutTrainer.sample_and_score
     monkeypatch.setattr(RolloutTrainer, "sample_and_score", lambda *a: seen.append(original(*a)) or seen[-1])
@@ -152,7 +150,6 @@ def script(monkeypatch):
 
 
 def letter_rewards(trainer, rollout):
-    """Return the reward `letters` for all completions in a rollout: (n,)."""
     return torch.tensor(letters([trainer.processor.decode(c.ids) for c in completions_of(rollout)]))
 
 
@@ -179,8 +176,7 @@ SECOND_RANK = SecondRank(1, 2, torch.device("cpu"))
 @pytest.fixture
 def alone():
     """Initialize a process group with this process as its only rank."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 

@@ -36,9 +36,8 @@ def renders_as_transformers(template, messages):
     pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    (theirs,), _ = render_jinja_template(
-        [messages], chat_template=template.text, add_generation_prompt=True, **template.token_names
-    )
+    given = {"chat_template": template.text, "add_generation_prompt": True, **template.token_names}
+    (theirs,), _ = render_jinja_template([messages], **given)
     assert "".join(template.render(messages)) == theirs
 
 

@@ -170,8 +170,7 @@ def prompt(
     for t, h, w in grids:
         image = [VISION_START] + [IMAGE if t == 1 else VIDEO] * (t * h * w // 4) + [VISION_END]
         ids += [torch.tensor(image), torch.randint(3, 280, (text,), generator=generator)]
-    patches = sum(t * h * w for t, h, w in grids)
-    pixels = torch.randn(patches, 1176, generator=generator, dtype=dtype)
+    pixels = torch.randn(sum(t * h * w for t, h, w in grids), 1176, generator=generator, dtype=dtype)
     seconds = torch.full((len(grids),), 0.75)
     return Prompt(torch.cat(ids), pixels, torch.tensor(grids, dtype=torch.long).view(-1, 3), seconds)
 

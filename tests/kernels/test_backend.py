@@ -71,7 +71,6 @@ def test_old_cards_and_missing_triton_stay_with_torch(monkeypatch):
 
 
 def test_without_a_compiler_torch_computes_and_says_so_once(monkeypatch, recwarn):
-    """Without a GPU driver, Triton fails in the same line of code as without gcc."""
     monkeypatch.undo()
     monkeypatch.setattr(backend, "triton", pytest.importorskip("triton"))
     probe = backend._compiler_obstacle
@@ -88,9 +87,7 @@ def test_without_a_compiler_torch_computes_and_says_so_once(monkeypatch, recwarn
             backend_for(weight)
     assert probe.cache_info().misses == 1
     [warning] = recwarn
-    assert str(warning.message).startswith(
-        "PyTorch replaces a Triton kernel and is slower, because Triton cannot compile"
-    )
+    assert "replaces a Triton kernel and is slower, because Triton cannot compile" in str(warning.message)
 
 
 def test_the_variable_overrides(monkeypatch):
@@ -117,7 +114,6 @@ def test_all_kernels_in_the_interpreter():
 
 @pytest.mark.slow
 def test_the_model_computes_where_triton_is_not_installed():
-    """With sys.modules["triton"] = None, `import triton` fails as if Triton was not installed."""
     code = """
 import sys
 sys.modules["triton"] = None

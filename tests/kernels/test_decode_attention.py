@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from minivlmrl.kernels import decode_attention as module
-from minivlmrl.kernels.decode_attention import decode_attention, fits
 from tests.helpers.interpreter import INTERPRETED
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3}  # relative to the norm of the float64 result
@@ -26,9 +25,7 @@ def numbers(*shape, dtype=torch.float64):
     ("dtype", "programs"), [(torch.float32, 1), (torch.bfloat16, 256), (torch.bfloat16, 1)], ids=str
 )
 @pytest.mark.parametrize(("H", "K", "D", "prompts", "slots", "C", "own"), CASES, ids=str)
-def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
-    monkeypatch, H, K, D, prompts, slots, C, own, dtype, programs
-):
+def test_it_is_the_softmax_of_each_row(monkeypatch, H, K, D, prompts, slots, C, own, dtype, programs):
     """Masked keys have the value 99, so that a missing mask changes the result."""
     if DEVICE == "cuda" and dtype == torch.float32:
         pytest.skip("a card has no registers for it")
@@ -44,8 +41,8 @@ def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
         x.masked_fill_(unseen[:, None, :, None], 99)
     k, v, own_k, own_v = keys
     given = [x.to(DEVICE) for x in (q, k, v, masks[0], own_k, own_v, masks[1])]
-    assert fits(given[0])
-    found = decode_attention(*given).cpu()
+    assert module.fits(given[0])
+    found = module.decode_attention(*given).cpu()
 
     def joined(prompt_keys, num_row_keys):
         """Return prompt keys and row keys together: (rows, heads, prompt keys + row keys, head_dim)."""
@@ -61,5 +58,5 @@ def test_on_a_gpu_or_interpreted_it_is_the_softmax_of_each_row(
 
 
 def test_which_queries_it_takes():
-    assert fits(numbers(1, 4, 16, dtype=torch.float32)) == INTERPRETED
-    assert not fits(numbers(1, 4, 24, dtype=torch.float32)) and not fits(numbers(1, 4, 16))
+    assert module.fits(numbers(1, 4, 16, dtype=torch.float32)) == INTERPRETED
+    assert not module.fits(numbers(1, 4, 24, dtype=torch.float32)) and not module.fits(numbers(1, 4, 16))

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from minivlmrl.kernels import dense_attention as dense
-from minivlmrl.kernels.dense_attention import dense_attention
 from tests.helpers.pretend_cuda import CUDA, PretendCuda
 
 
@@ -20,9 +19,8 @@ def test_causal_attention_sees_up_to_the_lower_right(L, T):
     k, v = (torch.randn(2, 3, T, 8, generator=generator, dtype=torch.float64) for _ in range(2))
     unseen = torch.ones(L, T).triu(T - L + 1) > 0
     heads = torch.arange(6) // 2
-    scores = (q @ k[:, heads].mT * 8**-0.5).masked_fill(unseen, -torch.inf)
-    expected = scores.softmax(-1) @ v[:, heads]
-    torch.testing.assert_close(dense_attention(q, k, v, is_causal=True), expected, atol=1e-12, rtol=1e-12)
+    expected = (q @ k[:, heads].mT * 8**-0.5).masked_fill(unseen, -torch.inf).softmax(-1) @ v[:, heads]
+    torch.testing.assert_close(dense.dense_attention(q, k, v, is_causal=True), expected, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0)])
@@ -38,11 +36,11 @@ def test_no_kernel_stores_scores_on_a_gpu(capability, monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 40, 8, generator=generator).bfloat16() for heads in (6, 3, 3))
-    expected = dense_attention(q.float(), k.float(), v.float(), is_causal=True)
+    expected = dense.dense_attention(q.float(), k.float(), v.float(), is_causal=True)
     with PretendCuda(), monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         patch.setattr(dense, "can_use_flash_attention", lambda parameters: capability >= (8, 0))
-        out = dense_attention(q.to(CUDA), k.to(CUDA), v.to(CUDA), is_causal=True)
+        out = dense.dense_attention(q.to(CUDA), k.to(CUDA), v.to(CUDA), is_causal=True)
         assert out.dtype == torch.bfloat16
         torch.testing.assert_close(out.cpu().float(), expected, atol=2e-2, rtol=1e-2)
     assert calls == ([] if capability >= (8, 0) else [(torch.float32, True, True)])

@@ -8,8 +8,6 @@ from minivlmrl.kernels.exact_cumsum import BLOCK, running_sum
 
 
 class Lengths(TorchDispatchMode):
-    """Record the length of each cumulative sum."""
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if "cumsum" in func.name():

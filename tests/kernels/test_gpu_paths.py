@@ -15,9 +15,7 @@ from minivlmrl.kernels import dense_attention as dense_module
 from minivlmrl.kernels import linear_log_softmax as logits_module
 from minivlmrl.kernels import rms_norm as norm_module
 from minivlmrl.kernels.backend import to_device
-from minivlmrl.kernels.dense_attention import dense_attention, gather_rows
 from minivlmrl.kernels.float32_matmul import float32_matmul
-from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention
 from minivlmrl.model.nf4 import BLOCK, pack_nf4, unpack_nf4
 from tests.helpers.cuda_operators import CUDA_OPERATORS
@@ -54,8 +52,7 @@ def flash_attention_of_a_gpu(monkeypatch):
 
 
 def random(*shape, seed=0, dtype=torch.bfloat16):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def assert_equals_cpu(function, inputs):
@@ -79,7 +76,7 @@ def assert_equals_cpu(function, inputs):
 @pytest.mark.parametrize(("dtype", "D"), [(torch.bfloat16, 16), (torch.bfloat16, 12), (torch.float32, 16)], ids=str)
 def test_dense_attention(calls, dtype, D, L, T):
     inputs = [random(2, heads, length, D, seed=heads, dtype=dtype) for heads, length in ((6, L), (3, T), (3, T))]
-    assert_equals_cpu(lambda q, k, v: dense_attention(q, k, v, is_causal=True), inputs)
+    assert_equals_cpu(lambda q, k, v: dense_module.dense_attention(q, k, v, is_causal=True), inputs)
     assert (calls == [FLASH, f"{FLASH}_backward"]) == (dtype == torch.bfloat16 and D == 16)
 
 
@@ -114,7 +111,7 @@ def test_linear_log_softmax(calls, monkeypatch):
 
     def score(hidden, weight):
         there = to_device(ids, hidden.device)
-        return linear_log_softmax(hidden, weight, there, 0.7)[0] * (there > 5)
+        return logits_module.linear_log_softmax(hidden, weight, there, 0.7)[0] * (there > 5)
 
     gpu = assert_equals_cpu(score, [random(5, 8), random(31, 8, seed=1)])
     assert calls == 3 * ["aten::mm.dtype_out"] + 3 * ["aten::mm.dtype_out", *2 * ["aten::addmm.dtype_out"]]
@@ -127,11 +124,9 @@ def test_rms_norm(monkeypatch):
     original = norm_module._normalize
     monkeypatch.setattr(norm_module, "_normalize", lambda x, *rest: (devices.append(x.device), original(x, *rest))[1])
     norm = norm_module.RMSNorm(16, eps=1e-3)
-
-    def normalize(x, weight):
-        return torch.func.functional_call(norm, {"weight": weight}, x)
-
-    assert_equals_cpu(normalize, [random(5, 16), random(16, seed=1)])
+    assert_equals_cpu(
+        lambda x, weight: torch.func.functional_call(norm, {"weight": weight}, x), [random(5, 16), random(16, seed=1)]
+    )
     assert devices == [torch.device("cpu")]
 
 
@@ -140,7 +135,7 @@ def test_rows_are_gathered_by_an_index(monkeypatch):
     used = []
     monkeypatch.setattr(F, "embedding", lambda *x, original=F.embedding: (used.append(x[1].device), original(*x))[1])
     index = torch.tensor([[2, 0], [2, 2]])
-    assert_equals_cpu(lambda x: gather_rows(x, to_device(index, x.device)), [random(4, 3)])
+    assert_equals_cpu(lambda x: dense_module.gather_rows(x, to_device(index, x.device)), [random(4, 3)])
     assert used == [torch.device("cpu")]
 
 

@@ -27,7 +27,6 @@ def inputs(rows=ROWS, vocab=31, width=8, dtype=EXACT):
 
 
 def exact(hidden, weight, ids, upstream, temperature, kept=None):
-    """Return log-probabilities, entropies and both gradients, all in float64 without rounded logits."""
     z = (hidden.detach().double() @ weight.detach().double().T).requires_grad_()
     log_p = (z / temperature if kept is None else (z / temperature).masked_fill(~kept, -1e30)).log_softmax(-1)
     logps = log_p.gather(-1, ids[:, None])[:, 0]
@@ -129,9 +128,8 @@ def test_no_piece_of_logits_exceeds_the_bound(monkeypatch):
     """A piece has 256 rows of 31 logits, or 32 rows with Qwen2.5-VL's vocabulary, which take 19 MB in float32."""
     sizes = []
     original = kernel.float32_matmul
-    monkeypatch.setattr(
-        kernel, "float32_matmul", lambda h, *x, **out: (sizes.append(len(h)), original(h, *x, **out))[1]
-    )
+    product = lambda h, *x, **out: (sizes.append(len(h)), original(h, *x, **out))[1]  # noqa: E731
+    monkeypatch.setattr(kernel, "float32_matmul", product)
     hidden, weight, ids, _ = inputs(rows=700)
     linear_log_softmax(hidden, weight, ids)[0].sum().backward()
     assert max(sizes) == 256 and sum(sizes) == 2 * 700  # each row once forward, once again backward

@@ -7,7 +7,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from minivlmrl.extras.memory.estimate import AllocationTracker
 from minivlmrl.kernels import shared_prefix
 from minivlmrl.kernels.dense_attention import dense_attention, flash_attention, flash_attention_backward
-from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention
 
 # prompt of each completion; query heads, key heads, prompt tokens, completion tokens, head dimension
 SIZES = [
@@ -25,7 +24,7 @@ def completions_and_prompts(prompt_index, H, K, P, C, D, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     shapes = [(R, C, H, D), (R, C, K, D), (R, C, K, D), (B, P, K, D), (B, P, K, D), (R, C, H, D)]
     *inputs, upstream = (torch.randn(shape, generator=generator).to(dtype).transpose(1, 2) for shape in shapes)
-    return [x.requires_grad_() for x in inputs], upstream, PromptSlots(torch.tensor(prompt_index), B)
+    return [x.requires_grad_() for x in inputs], upstream, shared_prefix.PromptSlots(torch.tensor(prompt_index), B)
 
 
 def copied_attention(q, k, v, prompt_k, prompt_v, prompt_index):
@@ -36,7 +35,6 @@ def copied_attention(q, k, v, prompt_k, prompt_v, prompt_index):
 
 @pytest.fixture(params=["written out", "joined", "copied"])
 def way(request, monkeypatch):
-    """Select one of three ways in which completion_attention computes."""
     monkeypatch.setattr(shared_prefix, "MAX_SCORE_BYTES", 2**30 if request.param == "written out" else 0)
     if request.param == "copied":
         monkeypatch.setattr(shared_prefix, "has_flash_attention", lambda q, k, v: False)
@@ -50,7 +48,7 @@ def assert_equals_copied_keys(sizes, dtype, tolerance, scale=1):
         inputs[0].mul_(scale)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     expected = copied_attention(*exact, sizes[0])
-    actual = completion_attention(*inputs, slots)
+    actual = shared_prefix.completion_attention(*inputs, slots)
     gradients = torch.autograd.grad(actual, inputs, upstream)
     exact_gradients = torch.autograd.grad(expected, exact, upstream.double())
     for ours, theirs in zip((actual, *gradients), (expected, *exact_gradients), strict=True):
@@ -82,7 +80,7 @@ def test_sharp_scores_lose_no_digits_in_bfloat16(sizes, way):
 def test_the_keys_of_a_prompt_are_not_copied(way):
     inputs, upstream, slots = completions_and_prompts([0] * 8, 2, 2, 1000, 4, 16)
     with AllocationTracker([*inputs, upstream]) as tracker:
-        torch.autograd.grad(completion_attention(*inputs, slots), inputs, upstream)
+        torch.autograd.grad(shared_prefix.completion_attention(*inputs, slots), inputs, upstream)
     copied_bytes = len(slots.prompt_index) * inputs[3].nbytes
     if way == "joined":
         assert tracker.peak < copied_bytes / 2

@@ -16,8 +16,6 @@ import pytest
 import torch
 
 from minivlmrl.kernels import backend, verdicts
-from minivlmrl.kernels.backend import KERNELS, backend_for
-from minivlmrl.kernels.verdicts import load_or_check, rejected_kernels
 from tests.helpers.children import exit_code, fork
 from tests.kernels.test_backend import OnGPU
 
@@ -52,24 +50,23 @@ def gpu(monkeypatch, tmp_path):
 
 def new_process():
     """Clear the cached verdicts, as if a new process started."""
-    rejected_kernels.cache_clear()
+    verdicts.rejected_kernels.cache_clear()
     backend._warn.cache_clear()
 
 
 def started(tmp_path) -> list[str]:
-    """Return the device and the kernel of each started check, sorted."""
     path = tmp_path / "started"
     return sorted(path.read_text().splitlines()) if path.exists() else []
 
 
 def test_kernels_are_checked_once_and_the_verdict_is_reused(tmp_path):
     for device in ("cuda:3", "cuda:1"):  # two GPUs of one model
-        assert {backend_for(OnGPU(device=device), kernel) for kernel in KERNELS} == {"triton"}
+        assert {backend.backend_for(OnGPU(device=device), kernel) for kernel in backend.KERNELS} == {"triton"}
         new_process()
-    assert started(tmp_path) == sorted(f"cuda:3 {kernel}" for kernel in KERNELS)
+    assert started(tmp_path) == sorted(f"cuda:3 {kernel}" for kernel in backend.KERNELS)
     [path] = (tmp_path / "cache").glob("*.json")
     stored = json.loads(path.read_text())
-    assert stored["results"] == dict.fromkeys(KERNELS, 0.003)
+    assert stored["results"] == dict.fromkeys(backend.KERNELS, 0.003)
     assert json.loads(stored["setup"])["gpu"] == "NVIDIA H100"
 
 
@@ -86,7 +83,7 @@ def test_each_setup_has_its_own_verdict(tmp_path, monkeypatch, gpu):
     ]
     for number, change in enumerate(changes, start=1):
         change()
-        load_or_check("cuda:0", ["nf4_unpack"])
+        verdicts.load_or_check("cuda:0", ["nf4_unpack"])
         assert len(started(tmp_path)) == len(list((tmp_path / "cache").glob("*.json"))) == number
 
 
@@ -95,7 +92,7 @@ def test_without_a_cache_folder_pytorch_computes(monkeypatch, fault):
     place, error = fault
     monkeypatch.setattr(place, Mock(side_effect=OSError(error)))
     with pytest.warns(match=f"Triton's cache folder cannot be used .{error}.; set TRITON_CACHE_DIR"):
-        assert backend_for(OnGPU(), "decode_attention") == "torch"
+        assert backend.backend_for(OnGPU(), "decode_attention") == "torch"
 
 
 @pytest.mark.parametrize(("script", "reason"), [
@@ -115,16 +112,16 @@ def test_a_kernel_that_is_wrong_crashes_or_hangs_is_replaced_with_one_warning(tm
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            assert backend_for(OnGPU(), "window_attention") == "torch"
-            assert backend_for(OnGPU(), "decode_attention") == "triton"
+            assert backend.backend_for(OnGPU(), "window_attention") == "torch"
+            assert backend.backend_for(OnGPU(), "decode_attention") == "triton"
     [warning] = caught
     reason = rf"because window_attention {reason}\. `python -m minivlmrl\.kernels\.self_test` repeats the check"
     assert re.search(reason, str(warning.message))
     monkeypatch.setenv("MINIVLMRL_KERNELS", "triton")
     with pytest.raises(ValueError, match=rf"^MINIVLMRL_KERNELS is triton, but {reason.removeprefix('because ')}"):
-        backend_for(OnGPU(), "window_attention")
-    assert backend_for(OnGPU(), "decode_attention") == "triton"
-    assert len(started(tmp_path)) == len(KERNELS)
+        backend.backend_for(OnGPU(), "window_attention")
+    assert backend.backend_for(OnGPU(), "decode_attention") == "triton"
+    assert len(started(tmp_path)) == len(backend.KERNELS)
 
 
 def test_a_measured_error_is_stored_but_a_crash_is_checked_again_an_hour_later(tmp_path):
@@ -132,8 +129,7 @@ def test_a_measured_error_is_stored_but_a_crash_is_checked_again_an_hour_later(t
         for path in (tmp_path / "cache").glob("*.json"):
             os.utime(path, (time.time() - seconds,) * 2)
         before = len(started(tmp_path))
-        results = load_or_check("cuda:0", ["nf4_unpack"])
-        return results["nf4_unpack"], len(started(tmp_path)) - before
+        return verdicts.load_or_check("cuda:0", ["nf4_unpack"])["nf4_unpack"], len(started(tmp_path)) - before
 
     script = tmp_path / "nf4_unpack"
     script.write_text("echo OutOfMemoryError: no memory; exit 1")
@@ -145,10 +141,10 @@ def test_a_measured_error_is_stored_but_a_crash_is_checked_again_an_hour_later(t
 
 
 def test_a_broken_verdict_is_replaced(tmp_path):
-    load_or_check("cuda:0", ["nf4_unpack"])
+    verdicts.load_or_check("cuda:0", ["nf4_unpack"])
     [path] = (tmp_path / "cache").glob("*.json")
     path.write_text(path.read_text()[:30])
-    assert load_or_check("cuda:0", ["nf4_unpack"]) == {"nf4_unpack": 0.003}
+    assert verdicts.load_or_check("cuda:0", ["nf4_unpack"]) == {"nf4_unpack": 0.003}
     assert len(started(tmp_path)) == 2
     assert json.loads(path.read_text())["results"] == {"nf4_unpack": 0.003}
 
@@ -157,12 +153,12 @@ def test_processes_share_one_check(tmp_path):
     (tmp_path / "window_attention").write_text("sleep 0.3; echo $5 0.4")
 
     def rank(index):
-        found = [backend_for(OnGPU(device=f"cuda:{index}"), kernel) for kernel in KERNELS]
-        return int(found != ["torch", *["triton"] * (len(KERNELS) - 1)])
+        found = [backend.backend_for(OnGPU(device=f"cuda:{index}"), kernel) for kernel in backend.KERNELS]
+        return int(found != ["torch", *["triton"] * (len(backend.KERNELS) - 1)])
 
     ranks = [fork(lambda index=index: rank(index)) for index in range(3)]
     assert [exit_code(child) for child in ranks] == [0] * 3
-    assert sorted(line.partition(" ")[2] for line in started(tmp_path)) == sorted(KERNELS)
+    assert sorted(line.partition(" ")[2] for line in started(tmp_path)) == sorted(backend.KERNELS)
 
 
 @pytest.mark.parametrize(("name", "value", "backend_name"), [
@@ -172,11 +168,11 @@ def test_processes_share_one_check(tmp_path):
 def test_the_check_can_be_omitted(tmp_path, monkeypatch, name, value, backend_name):
     (tmp_path / "nf4_unpack").write_text("echo $5 0.5")
     monkeypatch.setenv(name, value)
-    assert backend_for(OnGPU(), "nf4_unpack") == backend_name
+    assert backend.backend_for(OnGPU(), "nf4_unpack") == backend_name
     assert started(tmp_path) == []
 
 
 def test_other_values_of_the_variable_are_errors(monkeypatch):
     monkeypatch.setenv("MINIVLMRL_SELF_TEST", "no")
     with pytest.raises(ValueError, match="MINIVLMRL_SELF_TEST is 'no', but it must be 1 or 0"):
-        backend_for(OnGPU(), "nf4_unpack")
+        backend.backend_for(OnGPU(), "nf4_unpack")

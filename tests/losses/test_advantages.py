@@ -14,8 +14,7 @@ def test_by_hand():
     deviations, batch_std = torch.tensor([0.5, -0.5, 1.5, -1.5]), 2.0**0.5
     group_std = torch.tensor([0.5, 0.5, 4.5, 4.5]) ** 0.5
     torch.testing.assert_close(group_advantages(rewards, 2), deviations / (group_std + 1e-4))
-    batch = deviations / (batch_std + 1e-4)
-    torch.testing.assert_close(group_advantages(rewards, 2, "batch"), batch)
+    torch.testing.assert_close(group_advantages(rewards, 2, "batch"), deviations / (batch_std + 1e-4))
     torch.testing.assert_close(leave_one_out(torch.tensor([1.0, 0.0, 0.0]), 3), torch.tensor([1.0, -0.5, -0.5]))
     others = torch.tensor([1.0, -1.0, 3.0, -3.0])
     torch.testing.assert_close(leave_one_out(rewards, 2), others)
@@ -33,17 +32,14 @@ def test_a_weight_of_gdpo_counts_after_each_reward_is_normalized():
 
 
 def test_a_completion_nobody_could_judge_counts_for_nothing():
-    rewards = torch.tensor([[NAN], [1.0], [0.0], [1.0]])
-    combined = combine(rewards, torch.ones(1))
+    combined = combine(torch.tensor([[NAN], [1.0], [0.0], [1.0]]), torch.ones(1))
     assert combined[0].isnan()
     advantages = group_advantages(combined, 4)
     assert advantages[0] == 0
-    without = group_advantages(torch.tensor([1.0, 0.0, 1.0]), 3)
-    torch.testing.assert_close(advantages[1:], without)
+    torch.testing.assert_close(advantages[1:], group_advantages(torch.tensor([1.0, 0.0, 1.0]), 3))
 
 
 def test_a_completion_that_one_of_two_rewards_judges_keeps_that_reward():
-    """The second completion has no reward at all, so its advantage is 0; the others have the rewards 3, 2 and 1."""
     rewards = torch.tensor([[3.0, NAN], [NAN, NAN], [1.0, 0.5], [NAN, 0.5]])
     weights = torch.tensor([1.0, 2.0])
     torch.testing.assert_close(combine(rewards, weights), torch.tensor([3.0, NAN, 2.0, 1.0]), equal_nan=True)

@@ -54,8 +54,7 @@ def test_a_ratio_of_a_completion_is_a_mean_over_its_tokens():
 
 
 def test_the_kl_is_weighted_by_beta():
-    ref = tensor([-1.0 - log(2)])
-    assert policy([[1.0]], [1.0], beta=0.3, ref_per_token_logps=ref)[0] == near(-1 + 0.3 * K3)
+    assert policy([[1.0]], [1.0], beta=0.3, ref_per_token_logps=tensor([-1.0 - log(2)]))[0] == near(-1 + 0.3 * K3)
 
 
 @pytest.mark.parametrize("estimator, value, gradient", [
@@ -118,9 +117,8 @@ def test_a_batch_without_tokens_has_the_loss_0(loss_type, level):
     logps = torch.full_like(zeros, -1.0).requires_grad_()
     options = {"loss_type": loss_type, "importance_sampling_level": level, "max_completion_length": 3, "beta": 0.1}
     options |= {"entropies": zeros + 0.7, "top_entropy_quantile": 0.5, "entropy_coef": 0.2}
-    loss, metrics = loss_of(
-        logps, zeros[:, 0] + 1, zeros, old_per_token_logps=zeros, ref_per_token_logps=zeros, **options
-    )
+    given = {"old_per_token_logps": zeros, "ref_per_token_logps": zeros, **options}
+    loss, metrics = loss_of(logps, zeros[:, 0] + 1, zeros, **given)
     assert loss.item() == 0
     assert not torch.autograd.grad(loss, logps)[0].any()
     assert all(value.isfinite() for value in metrics.values())

@@ -9,13 +9,8 @@ import pytest
 import torch
 
 from minivlmrl.config.options import DPOOptions, GRPOOptions, PPOOptions, RewardModelOptions, SFTOptions
+from minivlmrl.losses import grpo_variants
 from minivlmrl.losses.grpo import TERMS, grpo_loss
-from minivlmrl.losses.grpo_variants import (
-    CORRECTION_MODES,
-    off_policy_mask,
-    rollout_importance_ratio,
-    top_entropy_threshold,
-)
 from minivlmrl.losses.ppo import ppo_loss
 from minivlmrl.losses.preference import dpo_loss, reward_loss
 from minivlmrl.losses.sft import sft_loss
@@ -54,7 +49,6 @@ def sigmoid(x):
 
 
 def phi(weight, k, lam):
-    """Return VESPO's factor."""
     return weight**k * exp(lam * (1 - weight))
 
 
@@ -105,15 +99,12 @@ def test_the_correction_gives_every_estimator_the_gradient_of_the_kl_off_policy_
         )[0]
         for i in range(3)
     ]  # fmt: skip
-    kl = (logps.exp() * (logps - ref)).sum()
-    expected, found = (
-        torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (kl, (old.exp() * torch.stack(losses)).sum())
-    )
+    both = (logps.exp() * (logps - ref)).sum(), (old.exp() * torch.stack(losses)).sum()
+    expected, found = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in both)
     assert found.tolist() == near(*expected.tolist())
 
 
 # all ratios and advantages are 1, so each term of the loss is -1
-ENTROPIES = tensor([0.1, 0.2, 0.3, 0.4])
 
 
 @pytest.mark.parametrize("options", [
@@ -122,14 +113,14 @@ ENTROPIES = tensor([0.1, 0.2, 0.3, 0.4])
     {"top_entropy_quantile": 0.5, "entropy_threshold": 0.2},  # a token at the threshold is kept
 ], ids=str)  # fmt: skip
 def test_tokens_of_high_entropy(options):
-    assert policy([[1.0] * 4], [1.0], entropies=ENTROPIES, **options)[0] == -3 / 4
+    assert policy([[1.0] * 4], [1.0], entropies=tensor([0.1, 0.2, 0.3, 0.4]), **options)[0] == -3 / 4
 
 
 def test_a_completion_at_the_off_policy_threshold_is_kept():
     """Each token is 0.5 nats less likely under the policy than under the sampler."""
     logps, sampler = tensor([-1.0, -1.0]), tensor([-0.5, -0.5])
     for threshold, kept in ((0.5, 1), (0.4375, 0)):
-        mask = off_policy_mask(logps, sampler, tensor(-1.0), torch.ones(1, 2), threshold)
+        mask = grpo_variants.off_policy_mask(logps, sampler, tensor(-1.0), torch.ones(1, 2), threshold)
         assert mask.flatten().tolist() == [kept]
 
 
@@ -140,7 +131,7 @@ def test_only_rows_with_a_negative_advantage_are_masked():
     mask = torch.ones(5, 2)
     mask[4, 1] = 0
     for threshold, kept in ((0.4, [1, 1, 0, 1, 0]), (0.6, [1, 1, 1, 1, 1])):
-        found = off_policy_mask(logps, sampler, tensor(1.0, 0.0, -1.0, -1.0, -1.0), mask, threshold)
+        found = grpo_variants.off_policy_mask(logps, sampler, tensor(1.0, 0.0, -1.0, -1.0, -1.0), mask, threshold)
         assert found.flatten().tolist() == kept
 
 
@@ -152,16 +143,20 @@ def test_ratios_to_the_sampler(mode, expected):
     """The ratios are 4 and 0.5; the third token was not recorded, and the fourth is padding."""
     old, mask = tensor([log(4), log(0.5), 0.0, 5.0]), tensor([1.0, 1.0, 1.0, 0.0])
     sampler = tensor([0.0, 0.0, NAN, 0.0])
-    assert rollout_importance_ratio(old, sampler, mask, mode, 3.0, 0.8)[0].tolist() == pytest.approx(expected)
+    assert grpo_variants.rollout_importance_ratio(old, sampler, mask, mode, 3.0, 0.8)[0].tolist() == pytest.approx(
+        expected
+    )
 
 
 def test_no_tokens_have_an_infinite_entropy_threshold():
-    assert top_entropy_threshold(torch.zeros(0), 0.5).item() == math.inf
+    assert grpo_variants.top_entropy_threshold(torch.zeros(0), 0.5).item() == math.inf
 
 
 def test_the_default_correction_masks_rows_over_three():
     """The token ratios of two rows multiply to 4 and 2.9, and the default bound is 3."""
-    ratio = rollout_importance_ratio(tensor([log(2), log(2)], [log(2.9), 0.0]), torch.zeros(2, 2), torch.ones(2, 2))
+    ratio = grpo_variants.rollout_importance_ratio(
+        tensor([log(2), log(2)], [log(2.9), 0.0]), torch.zeros(2, 2), torch.ones(2, 2)
+    )
     assert ratio.flatten().tolist() == near(0.0, 2.9)
 
 
@@ -184,8 +179,8 @@ ONE = torch.ones(1, 1)
 
 @pytest.mark.parametrize("call, expected", [
     (lambda: policy([[1.0]], [1.0], top_entropy_quantile=0.2), "quantile below 1 needs the tokens' entropies"),
-    (lambda: rollout_importance_ratio(ONE, ONE, ONE, mode="mask"),
-     "mode is 'mask', but it must be one of " + ", ".join(CORRECTION_MODES)),
+    (lambda: grpo_variants.rollout_importance_ratio(ONE, ONE, ONE, mode="mask"),
+     "mode is 'mask', but it must be one of " + ", ".join(grpo_variants.CORRECTION_MODES)),
 ])  # fmt: skip
 def test_mistakes_are_refused(call, expected):
     with pytest.raises(ValueError, match=expected):

@@ -8,12 +8,10 @@ import torch
 
 from minivlmrl.extras.kto import kto_kl, kto_loss
 from minivlmrl.losses import preference as losses
-from minivlmrl.losses.preference import DPO_LOSSES, dpo_loss, reward_loss
 from tests.helpers.by_hand import near, tensor
 
 
 def softplus(x):
-    """Return -log sigmoid(-x)."""
     return log(1 + exp(x))
 
 
@@ -28,11 +26,10 @@ PAIR_MASK = tensor([[1.0, 0.0], [1.0, 1.0]])
 
 def pair_loss(loss_type, **given):
     given = {"beta": 0.5, "mask": PAIR_MASK, "ref_per_token_logps": PAIR_REF, **given}
-    return dpo_loss(PAIR, loss_type=loss_type, **given)[0].item()
+    return losses.dpo_loss(PAIR, loss_type=loss_type, **given)[0].item()
 
 
 def pairs(chosen, rejected, ref_chosen, ref_rejected):
-    """Return arguments of dpo_loss for answers of one token."""
     logps = torch.stack([tensor(*chosen), tensor(*rejected)], 1)[..., None]
     ref = torch.stack([tensor(*ref_chosen), tensor(*ref_rejected)], 1)[..., None]
     return {"per_token_logps": logps, "ref_per_token_logps": ref, "mask": torch.ones_like(logps)}
@@ -42,7 +39,7 @@ def test_a_divergence_that_grows_too_fast_is_bounded():
     """The divergence bounds its exponent by 80, so a chosen answer that is far more likely has a finite gradient."""
     batch = pairs([0.0], [-1000.0], [-1000.0], [0.0])
     logps = batch.pop("per_token_logps").float().requires_grad_()
-    loss, _ = dpo_loss(logps, f_divergence_type="alpha_divergence", f_alpha_divergence_coef=3.0, **batch)
+    loss, _ = losses.dpo_loss(logps, f_divergence_type="alpha_divergence", f_alpha_divergence_coef=3.0, **batch)
     assert loss.isfinite() and torch.autograd.grad(loss, logps)[0].isfinite().all()
 
 
@@ -54,7 +51,6 @@ def sigmoid(x):
 
 
 def cdpo(z):
-    """Return -log sigmoid(z) with a label smoothing of 0.1."""
     return 0.9 * softplus(-z) + 0.1 * softplus(z)
 
 
@@ -82,11 +78,11 @@ def cdpo(z):
 ])  # fmt: skip
 def test_a_preference_loss_by_hand(loss_type, expected, options):
     given = {"per_token_logps": PAIR, "mask": PAIR_MASK, "ref_per_token_logps": PAIR_REF, "beta": 0.5, **options}
-    assert dpo_loss(**given, loss_type=loss_type)[0].item() == near(expected)
+    assert losses.dpo_loss(**given, loss_type=loss_type)[0].item() == near(expected)
 
 
 def test_metrics_of_a_pair():
-    _, metrics = dpo_loss(PAIR, PAIR_MASK, ref_per_token_logps=PAIR_REF, beta=0.5)
+    _, metrics = losses.dpo_loss(PAIR, PAIR_MASK, ref_per_token_logps=PAIR_REF, beta=0.5)
     assert {name.split("/", 1)[1] if name.startswith("rewards") else name: x.item() for name, x in metrics.items()} == {
         "chosen": 0.25, "rejected": -0.5, "margins": 0.75, "accuracies": 1.0, "logps/chosen": -1.0,
         "logps/rejected": -3.0,
@@ -98,7 +94,7 @@ def test_a_reward_loss_with_all_options():
     options = {"margin": margin, "center_rewards_coefficient": 0.1}
     total = softplus(-0.5) + 0.9 + softplus(0.0) + 0.4
     for normalizer, num_pairs in ((None, 2), (SimpleNamespace(sequences=8), 4)):
-        loss, metrics = reward_loss(chosen, rejected, **options, normalizer=normalizer)
+        loss, metrics = losses.reward_loss(chosen, rejected, **options, normalizer=normalizer)
         assert loss.item() == near(total / num_pairs)
         assert metrics["rewards/accuracies"].item() == 0.5  # equal rewards are no success
 
@@ -115,8 +111,7 @@ def test_reference_sums_stand_for_those_of_tokens():
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32, torch.float64], ids=str)
 def test_ld_alpha_is_as_exact_as_the_log_probabilities(dtype):
     """A weight of 0.3 in float32 is off by 1e-8, so that -1 - 0.3 would not be -1.3."""
-    sums = losses.answer_logps(PAIR_REF, PAIR_MASK.to(dtype), 0.3)
-    assert sums.tolist() == [[-1.5, -1.3]]
+    assert losses.answer_logps(PAIR_REF, PAIR_MASK.to(dtype), 0.3).tolist() == [[-1.5, -1.3]]
 
 
 @pytest.mark.parametrize("label", [True, False])
@@ -137,7 +132,7 @@ def test_the_gradient_of_an_apo_loss_keeps_its_digits(loss_type, u, v, gradient)
     """The slope of 1 - sigmoid(x) at x = 20 is -e^-20."""
     logps = torch.tensor([[[u], [v]]], requires_grad=True)
     options = {"loss_type": loss_type, "beta": 1.0, "ref_per_token_logps": torch.zeros(1, 2, 1)}
-    loss, _ = dpo_loss(logps, torch.ones(1, 2, 1), **options)
+    loss, _ = losses.dpo_loss(logps, torch.ones(1, 2, 1), **options)
     assert torch.autograd.grad(loss, logps)[0].flatten().tolist() == pytest.approx(gradient, rel=1e-5)
 
 
@@ -151,13 +146,12 @@ def test_the_score_of_a_policy_near_its_reference_keeps_its_digits(divergence):
 def test_kto_kl():
     """The KL estimate is the mean log-ratio of the rows, clamped to at least 0, and has no gradient."""
     assert kto_kl(PAIR[0], PAIR_REF[0], PAIR_MASK[0]).item() == 0
-    logps = tensor([0.5], [1.0]).requires_grad_()
-    kl = kto_kl(logps, torch.zeros(2, 1), torch.ones(2, 1))
+    kl = kto_kl(tensor([0.5], [1.0]).requires_grad_(), torch.zeros(2, 1), torch.ones(2, 1))
     assert kl.item() == 0.75 and not kl.requires_grad
 
 
 @pytest.mark.parametrize("options, expected", [
-    ({"loss_type": "dpo"}, "loss_type is 'dpo', but it must be one of " + ", ".join(DPO_LOSSES)),
+    ({"loss_type": "dpo"}, "loss_type is 'dpo', but it must be one of " + ", ".join(losses.DPO_LOSSES)),
     ({"loss_type": []}, "name at least one loss"),
     ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "give one weight for each"),
     ({"loss_type": "exo_pair"}, "takes the logarithm of label_smoothing; set it above 0"),

@@ -29,7 +29,6 @@ ROWS = {
 
 
 def row_of(problem: str, sizes: list[tuple[int, int]]) -> dict:
-    """Return a row as the stages of minimal.py take it."""
     return {"problem": problem, "images": [noise("RGB", size, seed) for seed, size in enumerate(sizes)]}
 
 
@@ -62,7 +61,6 @@ def write_folder(folder, tied: bool, **options):
 
 
 def completions(count: int = 4, seed: int = 0) -> list[torch.Tensor]:
-    """Return completions of 1, 3, 5, ... tokens of text."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(min(IDS.values()), (2 * i + 1,), generator=generator) for i in range(count)]
 
@@ -75,7 +73,6 @@ def padded(answers: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return the largest difference, relative to the largest value of `theirs`."""
     assert ours.shape == theirs.shape and theirs.abs().max() > 0
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 

@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 import runpy
 from argparse import Namespace
 
@@ -89,7 +88,6 @@ def test_the_import_switches_cudnns_attention_off_and_asks_cuda_nothing(monkeypa
 
 @pytest.fixture
 def cats(tmp_path):
-    """Return a file with two rows as in the docstring of minimal.py."""
     row = {"image": "cat.jpg", "problem": "How many cats are there?", "solution": "2"}
     assert json.dumps(row) in minimal.__doc__
     PIL.Image.new("RGB", (56, 56), "red").save(tmp_path / "cat.jpg")
@@ -132,17 +130,14 @@ FORM = "<think>a</think><answer>2</answer>"
 ])  # fmt: skip
 def test_questions_ask_for_the_form_of_their_answers(tmp_path, problems, answers, asks):
     """SFT on answers in the form has GRPO's question; other answers, and questions that ask themselves, stay alone."""
-    rows = [
-        {"images": [], "problem": problem, "solution": "2", "completion": answer}
-        for problem, answer in zip(problems, answers, strict=True)
-    ]
+    row = {"images": [], "solution": "2"}
+    rows = [row | {"problem": a, "completion": b} for a, b in zip(problems, answers, strict=True)]
     write_lines(tmp_path / "rows.jsonl", rows)
     for field, expected in asks.items():
         read, template = minimal.read_rows(tmp_path / "rows.jsonl", [field])
         assert template == "{problem}" + minimal.ASK * expected
         assert [row["problem"] for row in read] == [template.replace("{problem}", text) for text in problems]
-    recipe = (ROOT / "recipes" / "own_data.yaml").read_text()
-    assert f"{{problem}}{minimal.ASK}" in " ".join(recipe.split())
+    assert f"{{problem}}{minimal.ASK}" in " ".join((ROOT / "recipes" / "own_data.yaml").read_text().split())
 
 
 def test_json_lines_may_have_empty_lines_and_any_character(tmp_path):
@@ -241,11 +236,3 @@ def test_the_command_of_the_readme_learns(tmp_path, capsys):
     main(f"--output_dir={tmp_path}")
     before, after = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if "accuracy" in line)
     assert before < 0.6 and after > 0.75
-
-
-def test_the_help_states_the_memory_that_was_counted():
-    text = (ROOT / "benchmarks" / "minimal_memory.py").read_text()
-    counted = re.findall(r"^    Qwen2\.5-VL-\dB +([\d.]+) +([\d.]+) +([\d.]+)$", text, re.MULTILINE)
-    assert re.search(r"^ +sft +grpo +dpo$", text, re.MULTILINE) and len(counted) == 2
-    stated = [str(round(float(gigabytes))) for row in counted for gigabytes in row]
-    assert re.findall(r"(\d+) GB", minimal.__doc__) == stated

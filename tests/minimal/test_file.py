@@ -12,7 +12,6 @@ from tests.helpers.links import ROOT
 
 TEXT = (ROOT / "minimal.py").read_text()
 TREE = ast.parse(TEXT)
-LIBRARIES = {"torch", "numpy", "PIL", "safetensors", "tokenizers"}
 # Train four rows with minimal.py in a process in which every import of the repository fails.
 ALONE = """
 import json, runpy, sys
@@ -51,7 +50,7 @@ def test_it_imports_the_standard_library_and_five_libraries():
         elif isinstance(node, ast.ImportFrom):
             modules.append("." * node.level + (node.module or ""))
     imported = {module.partition(".")[0] for module in modules}
-    assert imported - sys.stdlib_module_names == LIBRARIES
+    assert imported - sys.stdlib_module_names == {"torch", "numpy", "PIL", "safetensors", "tokenizers"}
     assert "importlib" not in imported and "__import__" not in TEXT
 
 
@@ -63,8 +62,7 @@ def test_a_line_has_at_most_100_columns_and_one_statement():
 
 def test_it_runs_where_it_lies_alone(tmp_path):
     shutil.copy(ROOT / "minimal.py", tmp_path)
-    command = [sys.executable, "-I", "-c", ALONE]
-    done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-I", "-c", ALONE], cwd=tmp_path, env={}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "\nsaved runs/minimal\n" in done.stdout
     assert (tmp_path / "runs" / "minimal" / "model.safetensors").stat().st_size > 10**6

@@ -29,47 +29,33 @@ from minivlmrl.run.optimizer import finish_gradients, learning_rate, make_optimi
 from tests.helpers import tiny
 from tests.helpers.by_hand import tensor
 from tests.helpers.draws import seeded
-from tests.minimal.pairs import (
-    IDS,
-    IMAGE,
-    PIXELS,
-    ROWS,
-    TOKENIZER,
-    completions,
-    hub_config,
-    in_float64,
-    largest_difference,
-    padded,
-    row_of,
-)
+from tests.minimal import pairs
 from tests.record.record_vision import noise
 
 TOLERANCE = 1e-12  # for log-probabilities and losses
 OF_GRADIENTS = 1e-10  # relative to the largest gradient of the parameter
 # the names of tokens that structure a conversation stay text, unlike in transformers
 STRUCTURE = "<|im_end|>\n<image><|image_pad|><|im_start|> <|vision_end|><|video_pad|><|endoftext|>"
-PROMPTS = ROWS | {"structure in a text": (STRUCTURE, [(90, 30)])}
+PROMPTS = pairs.ROWS | {"structure in a text": (STRUCTURE, [(90, 30)])}
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def both(request, tmp_path_factory):
     """Return a model folder of the package, and the models that minimal.py and the package read from the folder."""
     folder = tmp_path_factory.mktemp("run") / "folder"
-    model = tiny.model_of(config_json.from_dict(hub_config(request.param))).double()
-    smallest, largest = PIXELS
-    save_model(folder, model, Processor(TOKENIZER, ImageProcessor(min_pixels=smallest, max_pixels=largest)))
+    model = tiny.model_of(config_json.from_dict(pairs.hub_config(request.param))).double()
+    smallest, largest = pairs.PIXELS
+    save_model(folder, model, Processor(pairs.TOKENIZER, ImageProcessor(min_pixels=smallest, max_pixels=largest)))
     package = load_model(folder)
-    return SimpleNamespace(ours=in_float64(folder), package=package, processor=load_processor(folder), folder=folder)
+    return SimpleNamespace(
+        ours=pairs.in_float64(folder), package=package, processor=load_processor(folder), folder=folder
+    )
 
 
 def prompts(both, name: str):
-    """Return the prompt of a row by minimal.py and by the package."""
-    row = row_of(*PROMPTS[name])
+    row = pairs.row_of(*PROMPTS[name])
     messages = conversation(row["problem"], {"image": len(row["images"])})
     return minimal.make_prompt(both.ours, row), both.processor(messages, row["images"])
-
-
-# ---- inputs
 
 
 IMAGES = {
@@ -112,23 +98,20 @@ def test_prompts_are_equal(both, name):
     assert grids == list(map(tuple, package.image_grid_thw.tolist()))
     positions = get_rope_index(package.input_ids, package.image_grid_thw, both.package.config)
     assert torch.equal(ours.positions, positions)
-    assert ours.ids.tolist().count(IMAGE) == sum(h * w // 4 for _, h, w in grids)
-
-
-# ---- log-probabilities, and the loss of GRPO off-policy; the steps below have the other losses
+    assert ours.ids.tolist().count(pairs.IMAGE) == sum(h * w // 4 for _, h, w in grids)
 
 
 def sampled() -> list[torch.Tensor]:
     """Return completions: one is a single token, and all others contain a sampled <|image_pad|>."""
-    answers = completions()
-    answers[1][0] = answers[2][3] = answers[3][-1] = IMAGE
+    answers = pairs.completions()
+    answers[1][0] = answers[2][3] = answers[3][-1] = pairs.IMAGE
     return answers
 
 
 def logps_of(both, name: str, answers: list[torch.Tensor]):
     """Return log-probabilities (G, T) of a row's completions by minimal.py and by the package, and the mask."""
     ours, package = prompts(both, name)
-    ids, mask = padded(answers)
+    ids, mask = pairs.padded(answers)
     batch = pack([package], [[Completion(answer) for answer in answers]], both.package.config)
     logps, _ = per_token_logps(both.package, batch)
     assert torch.equal(batch.completion_mask, mask.float())
@@ -142,7 +125,7 @@ def check_gradients(both, ours, package):
         loss.backward()
     expected = {parameter: p.grad for parameter, p in both.package.named_parameters()}
     for parameter, p in both.ours.named_parameters():
-        assert largest_difference(p.grad, expected.pop(parameter)) <= OF_GRADIENTS, parameter
+        assert pairs.largest_difference(p.grad, expected.pop(parameter)) <= OF_GRADIENTS, parameter
     assert not expected
 
 
@@ -150,11 +133,10 @@ def check_gradients(both, ours, package):
 def test_log_probabilities_are_equal(both, name):
     with torch.no_grad():
         ours, package, mask = logps_of(both, name, sampled())
-    assert largest_difference(ours[mask], package[mask]) <= TOLERANCE
+    assert pairs.largest_difference(ours[mask], package[mask]) <= TOLERANCE
 
 
 def noisy(logps, scale: float, seed: int):
-    """Add noise to log-probabilities, as from another policy."""
     generator = torch.Generator().manual_seed(seed)
     return logps.detach() + scale * torch.randn(logps.shape, generator=generator, dtype=torch.float64)
 
@@ -166,23 +148,24 @@ def test_grpo_is_equal(both, far, beta):
     old, ref = noisy(package, far, 1), noisy(package, 0.4, 2)
     advantages = tensor(1.5, -0.5, 1.0, -2.0)
     given = {"beta": beta, "epsilon_high": 0.28, "old_per_token_logps": old, "ref_per_token_logps": ref}
-    loss, metrics = grpo_loss(
-        package, advantages, mask.double(), loss_type="grpo", use_bias_correction_kl=False, **given
-    )  # fmt: skip
+    given |= {"loss_type": "grpo", "use_bias_correction_kl": False}
+    loss, metrics = grpo_loss(package, advantages, mask.double(), **given)
     assert [metrics[f"clip_ratio/{side}_mean"] > 0.05 for side in ("low", "high")] == [far > 0] * 2
     check_gradients(both, minimal.grpo_loss(ours, advantages, mask, **given), loss)
 
 
 @pytest.mark.parametrize("num_tokens", [None, 40])
 def test_sft_is_equal(both, num_tokens):
-    """The longest completion has 7 tokens, so the others are padded."""
     ours, package, mask = logps_of(both, "an image", sampled())
     expected = sft_loss(package, mask.double()) * mask.sum() / (num_tokens or mask.sum())
     check_gradients(both, minimal.sft_loss(ours, mask, num_tokens=num_tokens), expected)
 
 
 def test_the_printed_loss_of_sft_is_the_mean_over_the_tokens_of_a_step(both):
-    rows = [row_of(*ROWS["an image"]) | {"completion": text} for text in ("red", "a long answer, with many tokens")]
+    rows = [
+        pairs.row_of(*pairs.ROWS["an image"]) | {"completion": text}
+        for text in ("red", "a long answer, with many tokens")
+    ]
     with torch.no_grad():
         losses, metrics = zip(*minimal.sft(both.ours, None, rows, None), strict=True)
         answers = [minimal.tokenize_answers(both.ours, [row["completion"]])[0] for row in rows]
@@ -206,19 +189,15 @@ def test_rewards_are_equal(text):
     assert minimal.reward(text, "red square") == (0.5 + right if form else 0.0)
 
 
-# ---- optimizer steps
-
-
 TEXTS = ["<think>a</think><answer>red</answer>", "<think>b</think><answer>no</answer>", "red", "<think>", "a long one"]
 ANSWERS = {"problem": "Which?", "solution": "red", "completion": TEXTS[0], "chosen": TEXTS[0], "rejected": TEXTS[1]}
 
 
 def package_loss(both, stage, rows, reference, beta):
-    """Compute the loss of a step with the package's functions, as its trainers do."""
     config, encode = both.package.config, both.processor.tokenizer.encode
     packed = [both.processor(conversation(row["problem"], {"image": 1}), row["images"]) for row in rows]
     texts = {minimal.sft: TEXTS[:1], minimal.dpo: TEXTS[:2], minimal.grpo: TEXTS}[stage]
-    group = [Completion(torch.tensor([*encode(text), IDS["<|im_end|>"]])) for text in texts]
+    group = [Completion(torch.tensor([*encode(text), pairs.IDS["<|im_end|>"]])) for text in texts]
     batch = pack(packed, [group] * len(packed), config)
     (logps, _), mask = per_token_logps(both.package, batch), batch.completion_mask
     with torch.no_grad():
@@ -240,8 +219,14 @@ def package_loss(both, stage, rows, reference, beta):
     ("stage", "beta"), [(minimal.sft, 0.0), (minimal.dpo, 0.3), (minimal.grpo, 0.0), (minimal.grpo, 0.5)]
 )
 def test_steps_end_with_equal_weights(both, stage, beta, monkeypatch, capsys):
-    rows = [ANSWERS | {"images": row_of(*ROWS[name])["images"][:1]} for name in ("an image", "images come first")]
-    ours, package, reference = in_float64(both.folder), *(load_model(both.folder, torch.float64) for _ in range(2))
+    rows = [
+        ANSWERS | {"images": pairs.row_of(*pairs.ROWS[name])["images"][:1]}
+        for name in ("an image", "images come first")
+    ]
+    ours, package, reference = (
+        pairs.in_float64(both.folder),
+        *(load_model(both.folder, torch.float64) for _ in range(2)),
+    )
     advantages = minimal.group_advantages  # of float32 rewards, which round differently
     monkeypatch.setattr(minimal, "group_advantages", lambda rewards, n: advantages(rewards.double(), n))
     monkeypatch.setattr(minimal, "sample", lambda model, *_: minimal.tokenize_answers(model, TEXTS))
@@ -263,26 +248,21 @@ def test_steps_end_with_equal_weights(both, stage, beta, monkeypatch, capsys):
         optimizer.zero_grad()
     expected = package.state_dict()
     for name, weight in ours.state_dict().items():
-        assert largest_difference(weight, expected[name]) <= OF_GRADIENTS, name
+        assert pairs.largest_difference(weight, expected[name]) <= OF_GRADIENTS, name
     assert norms[0] > 1  # the first step clipped its gradients
 
 
 @pytest.mark.parametrize(("max_steps", "warmup_steps"), [(7, 3), (5, 0), (4, 1), (3, 3), (2, 5)])
 def test_learning_rates_are_equal(max_steps, warmup_steps, monkeypatch):
-    """They rise to the largest one, and fall to a tenth of it."""
     used = []
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: used.append(self.param_groups[0]["lr"]))
     model = torch.nn.Linear(1, 1)
     model.updates = 0
-    options = Namespace(
-        max_steps=max_steps, prompts_per_step=1, learning_rate=1e-3, warmup_steps=warmup_steps, beta=0.0
-    )  # fmt: skip
+    given = {"max_steps": max_steps, "warmup_steps": warmup_steps}
+    options = Namespace(prompts_per_step=1, learning_rate=1e-3, beta=0.0, **given)
     minimal.train(model, [1], lambda model, *_: [(model.weight.sum(), torch.tensor(0.0))], options)
     config = TrainingOptions(max_steps=max_steps, learning_rate=1e-3, warmup_steps=warmup_steps, min_lr_ratio=0.1)
     assert used == pytest.approx([learning_rate(step, config) for step in range(max_steps)])
-
-
-# ---- sampling
 
 
 @pytest.mark.parametrize("name", PROMPTS)

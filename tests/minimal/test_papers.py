@@ -25,13 +25,8 @@ BETA = 0.3
 
 
 def diff(page: str) -> str:
-    """Return the patch that a page shows."""
     [block] = re.findall(r"^```diff\n(.+?)^```$", (FOLDER / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL)
     return block
-
-
-def changed_lines(page: str) -> int:
-    return len(re.findall(r"^[+-](?!\+\+ |-- )", diff(page), re.MULTILINE))
 
 
 @cache
@@ -40,18 +35,9 @@ def patched(*pages: str):
     return papers.load_patched(list(pages))
 
 
-def test_the_table_names_each_page_with_its_changed_lines():
-    text = (FOLDER / "README.md").read_text()
-    rows = re.findall(r"^\| \[.+?\]\((\w+)\.md\) \| (\d+) \|", text, re.MULTILINE)
-    assert {page: int(count) for page, count in rows} == {page: changed_lines(page) for page in PAGES}
-
-
 def test_pages_and_pictures_show_what_was_measured():
     for name, text in papers.written(papers.read(papers.CURVES), papers.read(papers.BLIND)).items():
         assert (FOLDER / name).read_text() == text, f"run python benchmarks/papers.py --draw: {name}"
-
-
-# ---- a step of given completions, rewards and log-probabilities, in place of a model
 
 
 @pytest.fixture
@@ -163,7 +149,6 @@ POLICY = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
     "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
 }
-SCALE = {"dr_grpo": "none"}  # TRL's scale_rewards
 FAR = {"gspo": 0.001, "cispo": 1.5}  # how far the policy moved, in nats; some ratios lie outside of the clip range
 
 
@@ -171,7 +156,7 @@ FAR = {"gspo": 0.001, "cispo": 1.5}  # how far the policy moved, in nats; some r
 @pytest.mark.parametrize("page", POLICY)
 def test_a_step_off_policy_equals_trl(trl, float64, page, seed):
     step = Step(seed, far=FAR.get(page, 0.4))
-    advantages = trl_advantages(step, scale_rewards=SCALE.get(page, "group"))
+    advantages = trl_advantages(step, scale_rewards={"dr_grpo": "none"}.get(page, "group"))
     if page == "dapo":
         punished = [punished_by_trl(rewards, mask) for rewards, mask in zip(step.rewards, step.masks, strict=True)]
         advantages = trl_advantages(step, rewards=torch.cat(punished))
@@ -220,8 +205,7 @@ def test_papo_blackens_three_of_five_patches(tiny):
     model = module.load(tiny)
     prompt = module.make_prompt(model, {"images": [PIL.Image.new("RGB", (560, 560), "red")], "problem": "?"})
     [(patches, h, w)] = module.blacken(prompt).images
-    black = module.patchify(PIL.Image.new("RGB", (14, 14)), 7, 2, 196, 196)[0][0]
-    is_black = (patches == black).all(1)
+    is_black = (patches == module.patchify(PIL.Image.new("RGB", (14, 14)), 7, 2, 196, 196)[0][0]).all(1)
     assert torch.equal(patches[~is_black], prompt.images[0][0][~is_black]) and (h, w) == (80, 80)
     assert 0.57 < is_black.double().mean() < 0.63
 
@@ -344,11 +328,7 @@ def test_the_built_in_task_trains_with_each_page(tiny, tmp_path, page, capsys):
         assert options.critic.lm_head.out_features == 1 and moved.abs().max() > 1e-4
 
 
-# ---- pairs of answers
-
-
 def pairs(step: Step) -> dict[str, Tensor]:
-    """Return (B, 2, T) tensors as for dpo_loss."""
     return {name: value.unflatten(0, (-1, 2)) for name, value in step.batch().items()}
 
 
@@ -364,8 +344,7 @@ PREFERENCES = {"mpo": MPO, "reference_sums": {"precompute_ref_log_probs": True}}
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("page", PREFERENCES)
 def test_a_loss_of_pairs_equals_trl(trl, float64, page, seed):
-    step = Step(seed, size=2)
-    batch = pairs(step)
+    batch = pairs(Step(seed, size=2))
     options = {"kind": "dpo", "beta": BETA} | PREFERENCES[page]
     theirs = trl_says(batch, **options)
     ref = {"ref_per_token_logps": batch["ref_per_token_logps"]}
@@ -406,9 +385,6 @@ def test_reference_sums_are_computed_before_the_first_step(float64):
         module.train(torch.nn.Linear(1, 1), rows, module.dpo, options)
     for row, logps, mask in zip(rows, step.logps["model"], step.masks, strict=True):
         assert torch.equal(row["ref_logps"], (logps * mask).sum(1))
-
-
-# ---- the reference
 
 
 @pytest.mark.parametrize("page, every, alpha", [("reference_follows", 16, 0.6), ("reference_renewed", 20, 1.0)])

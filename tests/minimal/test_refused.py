@@ -24,14 +24,11 @@ from tests.minimal.pairs import main
 GRPO, SFT, DPO = ["solution"], ["completion"], ["chosen", "rejected"]
 
 
-# ---- rows
-
 ROW = {"image": "a.png", "problem": "How many?", "solution": "2", "completion": "2", "chosen": "2", "rejected": "3"}
 TURNS = [{"role": "assistant", "content": "2"}]
 
 
 def read(tmp_path, row, answers=GRPO):
-    """Write a row as the second of a file, and read it."""
     for name, mode, size in (("a", "RGB", (56, 56)), ("long", "RGB", (202, 1)), ("deep", "I;16", (56, 56))):
         PIL.Image.new(mode, size).save(tmp_path / f"{name}.png")
     line = row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode()
@@ -100,8 +97,7 @@ def test_an_image_may_be_200_times_as_long_as_wide(tmp_path):
 @pytest.mark.parametrize("rejected", ["...", "<think>no</think><answer></answer>"])
 def test_a_rejected_answer_may_say_nothing(tmp_path, rejected):
     """The solution of a pair is not read, so it may be of any form."""
-    row = read(tmp_path, ROW | {"rejected": rejected, "solution": {"a": 1}}, DPO)
-    assert row["rejected"] == rejected
+    assert read(tmp_path, ROW | {"rejected": rejected, "solution": {"a": 1}}, DPO)["rejected"] == rejected
 
 
 @pytest.mark.parametrize("answer", [
@@ -122,9 +118,6 @@ def test_solutions_are_compared_as_in_the_package(answer, solution):
 ])  # fmt: skip
 def test_these_answers_are_right(answer, solution):
     assert minimal.reward(f"<think>a</think><answer>{answer}</answer>", solution) == 1.5
-
-
-# ---- folders
 
 
 def change(tiny, folder, file, changes):
@@ -181,8 +174,7 @@ def test_settings_of_the_hub_are_read(tiny, tmp_path):
     folder = change(tiny, tmp_path / "one", IMAGES, images | {"temporal_patch_size": 2})
     config = {"hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0, "sliding_window": 4096}
     config |= {"rope_scaling": {"type": "default", "rope_type": "default", "mrope_section": [4, 6, 6]}}
-    model = minimal.load(change(folder, tmp_path / "two", CONFIG, config))
-    assert model.pixels == (196, 12845056)
+    assert minimal.load(change(folder, tmp_path / "two", CONFIG, config)).pixels == (196, 12845056)
 
 
 def test_a_folder_that_lacks_files_is_refused(tiny, tmp_path):
@@ -195,8 +187,7 @@ def test_a_folder_that_lacks_files_is_refused(tiny, tmp_path):
 
 def test_a_file_of_weights_that_is_cut_off_ends_the_command_with_one_line(tiny, cats, tmp_path):
     folder = change(tiny, tmp_path / "model", CONFIG, {})
-    weights = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(weights[:-1])
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
     command = [sys.executable, str(ROOT / "minimal.py"), str(folder), str(cats), *SHORT]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and re.fullmatch(r"minimal\.py: .*incomplete metadata.*\n", done.stderr)
@@ -223,12 +214,8 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path):
             minimal.load_image(tmp_path / name)
 
 
-# ---- the command line
-
-
 @pytest.fixture
 def cats(tmp_path):
-    """Return a file with two rows."""
     PIL.Image.new("RGB", (56, 56), "red").save(tmp_path / "a.png")
     write_lines(tmp_path / "rows.jsonl", [ROW] * 2)
     return tmp_path / "rows.jsonl"
@@ -312,7 +299,7 @@ def test_a_signal_does_not_interrupt_the_save(tiny, cats, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("is_everywhere", [False, True])
-def test_a_full_disk_at_the_end_loses_neither_the_model_nor_an_earlier_one(
+def test_a_full_disk_loses_neither_the_model_nor_an_earlier_one(
     tiny, cats, tmp_path, monkeypatch, capsys, is_everywhere
 ):
     save_file = minimal.save_file
@@ -386,9 +373,8 @@ def test_no_link_of_a_model_folder_is_followed(tiny, tmp_path):
     minimal.save(minimal.load(folder), tmp_path / "saved")
     saved = {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()}
     assert saved["tokenizer.json"] == (tiny / "tokenizer.json").read_bytes()
-    assert (
-        not {"notes.txt", "adapter_config.json"} & {*saved} and not (tmp_path / "saved" / "tokenizer.json").is_symlink()
-    )
+    assert not {"notes.txt", "adapter_config.json"} & {*saved}
+    assert not (tmp_path / "saved" / "tokenizer.json").is_symlink()
     for name in ("vocab.json", "merges.txt", "chat_template.jinja"):
         (folder / name).symlink_to(tmp_path / "private")
         with pytest.raises(minimal.InputError, match=rf"{name} is a link to .*private; replace it with a copy"):
@@ -419,7 +405,6 @@ def test_a_folder_may_vanish_during_the_run(tiny, tmp_path):
 
 
 def test_the_saved_folder_has_the_image_sizes_of_the_training(tiny, cats, tmp_path):
-    """A larger image would have more tokens later than in the training."""
     sizes = {"min_pixels": None, "max_pixels": None, "size": {"shortest_edge": 196, "longest_edge": 10**6}}
     new = change(tiny, tmp_path / "new", IMAGES, sizes)
     content = {"image_processor": json.loads((new / IMAGES).read_text())}
@@ -440,9 +425,6 @@ def test_options_have_short_names(tiny, cats, tmp_path, capsys):
     main(tiny, cats, *short, f"--output={tmp_path / 'out'}")
     printed = capsys.readouterr().out
     assert "sft step 2 of 2" in printed and f"saved {tmp_path / 'out'}\n" in printed
-
-
-# ---- numbers
 
 
 def test_a_completion_without_tokens_has_no_nan():
@@ -468,15 +450,13 @@ def test_groups_have_their_own_means():
 def test_the_reference_of_a_model_on_the_cpu_is_in_float32_also_beside_a_gpu(tiny, monkeypatch):
     """The built-in task runs on the CPU, where autocast for a GPU does not convert the inputs of a layer."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    reference = minimal.make_reference(minimal.load(tiny))
-    assert {p.dtype for p in reference.parameters()} == {torch.float32}
+    assert {p.dtype for p in minimal.make_reference(minimal.load(tiny)).parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_reference_in_bfloat16_has_the_same_log_probabilities(tmp_path, tiny, tied, monkeypatch):
     """On a GPU, matrices are multiplied in bfloat16, so a copy with matrices in bfloat16 loses nothing."""
-    folder = change(tiny, tmp_path / "model", CONFIG, {"tie_word_embeddings": tied})
-    model = minimal.load(folder)
+    model = minimal.load(change(tiny, tmp_path / "model", CONFIG, {"tie_word_embeddings": tied}))
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.Parameter, "is_cuda", True)
         reference = minimal.make_reference(model)

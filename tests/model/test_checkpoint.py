@@ -16,7 +16,6 @@ from minivlmrl.distributed.saving import save_model
 from minivlmrl.extras.families.qwen3_5 import CenteredRMSNorm, GatedDeltaNet
 from minivlmrl.files import INDEX
 from minivlmrl.model import build, checkpoint
-from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.families.registry import FAMILIES, find_family
 from minivlmrl.model.lora import inject_adapters
@@ -24,7 +23,6 @@ from minivlmrl.model.value_head import load_value_model
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 
-RECIPE_MODEL = "recipes/shapes_model.json"
 # files of a Hub folder other than the weights, with their own chat template and stop ids
 FOREIGN = {
     "chat_template.json": b'{"chat_template": "{{ messages }}"}', "merges.txt": b"#version: 0.2\n", "vocab.json": b"{}",
@@ -35,8 +33,7 @@ FOREIGN = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Save a checkpoint as train.py does, and return its folder."""
-    model, processor = random_model(RECIPE_MODEL, shapes.tokenizer(), seed=0)
+    model, processor = build.random_model("recipes/shapes_model.json", shapes.tokenizer(), seed=0)
     path = tmp_path_factory.mktemp("run") / "checkpoint"
     save_model(path, tiny.telling_weights(model), processor)
     return path
@@ -209,9 +206,7 @@ def test_a_tied_head_is_stored_once_and_shared(tmp_path, processor):
 def test_dtype_of_the_parameters(copy, stored):
     model = load_model(copy).to(getattr(torch, stored))
     save_model(copy, model, load_processor(copy))
-    by_default = load_model(copy)
-    # the default is the dtype in config.json
-    assert {p.dtype for p in by_default.parameters()} == {getattr(torch, stored)}
+    assert {p.dtype for p in load_model(copy).parameters()} == {getattr(torch, stored)}
     for requested in (torch.float32, torch.bfloat16):
         loaded = dict(load_model(copy, requested).named_parameters())
         assert all(torch.equal(loaded[name], p.to(requested)) for name, p in model.named_parameters())

@@ -50,8 +50,7 @@ def source(request, tmp_path_factory):
     model.config.save_pretrained(folder / "saved")
     nested = json.loads((folder / "saved" / "config.json").read_text())
     assert "text_config" in nested and "hidden_size" not in nested and "rope_scaling" not in nested
-    generator = torch.Generator().manual_seed(0)
-    make = partial(tiny.prompt, generator, dtype=torch.float64)
+    make = partial(tiny.prompt, torch.Generator().manual_seed(0), dtype=torch.float64)
     rows = [make(grids) for grids in ROWS]
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         in_float64(patch, model_type)

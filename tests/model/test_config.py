@@ -40,7 +40,6 @@ def test_configs_saved_by_older_transformers_are_read(version, size):
 
 
 def test_the_top_level_decides_whether_the_head_is_tied():
-    """transformers 5 also writes tie_word_embeddings into text_config, with the default of the class."""
     nested = {"tie_word_embeddings": True, "text_config": {**tiny.RUN_MODEL, "tie_word_embeddings": False}}
     config = {"model_type": "qwen2_5_vl", "vision_config": tiny.RUN_MODEL["vision_config"], **nested}
     assert config_json.from_dict(config).tie_word_embeddings

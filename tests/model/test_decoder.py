@@ -9,7 +9,6 @@ from minivlmrl.model import rope
 from minivlmrl.model.families.registry import hub_name
 from minivlmrl.model.logprobs import per_token_logps
 from tests.helpers import tiny
-from tests.helpers.tiny import pack
 
 pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
@@ -30,7 +29,6 @@ VIDEO_ROWS = [[(3, 6, 10)], [(1, 4, 6), (5, 4, 4), (1, 6, 10)], [(2, 18, 4), (4,
     ids=["Qwen2.5-VL untied", "Qwen2.5-VL tied", "Qwen2-VL", "Qwen3-VL untied", "Qwen3-VL tied", "Qwen3.5"],
 )
 def pair(request, tmp_path_factory):
-    """Return a transformers model with telling weights, and our model loaded from its folder."""
     with pytest.MonkeyPatch.context() as patch:
         in_float64(patch, request.param[0])
         yield saved_pair(tmp_path_factory.mktemp("checkpoint"), *request.param, torch.float64)
@@ -56,7 +54,7 @@ def test_a_packed_group_of_videos_has_the_gradients_of_single_rows(pair):
     generator = torch.Generator().manual_seed(4)
     groups = [[tiny.completion(generator, n) for n in lengths] for lengths in ((5, 2), (3, 7, 1), (4,))]
     theirs.zero_grad(), ours.zero_grad()
-    logps, _ = per_token_logps(ours, pack(rows, groups, ours.config))
+    logps, _ = per_token_logps(ours, tiny.pack(rows, groups, ours.config))
     expected = []
     for row, ids in ((row, ids) for row, group in zip(rows, groups, strict=True) for ids in group):
         whole = replace(row, input_ids=torch.cat([row.input_ids, ids]))
@@ -72,7 +70,7 @@ def test_a_packed_group_of_videos_has_the_gradients_of_single_rows(pair):
 
 def test_selected_tokens_and_cached_image_embeddings_give_equal_states():
     ours = tiny.model(dtype=torch.float64)
-    batch = pack(prompts(), [[] for _ in ROWS], ours.config)
+    batch = tiny.pack(prompts(), [[] for _ in ROWS], ours.config)
     expected = ours(batch)
     select = torch.tensor([7, 2, 40, 2])
     assert torch.allclose(ours(batch, select=select), expected[select], rtol=1e-12, atol=1e-12)

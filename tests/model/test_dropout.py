@@ -59,11 +59,10 @@ def test_recomputed_blocks_have_the_same_masks():
 def test_masks_of_a_run(stage):
     """A dropout mask depends on seed, stage, step, micro-batch, rank and layer."""
     trainer = stage("sft", *DROPOUT).trainer
-    device = trainer.world.device
 
     def kept(step=3, micro_batch=0, rank=0, seed=0, stage="sft", name=LAYER):
         layer = adapters(trainer.trained)[name]
-        trainer.world = World(rank, 2, device)
+        trainer.world = World(rank, 2, trainer.world.device)
         trainer.config.seed = seed
         trainer.stage = stage
         with trainer.dropout(step, micro_batch):

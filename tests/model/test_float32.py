@@ -11,8 +11,6 @@ WIDE = {torch.float32, torch.float64}
 
 
 class Results(TorchDispatchMode):
-    """Record the result dtypes of each operation."""
-
     def __init__(self):
         super().__init__()
         self.dtypes = defaultdict(set)

@@ -13,20 +13,8 @@ from minivlmrl.distributed.weights import rollout_weights
 from minivlmrl.kernels.float32_matmul import tf32_products
 from minivlmrl.model import lora
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import (
-    LoRALinear,
-    TF32Adapter,
-    adapter_parameters,
-    adapters,
-    init_adapters,
-    inject_adapters,
-    merge_note,
-    quantize_base,
-    surviving_share,
-)
 from minivlmrl.model.peft import gather_adapter
 from tests.helpers import tiny
-from tests.helpers.tiny import pack
 
 EVERYTHING = ["language", "vision", "merger"]
 
@@ -34,10 +22,10 @@ EVERYTHING = ["language", "vision", "merger"]
 def adapted(target=EVERYTHING, r=4, model_type="qwen2_5_vl", dtype=torch.float64, lively=True):
     """Return a model with adapters, whose B matrices are random if `lively` and otherwise 0."""
     model = tiny.model(dtype=dtype, model_type=model_type)
-    inject_adapters(model, LoRAOptions(r=r, alpha=8.0, target=list(target)))
-    init_adapters(model, 0)
+    lora.inject_adapters(model, LoRAOptions(r=r, alpha=8.0, target=list(target)))
+    lora.init_adapters(model, 0)
     generator = torch.Generator().manual_seed(1)
-    for layer in adapters(model).values() if lively else ():
+    for layer in lora.adapters(model).values() if lively else ():
         layer.lora_B.data.normal_(0, 0.3, generator=generator)
     return model
 
@@ -45,7 +33,7 @@ def adapted(target=EVERYTHING, r=4, model_type="qwen2_5_vl", dtype=torch.float64
 def batch(model):
     generator = torch.Generator().manual_seed(2)
     completions = [[tiny.completion(generator, n) for n in (3, 5)]]
-    return pack([tiny.prompt(generator, [(1, 4, 8)])], completions, model.config)
+    return tiny.pack([tiny.prompt(generator, [(1, 4, 8)])], completions, model.config)
 
 
 def loss(model):
@@ -58,7 +46,7 @@ def check_peft(p=0.0, drop=None):
     torch.manual_seed(4)
     theirs = torch.nn.Sequential(torch.nn.Linear(5, 3)).double()
     x = torch.randn(6, 5, dtype=torch.float64)
-    layer = LoRALinear(copy.deepcopy(theirs[0]), 2, 1.5)
+    layer = lora.LoRALinear(copy.deepcopy(theirs[0]), 2, 1.5)
     config = peft.LoraConfig(r=2, lora_alpha=3, lora_dropout=p, target_modules=["0"])
     theirs = peft.get_peft_model(theirs, config).double().train()
     if drop:
@@ -86,7 +74,7 @@ def test_new_adapters_change_nothing_and_are_initialized_as_in_peft():
     model = adapted(dtype=torch.float32, lively=False)
     with torch.no_grad():
         assert torch.equal(plain(batch(plain)), model(batch(model)))
-    for layer in adapters(model).values():
+    for layer in lora.adapters(model).values():
         bound = layer.in_features**-0.5
         assert bound * 0.9 < layer.lora_A.abs().max() <= bound and not layer.lora_B.any()
 
@@ -96,7 +84,7 @@ def test_new_adapters_change_nothing_and_are_initialized_as_in_peft():
     [("language", 3 * 7), ("vision", 4 * 5), ("merger", 2), (r".+\.[qv]_proj", 3 * 2), (r".*", 3 * 7 + 4 * 5 + 2)],
 )
 def test_targets(target, names):
-    assert len(adapters(adapted([target]))) == names
+    assert len(lora.adapters(adapted([target]))) == names
 
 
 @pytest.mark.parametrize(
@@ -110,8 +98,7 @@ def test_a_target_without_layers_is_refused(target, expected):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Treat the CPU as a GPU in model/lora.py, so that bfloat16 and float16 take the paths of a GPU."""
-    halves = (torch.float16, torch.bfloat16)
-    monkeypatch.setattr(lora, "is_half_on_gpu", lambda device, dtype: dtype in halves)
+    monkeypatch.setattr(lora, "is_half_on_gpu", lambda device, dtype: dtype in (torch.float16, torch.bfloat16))
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -119,17 +106,17 @@ def test_a_rollout_on_a_gpu_uses_16_bit_copies(as_on_a_gpu, quantized):
     """A rollout uses rounded 16-bit copies of adapters at fixed addresses, and restores the trained parameters."""
     model = adapted(dtype=torch.bfloat16)
     if quantized:
-        quantize_base(model)
-    originals = adapter_parameters(model)
+        lora.quantize_base(model)
+    originals = lora.adapter_parameters(model)
     expected = model(batch(model)).detach().double()
     with pytest.raises(KeyError), rollout_weights(model, True) as used:
-        copies = adapter_parameters(used)
+        copies = lora.adapter_parameters(used)
         assert all(torch.equal(a, b.bfloat16()) for a, b in zip(copies, originals, strict=True))
         difference = used(batch(model)).double() - expected
         assert 0 < difference.norm() < 0.1 * expected.norm()
-        assert all(a is b for a, b in zip(copies, adapter_parameters(used), strict=True))
+        assert all(a is b for a, b in zip(copies, lora.adapter_parameters(used), strict=True))
         raise KeyError
-    assert all(a is b for a, b in zip(originals, adapter_parameters(model), strict=True))
+    assert all(a is b for a, b in zip(originals, lora.adapter_parameters(model), strict=True))
     assert torch.equal(model(batch(model)).double(), expected)
 
 
@@ -141,13 +128,12 @@ def test_a_tf32_adapter_has_the_gradients_of_autograd(base):
     given = [base_result, x, torch.randn(3, 6, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)]
     given = [tensor.requires_grad_() for tensor in given]
     upstream = torch.randn(7, 4).to(base)
-    ours = TF32Adapter.apply(*given, 1.5)
+    ours = lora.TF32Adapter.apply(*given, 1.5)
     wide_base, wide_x, A, B = (tensor.double() for tensor in given)
     expected = wide_base + 1.5 * wide_x @ A.T @ B.T
     assert torch.allclose(ours.double(), expected.to(base).double(), rtol=1e-12, atol=1e-12)
     found = torch.autograd.grad(ours, given, upstream)
-    wanted = torch.autograd.grad(expected, given, upstream.double())
-    for mine, reference in zip(found, wanted, strict=True):
+    for mine, reference in zip(found, torch.autograd.grad(expected, given, upstream.double()), strict=True):
         assert mine.dtype == reference.dtype
         torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
 
@@ -170,7 +156,7 @@ def test_tf32_is_on_for_the_products_of_adapters_only(as_on_a_gpu, monkeypatch):
     """The TF32 setting is restored, even after an error, and never changes on a CPU."""
     setting = torch.backends.cuda.matmul
     before = setting.fp32_precision
-    layer = LoRALinear(torch.nn.Linear(6, 4).bfloat16(), 3, 1.5)
+    layer = lora.LoRALinear(torch.nn.Linear(6, 4).bfloat16(), 3, 1.5)
     x = torch.randn(7, 6).bfloat16().requires_grad_()
     with ProductPrecision() as products:
         layer(x).float().sum().backward()
@@ -196,7 +182,7 @@ def test_adapters_on_a_gpu_equal_those_on_a_cpu(as_on_a_gpu, monkeypatch):
     for _ in range(2):
         with lora.dropout(model, 0.5, "key"):
             value = loss(model)
-        found.append([value, *torch.autograd.grad(value, adapter_parameters(model))])
+        found.append([value, *torch.autograd.grad(value, lora.adapter_parameters(model))])
         monkeypatch.undo()
     for mine, reference in zip(*found, strict=True):
         assert (mine - reference).norm() <= 1e-2 * reference.norm()
@@ -205,17 +191,17 @@ def test_adapters_on_a_gpu_equal_those_on_a_cpu(as_on_a_gpu, monkeypatch):
 
 def test_the_share_of_an_update_that_survives_rounding():
     """A weight of 1 in bfloat16 changes only by an update over 1/256, half the distance to the next larger number."""
-    layer = LoRALinear(nn.Linear(4, 1, bias=False, dtype=torch.bfloat16), r=1, scaling=1.0)
+    layer = lora.LoRALinear(nn.Linear(4, 1, bias=False, dtype=torch.bfloat16), r=1, scaling=1.0)
     with torch.no_grad():
         layer.base.weight.fill_(1.0)
         layer.lora_B.fill_(1.0)
         layer.lora_A.copy_(torch.tensor([[0.01, 0.0, 0.001, 0.001]]))
-    assert surviving_share(nn.Sequential(layer)) == pytest.approx(1 / 3)
-    assert "33% of the weights that the adapter updates differ" in merge_note(nn.Sequential(layer))
+    assert lora.surviving_share(nn.Sequential(layer)) == pytest.approx(1 / 3)
+    assert "33% of the weights that the adapter updates differ" in lora.merge_note(nn.Sequential(layer))
 
 
 def test_adapter_config_names_the_dropout_of_the_training(tmp_path):
     model = tiny.model()
-    inject_adapters(model, LoRAOptions(r=2, dropout=0.25))
+    lora.inject_adapters(model, LoRAOptions(r=2, dropout=0.25))
     gather_adapter(model)(tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["lora_dropout"] == 0.25

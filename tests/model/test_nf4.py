@@ -54,7 +54,6 @@ FEW = [QV, "merger"]
 
 @pytest.fixture(params=[{}, {"model_type": "qwen3_vl", "target": FEW}, {"target": FEW}], ids=str)
 def pair(request):
-    """Return a quantized model in float64, and a plain model with the same unpacked weights."""
     model = adapted(**request.param)
     plain = copy.deepcopy(model)
     before = gather_full_tensor(plain_weights(plain)[UP])
@@ -103,9 +102,8 @@ def test_outputs_and_gradients_equal_those_of_the_unpacked_weights(pair):
         torch.testing.assert_close(gradient, others[name], rtol=1e-12, atol=1e-14)
     merged, plain = (plain_weights(model) for model in pair)
     assert merged.keys() == plain.keys() and trainable_summary(pair[0]) == trainable_summary(pair[1])
-    assert all(
-        torch.equal(gather_full_tensor(weight), gather_full_tensor(plain[name])) for name, weight in merged.items()
-    )
+    for name, weight in merged.items():
+        assert torch.equal(gather_full_tensor(weight), gather_full_tensor(plain[name]))
 
 
 def test_a_copy_shares_the_packed_base(pair):
@@ -117,23 +115,19 @@ def test_a_copy_shares_the_packed_base(pair):
     assert torch.equal(twin(batch(model)), model(batch(model)))
 
 
-NF4_RUN = ["--adapter.r=4", "--adapter.quantize=nf4"]
-
-
 @pytest.mark.parametrize(("stages", "options"), [
     ("[sft, grpo]", []), ("[ppo]", [f"--adapter.target=['{QV}', merger]"]),
     shards_bytes("[ppo]", ["--sharding.enabled=true", "--model.compute_dtype=bfloat16"]),
 ])  # fmt: skip
 def test_a_run_writes_the_unpacked_base_and_its_adapter(run, plain, own, checkpoint, tmp_path, stages, options):
     small = [f"--{s}.max_steps=2" for s in ("sft", "grpo", "ppo")] + ["--grpo.beta=0.1"]
-    folder = run(*own, *NF4_RUN, *small, *options, f"--stages={stages}")
+    folder = run(*own, "--adapter.r=4", "--adapter.quantize=nf4", *small, *options, f"--stages={stages}")
     model = load_model(checkpoint)
     load_adapter(model, folder / "checkpoint" / "adapter")
     quantize_base(model)
     written, computed = dict(load_model(folder / "checkpoint").named_parameters()), plain_weights(model)
-    assert adapters(model) and all(
-        torch.equal(written[name], gather_full_tensor(weight)) for name, weight in computed.items()
-    )
+    assert adapters(model)
+    assert all(torch.equal(written[name], gather_full_tensor(weight)) for name, weight in computed.items())
     adapter = folder / "checkpoint" / "adapter"
     assert inference_config(Namespace(model=str(adapter)), []).adapter.quantize == "nf4"  # also in chat
     options = [f"--model={checkpoint}", f"--adapter={adapter}", "--quantize=nf4"]

@@ -11,7 +11,6 @@ from minivlmrl.errors import user_error_message
 from minivlmrl.model import peft as peft_files
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.lora import adapters
-from minivlmrl.model.peft import adapter_options, gather_adapter, load_adapter
 from tests.helpers import tiny
 from tests.model.test_checkpoint import edit_json
 from tests.model.test_lora import adapted
@@ -27,9 +26,7 @@ def prompts():
 
 
 def base(tmp_path, model_type, tied):
-    """Save a base model, and return the model that transformers loads."""
-    model = tiny.model(tied, model_type=model_type)
-    save_model(tmp_path / "base", model, tiny.processor())
+    save_model(tmp_path / "base", tiny.model(tied, model_type=model_type), tiny.processor())
     return CLASSES[model_type].from_pretrained(tmp_path / "base", attn_implementation="eager").eval()
 
 
@@ -56,11 +53,11 @@ def test_adapters_go_from_peft_to_us_and_back(tmp_path, number, model_type):
     theirs = lively(peft.get_peft_model(theirs, config)).eval()
     theirs.save_pretrained(tmp_path / "adapter")
     assert worst_difference(theirs, ours, prompts()) > 1e-2
-    load_adapter(ours, tmp_path / "adapter")
+    peft_files.load_adapter(ours, tmp_path / "adapter")
     assert worst_difference(theirs, ours, prompts()) < ROUNDING[model_type]
     for layer in adapters(ours).values():
         layer.lora_B.data.neg_()
-    gather_adapter(ours)(tmp_path / "again")
+    peft_files.gather_adapter(ours)(tmp_path / "again")
     theirs.load_adapter(tmp_path / "again", "again")
     theirs.set_adapter("again")
     assert worst_difference(theirs, ours, prompts()) < ROUNDING[model_type]
@@ -76,19 +73,19 @@ def test_an_adapter_that_is_replaced_while_it_is_read_is_refused(saved, monkeypa
 
     monkeypatch.setattr(peft_files, "_read_config", read_and_replace)
     with pytest.raises(ValueError, match="was replaced while it was read"):
-        load_adapter(tiny.model(), saved)
+        peft_files.load_adapter(tiny.model(), saved)
 
 
 def test_the_first_matching_alpha_pattern_counts(saved):
     edit_json(saved / "adapter_config.json", alpha_pattern={"proj": 1, "self_attn.q_proj": 8, "q_proj": 12})
     model = tiny.model()
-    load_adapter(model, saved)
+    peft_files.load_adapter(model, saved)
     assert [layer.scaling for layer in adapters(model).values()] == [8 / 4]
 
 
 @pytest.fixture
 def saved(tmp_path):
-    gather_adapter(adapted([r".+\.0\..+\.q_proj"], dtype=torch.float32))(tmp_path / "adapter")
+    peft_files.gather_adapter(adapted([r".+\.0\..+\.q_proj"], dtype=torch.float32))(tmp_path / "adapter")
     return tmp_path / "adapter"
 
 
@@ -102,7 +99,7 @@ def saved(tmp_path):
 def test_options_that_would_change_the_result_are_refused(saved, change, expected):
     edit_json(saved / "adapter_config.json", **change)
     with pytest.raises(ValueError, match=rf"adapter_config\.json: .*{expected}"):
-        load_adapter(tiny.model(), saved)
+        peft_files.load_adapter(tiny.model(), saved)
 
 
 MERGE = "Merge the adapter into its base model with PEFT, and load the merged model"
@@ -129,19 +126,19 @@ def test_wrong_tensors_are_refused(saved, change, expected):
     change(tensors)
     save_file(tensors, saved / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=rf"adapter_model\.safetensors: .*({expected})"):
-        load_adapter(tiny.model(), saved)
+        peft_files.load_adapter(tiny.model(), saved)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08\0\0\0\0\0\0\0{}", {"layers.0.q_proj.lora_A.weight": torch.zeros(())}])
 def test_a_damaged_adapter_is_named_before_the_model_is_loaded(tmp_path, content):
     source = adapted(["language"])
-    gather_adapter(source)(tmp_path)
+    peft_files.gather_adapter(source)(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     if isinstance(content, bytes):
         file.write_bytes(content)
     else:
         save_file({f"base_model.model.model.{name}": tensor for name, tensor in content.items()}, file)
-    for read in (adapter_options, partial(load_adapter, source)):
+    for read in (peft_files.adapter_options, partial(peft_files.load_adapter, source)):
         with pytest.raises(ValueError, match=rf"^{file}: ") as caught:
             read(tmp_path)
         assert user_error_message(caught.value)

@@ -26,8 +26,7 @@ ADAPTERS = ["--adapter.r=4", f"--adapter.target={ALL}"]
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_blocks_of_a_model_cover_its_layers_once(model_type):
     model = tiny.model(model_type=model_type)
-    family = family_of(model)
-    assert family is find_family(model_type) and type(model) is VisionLanguageModel
+    assert family_of(model) is find_family(model_type) and type(model) is VisionLanguageModel
     names = {id(module): name for name, module in model.named_modules()}
     blocks = [names[id(block)] for block in model.blocks()]
     assert blocks == [f"visual.blocks.{i}" for i in range(4)] + [f"model.layers.{i}" for i in range(3)]
@@ -106,14 +105,12 @@ def test_the_reference_is_the_base_without_a_copy(stage, name, size):
 
 
 def test_a_run_continues_from_an_adapter(run, plain, own, checkpoint, home):
-    """The reference model of DPO is the adapter from which the run continues."""
     given = [*own, "--adapter.r=4", "--adapter.alpha=7"]
     folder = run("--stages=[sft]", *given, name="first") / "checkpoint"
     start = load_model(checkpoint)
     load_adapter(start, folder / "adapter")
     more = [f"--adapter.path={folder / 'adapter'}", "--stages=[dpo]"]
-    config = load_config(home / "recipe.yaml", [*given, *more])
-    model, _ = build_model(config, ONE)
+    model, _ = build_model(load_config(home / "recipe.yaml", [*given, *more]), ONE)
     assert any(layer.lora_B.any() for layer in adapters(model).values())
     for name, parameter in start.named_parameters():
         assert torch.equal(parameter, dict(model.named_parameters())[name]), name
@@ -131,8 +128,7 @@ def test_a_run_continues_from_an_adapter(run, plain, own, checkpoint, home):
 ])  # fmt: skip
 def test_an_adapter_with_other_settings_is_refused(tmp_path, home, checkpoint, option, expected):
     model = load_model(checkpoint)
-    config = LoRAOptions(r=4)
-    inject_adapters(model, config)
+    inject_adapters(model, LoRAOptions(r=4))
     init_adapters(model, 0)
     gather_adapter(model)(tmp_path / "adapter")
     options = ["--model.config=null", f"--model.path={checkpoint}", f"--adapter.path={tmp_path / 'adapter'}"]

@@ -16,7 +16,6 @@ from minivlmrl.model.logprobs import completion_states
 from minivlmrl.model.value_head import ValueModel, load_value_model
 from tests.helpers import tiny
 from tests.helpers.stages import ONE
-from tests.helpers.tiny import pack
 
 
 def value_model(tied=False) -> ValueModel:
@@ -27,7 +26,6 @@ def value_model(tied=False) -> ValueModel:
 
 @pytest.fixture
 def groups():
-    """Return prompts with one image, none and two, and completions of several lengths for each prompt."""
     generator = torch.Generator().manual_seed(0)
     prompts = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [], [(1, 4, 4), (1, 8, 4)])]
     for prompt in prompts:
@@ -46,9 +44,8 @@ def score(model, groups):
 def by_hand(model: ValueModel, prompt: Prompt, completion: torch.Tensor) -> torch.Tensor:
     """Return the scores (P + C,) of all tokens of a row from a plain causal forward pass."""
     ids = torch.cat([prompt.input_ids, completion])
-    batch = pack([Prompt(ids, prompt.pixel_values, prompt.image_grid_thw)], [[]], model.backbone.config)
-    states = model.backbone(batch, GroupAttention(batch.layout), torch.arange(len(ids)))
-    return states @ model.score.weight[0]
+    batch = tiny.pack([Prompt(ids, prompt.pixel_values, prompt.image_grid_thw)], [[]], model.backbone.config)
+    return model.backbone(batch, GroupAttention(batch.layout), torch.arange(len(ids))) @ model.score.weight[0]
 
 
 def test_values_before_each_token_and_scores_of_answers(groups):
@@ -57,7 +54,7 @@ def test_values_before_each_token_and_scores_of_answers(groups):
     rows = [(p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
     exact = [by_hand(model, *row) for row in rows]
     values = [scores[len(p.input_ids) - 1 : -1] for scores, (p, _) in zip(exact, rows, strict=True)]
-    found = model(pack(prompts, completions, model.backbone.config))
+    found = model(tiny.pack(prompts, completions, model.backbone.config))
     torch.testing.assert_close(found, torch.cat(values), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(score(model, groups), torch.stack([x[-1] for x in exact]), rtol=1e-10, atol=1e-10)
 
@@ -73,7 +70,7 @@ def test_values_of_a_bfloat16_model_are_float32(groups, way):
         Sharding(ShardingOptions(), ONE, torch.float32, compute_dtype=torch.bfloat16).shard(policy)
     model = ValueModel(copy_model(policy))
     model.score.weight.fill_(1 + 2**-12)
-    batch = pack(prompts, completions, policy.config)
+    batch = tiny.pack(prompts, completions, policy.config)
     values, states = model(batch), completion_states(model.backbone, batch)
     assert states.dtype == torch.bfloat16 and values.dtype == torch.float32
     torch.testing.assert_close(values.double(), (1 + 2**-12) * states.double().sum(1), rtol=1e-6, atol=1e-5)

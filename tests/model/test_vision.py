@@ -19,10 +19,8 @@ def test_windows_of_300_random_grids_equal_transformers():
 
     config, rng = tiny.config().vision_config, random.Random(0)
     for _ in range(300):
-        grids = torch.tensor([
-            (rng.choice([1, 1, 2, 3]), 2 * rng.randint(1, 20), 2 * rng.randint(1, 20))
-            for _ in range(rng.randint(1, 3))
-        ])  # fmt: skip
+        size = lambda: (rng.choice([1, 1, 2, 3]), 2 * rng.randint(1, 20), 2 * rng.randint(1, 20))  # noqa: E731
+        grids = torch.tensor([size() for _ in range(rng.randint(1, 3))])
         sizes = config.spatial_merge_size, config.window_size, config.patch_size
         index, cu_seqlens = get_vision_window_index(grids, *sizes)
         order, window_lengths, frame_lengths = vision.window_order(grids, config)

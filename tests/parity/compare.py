@@ -13,7 +13,6 @@ from torch import Tensor
 from minivlmrl.extras.parity.loss import distance
 
 FAMILIES = yaml.safe_load((Path(__file__).parent / "families.yaml").read_text(encoding="utf-8"))
-METRIC_TOLERANCE = 1e-6  # TRL logs float32 means
 Result = dict[str, Tensor]  # metric names begin with "metric "
 
 
@@ -81,6 +80,6 @@ def difference(cell: Cell) -> str:
         return f"{cell.name}: only one side has {', '.join(lone)}"
     for name in ours.keys() & theirs.keys():
         error = distance(ours[name], theirs[name])
-        if error > (METRIC_TOLERANCE if name.startswith("metric ") else cell.tolerance):
+        if error > (1e-6 if name.startswith("metric ") else cell.tolerance):  # TRL logs float32 means
             return f"{cell.name}: {name} differs by {error:.1e}"
     return ""

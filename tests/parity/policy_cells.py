@@ -74,7 +74,6 @@ def batch_of(kind: str, seed: int) -> dict[str, Tensor | None]:
 
 
 def grpo_cell(q: Question) -> Cell:
-    """Compare with GRPOTrainer._compute_loss."""
     told = {NAMES_OF_TRL.get(name, name): value for name, value in q.options.items()} | q.requested
     ours = partial(our_loss, **q.options, **({"loss_type": "rloo"} if q.requested.get("kind") == "RLOO" else {}))
     sides = ours, partial(trl, "grpo_loss", items=ITEMS, max_completion_length=MAX_LENGTH, **told)
@@ -92,7 +91,6 @@ def together_cell(q: Question) -> Cell:
 
 
 def random_rewards(seed: int, n: int = 12, missing: float = 0.0) -> Tensor:
-    """Return float32 rewards (n, 2) of 0, 1/2 and 1, of which the fraction `missing` is NaN."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 3, (n, 2), generator=generator).float() / 2
     values[torch.rand(n, 2, generator=generator) < missing] = torch.nan
@@ -120,17 +118,15 @@ def rloo_advantages_cell(q: Question) -> Cell:
     """Compare advantages of RLOO with clipped rewards, from which the KL of the completion is subtracted."""
     size, beta, normalize, clip, missing = q.options.values()
     rewards, batch = random_rewards(q.seed, n=B * 2, missing=missing), policy_batch(q.seed)
-    old, ref, mask = (
-        batch[name].float().repeat(2, 1) for name in ("old_per_token_logps", "ref_per_token_logps", "mask")
-    )
+    names = "old_per_token_logps", "ref_per_token_logps", "mask"
+    old, ref, mask = (batch[name].float().repeat(2, 1) for name in names)
     total = advantages.combine(rewards, torch.tensor(WEIGHTS))
     total = (total if clip is None else total.clamp(*clip)) - beta * ((old - ref) * mask).sum(1)
     requested = {name: x for name, x in q.options.items() if name != "missing"} | {"reward_weights": WEIGHTS}
     requested["completions"] = [[5] * int(length) for length in mask.sum(1)]
     theirs = partial(trl, "rollout", rewards, "RLOO", (old, ref), **requested)
-    return Cell(
-        q.family, q.name, lambda: {"advantages": advantages.leave_one_out(total, size, normalize)}, theirs, 1e-6
-    )
+    ours = lambda: {"advantages": advantages.leave_one_out(total, size, normalize)}  # noqa: E731
+    return Cell(q.family, q.name, ours, theirs, 1e-6)
 
 
 def correction_cell(q: Question) -> Cell:
@@ -148,7 +144,6 @@ def correction_cell(q: Question) -> Cell:
 
 
 def overlong_cell(q: Question) -> Cell:
-    """Compare the penalty on the length of a completion."""
     inputs, name = (q.options["tokens"], 100, q.options["cache"]), "soft_overlong_punishment"
     sides = partial(getattr(grpo_trainer, name), *inputs), partial(trl, name, *inputs)
     return Cell(q.family, q.name, *(lambda of=side: {"reward": torch.tensor(of())} for side in sides))

@@ -13,7 +13,6 @@ from tests.parity.policy_cells import T, policy_batch, trl
 
 
 def preference_batch(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Return pairs (3, 2, T) with 1 to T tokens per answer."""
     generator, shape = torch.Generator().manual_seed(seed), (3, 2, T)
     logps = -torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 0.05
     ref = logps + 0.6 * torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -84,7 +83,6 @@ def sft_cell(q: Question) -> Cell:
 
 
 def reward_cell(q: Question) -> Cell:
-    """Compare with RewardTrainer.compute_loss."""
     center = q.options["center_rewards_coefficient"]
 
     def ours(batch: dict):

@@ -45,8 +45,7 @@ class GivenLogps(torch.nn.Module):
 
     def forward(self, labels=None, **_):
         p = self.logps.detach().exp()
-        logits = pad(torch.stack([torch.log1p(-self.logps.exp()), self.logps], -1), (0, 0, 0, 1))
-        output = Outputs(logits=logits)
+        output = Outputs(logits=pad(torch.stack([torch.log1p(-self.logps.exp()), self.logps], -1), (0, 0, 0, 1)))
         if labels is not None:
             mask = labels[:, 1:] != -100
             output.update(dict.fromkeys(("entropy", "mean_logits"), torch.zeros_like(p)))
@@ -204,7 +203,6 @@ def reward_loss(batch: dict, **options) -> Loss:
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
-    """Call TRL's soft overlong punishment for one completion."""
     make = importlib.import_module("trl.rewards").get_soft_overlong_punishment
     return make(max_completion_len, soft_punish_cache)([[1] * length])[0]
 

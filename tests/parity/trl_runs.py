@@ -58,9 +58,8 @@ def make_folder(folder: Path):
     numbers, lines = numpy.random.default_rng(0), []
     for i in range(8):
         PIL.Image.fromarray(numbers.integers(0, 256, (56, 56 + 28 * (i % 2), 3), numpy.uint8)).save(folder / f"{i}.png")
-        lines.append(
-            {"problem": "What is it" + "?" * (i % 3), "image": f"{i}.png", "completion": "a ball" * (1 + i % 3)}
-        )
+        text = {"problem": "What is it" + "?" * (i % 3), "completion": "a ball" * (1 + i % 3)}
+        lines.append(text | {"image": f"{i}.png"})
         lines[-1] |= {"chosen": "a red ball" * (1 + i % 2), "rejected": "no" * (1 + i)}
     (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -111,7 +110,6 @@ class OurRun(Callback):
 
 
 def copies(model) -> dict[str, torch.Tensor]:
-    """Copy a model's weights, by their names in transformers' files."""
     return {hub_name(name.removeprefix("module.")): p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -133,9 +131,6 @@ def our_run(kind: str, folder: Path, steps: int) -> OurRun:
         patch.setattr("minivlmrl.trainers.rollout.call_rewards", lambda *given: call_rewards(*given).double())
         run_training(load_config(str(folder / "recipe.yaml"), []), [run])
     return run
-
-
-# ----------------------------------------------------------------------------- how TRL agrees with us
 
 
 class PlainHead:
@@ -245,8 +240,7 @@ def their_run(kind: str, folder: Path, ours: OurRun, kept=()) -> tuple[list[dict
 
 def with_masks(generated: tuple) -> tuple:
     """Add TRL's tool_mask to generated completions."""
-    masks = [is_trained(len(ids)).long().tolist() for ids in generated[1]]
-    return *generated[:2], masks, *generated[3:]
+    return *generated[:2], [is_trained(len(ids)).long().tolist() for ids in generated[1]], *generated[3:]
 
 
 def differences(some: list[dict], others: list[dict]) -> list[float]:

@@ -58,8 +58,7 @@ def test_without_solution_or_answer(reward):
         pytest.importorskip("math_verify", reason="extra missing: pip install math-verify")
     right = {NUMBER: "3", CHOICE: "B", YES_NO: "yes", MATH: "3"}.get(reward, "frilly")
     columns = {"solution": [None, "", "  ", right, right, f"<answer>{right}</answer>"]}
-    texts = [right] * 3 + ["", " ", right]
-    found = score_texts([reward], texts, columns, "whole")[:, 0]
+    found = score_texts([reward], [right] * 3 + ["", " ", right], columns, "whole")[:, 0]
     assert found[:3].isnan().all() and found[3:].tolist() == [0, 0, 1]
 
 

@@ -55,8 +55,7 @@ def test_by_hand(message, true, expected, scipy):
 
 
 def test_boxes_are_compared_in_pixels_of_the_file():
-    message = js(([0, 0, 10, 5], "cat"))
-    assert earned(message, ([0, 0, 40, 30], "cat"), size=(400, 300), extent=(100, 50)) == ALL
+    assert earned(js(([0, 0, 10, 5], "cat")), ([0, 0, 40, 30], "cat"), size=(400, 300), extent=(100, 50)) == ALL
 
 
 def test_average_precision_is_that_of_coco():

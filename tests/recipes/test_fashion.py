@@ -55,8 +55,7 @@ def test_rows_of_sft_have_wrong_labels_and_rows_of_grpo_none(datasets):
     training, held_out = datasets(demonstrations=12, wrong_demonstrations=0.5)
     demonstrations, prompts = training["demonstrations"], training["prompts"]
     assert (len(demonstrations), len(prompts), len(held_out)) == (12, 20, 5)
-    is_wrong = [row.completion != row.columns["solution"] for row in demonstrations]
-    assert 1 <= sum(is_wrong) <= 10
+    assert 1 <= sum(row.completion != row.columns["solution"] for row in demonstrations) <= 10
     assert sorted(row.columns["solution"] for row in prompts) == sorted(LABELS[label] for label in CLASSES[:20])
     for label, image, row in zip(CLASSES[20:], IMAGES[20:], held_out, strict=False):
         assert row.columns["solution"] == LABELS[label]

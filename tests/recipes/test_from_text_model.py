@@ -45,8 +45,7 @@ def make_text_model(folder, model_type="qwen2", tied=False, dtype=torch.float64)
 
 def text_logits(model, ids):
     """Compute our logits (N, V) for a text."""
-    no_patches = torch.zeros(0, model.config.vision_config.patch_dim)
-    prompt = Prompt(ids, no_patches, torch.zeros(0, 3, dtype=torch.long))
+    prompt = Prompt(ids, torch.zeros(0, model.config.vision_config.patch_dim), torch.zeros(0, 3, dtype=torch.long))
     batch = pack([prompt], [[Completion(torch.tensor([1]))]], model.config)
     with torch.no_grad():
         return model.lm_head(model(batch))
@@ -66,9 +65,8 @@ def test_the_logits_are_those_of_the_text_model(tmp_path, model_type, tied):
     assert logits.dtype == torch.float64 and logits.abs().max() > 1
     bound = 1e-6 * expected.abs().max().item()  # transformers computes rotary angles in float32
     torch.testing.assert_close(logits, expected, rtol=0, atol=bound)
-    theirs, info = getattr(transformers, CLASSES[model_type]).from_pretrained(
-        tmp_path / "vlm", output_loading_info=True
-    )
+    model = getattr(transformers, CLASSES[model_type])
+    theirs, info = model.from_pretrained(tmp_path / "vlm", output_loading_info=True)
     assert not any(info.values())
     with torch.no_grad():
         logits = theirs.double()(input_ids=ids[None]).logits[0]
@@ -104,8 +102,7 @@ def test_missing_control_tokens_are_added(tmp_path):
 
 
 def edit(folder, **values):
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(content | values))
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | values))
 
 
 def drop(folder, name):

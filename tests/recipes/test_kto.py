@@ -27,7 +27,6 @@ def test_good_answers_become_more_likely_than_bad_ones(run, plain, own, rows, ho
                for i, line in enumerate(lines)]  # fmt: skip
     write_lines(home / "labeled.jsonl", labeled)
     options = [f"--kto.micro_batch_size={size}", "--kto.learning_rate=1e-3", f"--data.train_file={home}/labeled.jsonl"]
-    folder = run(*own, *KTO, *options, "--data.eval_rows=0")
-    first, *_, last = metrics(folder)
+    first, *_, last = metrics(run(*own, *KTO, *options, "--data.eval_rows=0"))
     assert first["loss"] == approx(0.5, abs=1e-6) and first["kl"] == 0
     assert last["loss"] < 0.5 and last["rewards/chosen"] > last["rewards/rejected"]

@@ -80,10 +80,8 @@ def test_a_file_with_other_line_separators_is_read(tmp_path, capsys):
     row = '{"image": "box.png", "problem": "a\u2028b", "completion": "[10, 10, 20, 20]"}'
     (tmp_path / "rows.jsonl").write_text(f"\ufeff{row}\n\n{row}\n", encoding="utf-8")
     main([str(tmp_path / "rows.jsonl"), "thousandths"])
-    assert [json.loads(line)["completion"] for line in capsys.readouterr().out.split("\n")[:-1]] == [
-        "[100, 200, 200, 400]",
-        "[100, 200, 200, 400]",
-    ]
+    printed = [json.loads(line)["completion"] for line in capsys.readouterr().out.split("\n")[:-1]]
+    assert printed == ["[100, 200, 200, 400]"] * 2
 
 
 def test_a_missing_file_is_named(capsys):

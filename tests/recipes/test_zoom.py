@@ -58,6 +58,5 @@ def test_the_recipe_runs(run, plain, monkeypatch):
     """GRPO begins before the model knows the answer format, so most completions call no tool."""
     monkeypatch.chdir(ROOT)
     small = [f"--{s}.{o}" for s in ("sft", "grpo") for o in ("max_steps=1", "prompts_per_step=2", "micro_batch_size=2")]
-    folder = run("--num_threads=1", "--data.eval_rows=2", *small, recipe=RECIPE)
-    table = summary(folder)
+    table = summary(run("--num_threads=1", "--data.eval_rows=2", *small, recipe=RECIPE))
     assert {"eval/recipes/zoom.py:looks_sampled"} <= set(table["after_grpo"])

@@ -23,8 +23,7 @@ def digest(values) -> str:
 def noise(mode, size, seed=0):
     """Return an image with random pixels in any PIL mode; a palette has one transparent color."""
     rng = np.random.RandomState(seed)
-    channels = len(PIL.Image.new(mode, (1, 1)).getbands())
-    pixels = rng.randint(0, 256, (size[1], size[0], channels), dtype=np.uint8)
+    pixels = rng.randint(0, 256, (size[1], size[0], len(PIL.Image.new(mode, (1, 1)).getbands())), dtype=np.uint8)
     if mode == "P":
         image = PIL.Image.fromarray(pixels[:, :, 0] // 64, "L").convert("P")
         image.putpalette(rng.randint(0, 256, 4 * 3, dtype=np.uint8).tobytes())
@@ -75,9 +74,8 @@ def sampling_cases():
     rng = random.Random(1)
     for _ in range(2000):
         total = int(2 ** rng.uniform(0, 17))
-        video_fps = rng.choice(
-            (1, 10, 23.976023976023978, 24, 25, 29.97002997002997, 30, 60, 120, rng.uniform(0.1, 240))
-        )
+        rates = 1, 10, 23.976023976023978, 24, 25, 29.97002997002997, 30, 60, 120, rng.uniform(0.1, 240)
+        video_fps = rng.choice(rates)
         options = {}
         if rng.random() < 0.3:
             options["nframes"] = rng.randint(1, min(2 * total, 1000))

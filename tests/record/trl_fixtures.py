@@ -83,10 +83,8 @@ def questions(rows):
 
 
 def answers(rows, name="completion"):
-    return [
-        {"prompt": [user("What?")], name: [assistant(f"a {'red ' * (i % 3)}ball")], "images": [picture(i)]}
-        for i in range(rows)
-    ]
+    answers = ([assistant(f"a {'red ' * (i % 3)}ball")] for i in range(rows))
+    return [{"prompt": [user("What?")], name: answer, "images": [picture(i)]} for i, answer in enumerate(answers)]
 
 
 def sft(folder, output, rows=8, **options):
@@ -138,10 +136,8 @@ class Look:
         Args:
             n: Where.
         """
-        width = 28 * (1 + n % 2)
-        box = (0, n, 56, 56 + n) if self.large else (14, n + 6, 14 + width, n + 34)
-        text = {"type": "text", "text": "seen " * (n % 3)}
-        return [{"type": "image", "image": self.image.crop(box)}, text]
+        box = (0, n, 56, 56 + n) if self.large else (14, n + 6, 14 + 28 * (1 + n % 2), n + 34)
+        return [{"type": "image", "image": self.image.crop(box)}, {"type": "text", "text": "seen " * (n % 3)}]
 
     def tell(self, n: int) -> str:
         """Tell.

@@ -194,8 +194,7 @@ class Steps(ExitStack, TrainerCallback):
         return outer
 
     def wrap(self, name: str, look):
-        method = self.looked(getattr(self.trainer, name), look)
-        self.enter_context(patch.object(self.trainer, name, method))
+        self.enter_context(patch.object(self.trainer, name, self.looked(getattr(self.trainer, name), look)))
 
     @property
     def on(self) -> bool:
@@ -396,10 +395,8 @@ class grpo_steps(Steps):
     def micro_batch(self, inputs: dict) -> dict:
         """Return the masks of a micro-batch."""
         completion_mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        return {
-            "completion_mask": completion_mask,
-            "prompt_mask": pad(inputs["prompt_mask"], (0, completion_mask.shape[1])),
-        }
+        prompt_mask = pad(inputs["prompt_mask"], (0, completion_mask.shape[1]))
+        return {"completion_mask": completion_mask, "prompt_mask": prompt_mask}
 
 
 def keep_outputs(part: dict, output, mask=1):
@@ -472,8 +469,7 @@ def join(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     for name in parts[0]:
         values = [part[name] for part in parts]
         if values[0].dim() == 2:
-            rows = [row for x in values for row in x]
-            tensors[name] = pad_sequence(rows, batch_first=True, padding_side="left")
+            tensors[name] = pad_sequence([row for x in values for row in x], batch_first=True, padding_side="left")
         else:
             tensors[name] = torch.cat(values)
     return tensors

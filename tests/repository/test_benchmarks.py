@@ -57,7 +57,6 @@ def test_learning(tmp_path):
 
 @pytest.mark.slow
 def test_same_curve(tmp_path, monkeypatch):
-    """Two steps of TRL and of our trainer, from the same weights and with the same rows."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     same_curve = importlib.import_module("same_curve")
     same_curve.main(["--toy", f"--json={tmp_path / 'out.json'}"])

@@ -48,13 +48,11 @@ def names_here(theirs: str, ours: str) -> list[str]:
 
 def test_options_exist():
     """Names in the second column of a table, and names such as `section.option`, are options."""
-    tables = [
-        row for name in ("TRL", "VLM-R1 and ms-swift", "EasyR1 and verl") for row in rows_of(PAGE, f"From {name}")
-    ]
+    sources = "TRL", "VLM-R1 and ms-swift", "EasyR1 and verl"
+    tables = [row for name in sources for row in rows_of(PAGE, f"From {name}")]
     known = {option.path for option in options_of(RunConfig)}
     sections = {path.partition(".")[0] for path in known if "." in path}
-    named = set(re.findall(r"`(\w+\.\w+)`", PAGE))
-    ours = {name for name in named if name.partition(".")[0] in sections}
+    ours = {name for name in set(re.findall(r"`(\w+\.\w+)`", PAGE)) if name.partition(".")[0] in sections}
     ours |= {name for theirs, cell, _ in tables for name in names_here(theirs, cell)}
     assert len(ours) > 80 and ours <= known
 

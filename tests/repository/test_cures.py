@@ -19,10 +19,8 @@ from tests.helpers.runs import write_lines, write_parquet
 def texts(file: Path) -> list[str]:
     """Return the texts of a file without docstrings; VALUE stands for a value in an f-string."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    documented = [
-        node.body[0] for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list) and node.body
-    ]
-    hidden = {id(node.value) for node in documented if isinstance(node, ast.Expr)}
+    bodies = [body for node in ast.walk(tree) if isinstance(body := getattr(node, "body", None), list) and body]
+    hidden = {id(body[0].value) for body in bodies if isinstance(body[0], ast.Expr)}
     found, parts = [], set()
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
@@ -38,12 +36,11 @@ TEXTS = [text for file in FILES for text in texts(file)]
 COMMAND = re.compile(r"`((?:minivlmrl|python|git|hf|pip) [^`]+)`")
 OPTION = re.compile(r"(--[a-z_]+(?:\.[a-z0-9_]+)?=(?:\[.*?\]|\{.*?\}|[\w.]*\w))")
 PRINTED = {command for text in TEXTS for command in COMMAND.findall(text)}
-TYPED = {option for text in TEXTS for option in OPTION.findall(text)}
 OF_COMMANDS = {"--framework", "--recipe", "--columns", "--layout", "--section.name"}  # options that are not a recipe's
 OTHERS = {"git lfs", "hf download", "pip install"}  # programs of others
 
 
-@pytest.mark.parametrize("option", sorted(TYPED))
+@pytest.mark.parametrize("option", sorted({option for text in TEXTS for option in OPTION.findall(text)}))
 def test_an_option_that_a_message_prints_is_accepted(option):
     name, _, value = option.partition("=")
     if name not in OF_COMMANDS:
@@ -56,11 +53,8 @@ def test_a_command_that_a_message_prints_exists(command):
     if program == "minivlmrl":
         assert name in COMMANDS
     elif name == "-m":
-        assert (
-            (ROOT / command.split()[2].replace("minivlmrl.kernels", "kernels").replace(".", "/"))
-            .with_suffix(".py")
-            .is_file()
-        )
+        module = command.split()[2].replace("minivlmrl.kernels", "kernels").replace(".", "/")
+        assert (ROOT / f"{module}.py").is_file()
     else:
         assert (ROOT / name).is_file() or f"{program} {name}" in OTHERS
 

@@ -31,13 +31,11 @@ from minivlmrl.model.checkpoint import load_model
 from minivlmrl.config.loading import load_config
 from minivlmrl.trainers.sft import SFTTrainer
 
-
 def refusal(call, *arguments):
     try:
         call(*arguments)
     except ValueError as error:
         return str(error)
-
 
 found = {}
 one = torch.ones(1, 2)
@@ -134,5 +132,4 @@ def test_each_diff_does_what_the_page_says(copy):
     environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", CALLS], cwd=copy, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found == dict.fromkeys([*DIFFS, "recipes/fluent.py"], True)
+    assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys([*DIFFS, "recipes/fluent.py"], True)

@@ -111,7 +111,6 @@ def test_the_reading_list_names_what_its_files_define():
 
 
 def test_the_band_of_the_default_run():
-    """README and docs/results.md give the same range of accuracies over processors."""
     shown = re.findall(r"\.\d{3}", " ".join(itertools.chain(*rows_of(RESULTS, "The default run"))))
     for run in json.loads((ROOT / "recipes" / "expected.json").read_text()):
         if (run["recipe"], run["overrides"], run["seed"]) == ("shapes.yaml", [], 0):
@@ -153,13 +152,11 @@ def test_the_promises_of_the_readme():
     assert torch_version in (ROOT / "constraints.txt").read_text().splitlines()
     index = PAGES["docs/README.md"]
     table = index.partition("## Recipes")[2]
-    assert set(re.findall(r"recipes/([\w.]+\.yaml)", table)) == {
-        path.name for path in (ROOT / "recipes").glob("*.yaml")
-    }
+    recipes = {path.name for path in (ROOT / "recipes").glob("*.yaml")}
+    assert set(re.findall(r"recipes/([\w.]+\.yaml)", table)) == recipes
     pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").glob("**/*.md")]
     listed = set(re.findall(r"\((\S+\.md)\)", index))
-    in_table = re.findall(r"\((\w+\.md)\)", PAGES["docs/papers/README.md"])
-    listed |= {f"papers/{page}" for page in in_table}
+    listed |= {f"papers/{page}" for page in re.findall(r"\((\w+\.md)\)", PAGES["docs/papers/README.md"])}
     assert sorted(set(pages) - listed) == ["README.md"]
 
 

@@ -60,9 +60,8 @@ def test_the_profile_runs_on_a_simulated_gpu(monkeypatch, capsys):
 def test_minimal_py_runs_on_a_simulated_gpu(stage, monkeypatch, capsys):
     minimal = gpu_minimal.one_file
     load_file = minimal.load_file  # safetensors cannot use this GPU
-    monkeypatch.setattr(
-        minimal, "load_file", lambda file, device: {n: w.to(device) for n, w in load_file(file).items()}
-    )
+    on_gpu = lambda file, device: {name: weight.to(device) for name, weight in load_file(file).items()}  # noqa: E731
+    monkeypatch.setattr(minimal, "load_file", on_gpu)
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x)  # nor does its autocast convert the inputs of a layer
     for module in (common, gpu_minimal):
         monkeypatch.setattr(module, "CARD", CUDA)

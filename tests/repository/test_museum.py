@@ -15,7 +15,6 @@ def test_the_museum_has_ten_exhibits_of_lines_in_minimal():
         assert changed(exhibit) != SOURCE
 
 
-# stages in which parity searches for longer than three seconds
 LONG = (
     "The group of one", "The nearly greedy sampler", "The labels shifted twice", "The loss divided twice",
     "The answer in the wrong place", "The reference that follows", "The picture that nobody sees",
@@ -27,8 +26,7 @@ LONG = (
 )
 def test_parity_says_what_the_page_says(exhibit, tmp_path):
     report = record(exhibit.kind, changed(exhibit), tmp_path)
-    first = report[: report.index("DIFFERS")].splitlines()[-1].strip()
-    assert first == exhibit.stage
+    assert report[: report.index("DIFFERS")].splitlines()[-1].strip() == exhibit.stage
     assert exhibit.says in report.split("DIFFERS")[1]
 
 

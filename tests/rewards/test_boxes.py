@@ -18,14 +18,13 @@ from tests.helpers.score_texts import logged_reasons, score_texts
 from tests.helpers.talk import IMAGE_PART, user
 
 SIZE = (200, 100)  # width and height of the image file
-EXTENT = (100.0, 50.0)  # width and height of the resized image, which the model sees
 SOLUTION = [40, 20, 80, 60]  # in pixels of the file; RIGHT is the same box in pixels of the resized image
 RIGHT = "20 10 40 30"
 WRONG = "60 10 80 30"  # as large as the right box, and beside it
 NAMES = ["iou", "acc_0_5", "box_format"]
 
 
-def columns(solution=SOLUTION, count=1, size=SIZE, extent=EXTENT):
+def columns(solution=SOLUTION, count=1, size=SIZE, extent=(100.0, 50.0)):
     return {"solution": [solution] * count, "image_sizes": [size] * count, "answer_extents": [extent] * count}
 
 
@@ -48,39 +47,32 @@ def approx(*values):
 NOTHING = (0, 0, 0)
 ALL = (1, 1, 1)
 ALL_BUT_FORM = (1, 1, 0)
-BESIDE = (0, 0, 1)
-BESIDE_BUT_FORM = (0, 0, 0)
 
 # {completion: (mean_iou, acc_0_5, box_format)}
 HACKS = {
-    # correct answers
     say(RIGHT): ALL,
     say(js(RIGHT, iou=1.0, confidence=99, reward=1e300)): ALL,
     say(js(RIGHT).replace("cat", "[60, 10, 80, 30]")): ALL,  # a box in a label does not count
-    say(WRONG): BESIDE,
-    # large, small and empty boxes
+    say(WRONG): (0, 0, 1),
     say("0 0 100 50"): (0.08, 0, 1),
     say("-1000 -1000 1000 1000"): (1e-4, 0, 0),
     say("30 20 30 20"): NOTHING,
-    # other coordinate orders, or other units
     say("40 30 20 10"): NOTHING,
     say("20 10 20 20"): NOTHING,  # x, y, width, height
     say("10 20 30 40"): (1 / 7, 0, 1),  # y first
     say("40 20 80 60"): (0, 0, 0),  # pixels of the file
     say("200 200 400 600"): (0, 0, 0),  # thousandths
     say("0.2 0.2 0.4 0.6"): (0, 0, 1),  # unit
-    # answers without numbers
     say("NaN NaN NaN NaN"): NOTHING,
     say("[]"): NOTHING,  # "no such object"
     say(f"The cat is at [{RIGHT}]"): NOTHING,
-    # answers with several boxes
     say(js(RIGHT, WRONG)): (0.5, 0.5, 1),
     say(js(RIGHT, RIGHT)): (0.5, 0.5, 1),
     say(js(RIGHT, *[WRONG] * 999)): (0.001, 0.001, 1),
     # tags; test_text.py has more
     RIGHT: NOTHING,
     f"<answer>{RIGHT}</answer>": ALL_BUT_FORM,
-    f"{RIGHT}{say(WRONG)}": BESIDE_BUT_FORM,
+    f"{RIGHT}{say(WRONG)}": (0, 0, 0),
     f"<answer>{WRONG}</answer><answer>{RIGHT}</answer>": ALL_BUT_FORM,  # only the last answer counts
     f"<answer>{RIGHT}</answer><answer>{WRONG}": ALL_BUT_FORM,  # an answer without a closing tag does not count
     js(RIGHT).replace("cat", "<answer>"): NOTHING,
@@ -182,13 +174,11 @@ def test_box_rewards_give_a_reason():
 
 
 def test_box_rewards_give_a_reason_without_an_answer_a_solution_an_image_or_an_object():
-    no_answer = "no answer, see data.answer_format"
-    no_object = "the object is not in the image, so the answer should be [] or None"
     for answer, settings, value, reason in (
-        (None, {}, 0, no_answer),
+        (None, {}, 0, "no answer, see data.answer_format"),
         (RIGHT, {"solution": None}, None, "the row has no solution"),
         (RIGHT, {"size": None, "extent": None}, None, "the row has no image"),
-        (RIGHT, {"solution": []}, 0, no_object),
+        (RIGHT, {"solution": []}, 0, "the object is not in the image, so the answer should be [] or None"),
         ("[]", {"solution": []}, 1, None),
     ):
         assert logged_reasons(mean_iou, answer_texts=[answer], **columns(**settings)) == ([value], [reason])
@@ -207,9 +197,6 @@ def test_each_completion_is_scored_with_its_own_row():
     assert values[0].tolist() == [1, 1, 1]
     assert values[1, 2] == 1
     assert values[2].tolist() == approx(0, 0, 1)  # the answer is the box (5, 5, 10, 10)
-
-
-# columns that box rewards read for each row
 
 
 def row(*sizes, **columns):

@@ -13,9 +13,8 @@ def test_values_of_a_row_are_repeated_for_each_completion():
     """A column that only one of two rows has is None for the completions of the other row."""
     rows = [Row(messages=["a"], images=[], columns={"solution": "x"}), Row(messages=["b"], images=[], columns={"n": 1})]
     completions = [[Completion(torch.tensor([i, j]), torch.zeros(2), True) for j in (7, 8)] for i in (3, 4)]
-    processor = SimpleNamespace(
-        decode_assistant_turn=lambda completion: f"{completion.ids.tolist()}", answer_format="whole"
-    )
+    decode = lambda completion: f"{completion.ids.tolist()}"  # noqa: E731
+    processor = SimpleNamespace(decode_assistant_turn=decode, answer_format="whole")
     columns = reward_columns(rows, [None] * 2, completions, processor)
     assert columns["completions"] == columns["answer_texts"] == ["[3, 7]", "[3, 8]", "[4, 7]", "[4, 8]"]
     assert columns["solution"] == ["x", "x", None, None] and columns["n"] == [None, None, 1, 1]

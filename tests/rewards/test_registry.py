@@ -15,7 +15,6 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.rewards import registry as file
-from minivlmrl.rewards.registry import REWARDS, get_reward
 from minivlmrl.run.signals import StopSignals
 from tests.helpers.links import ROOT
 from tests.helpers.runs import metrics, write_lines
@@ -26,7 +25,7 @@ CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text":
 
 
 def ask(monkeypatch, function, completions, **columns):
-    monkeypatch.setitem(REWARDS, "own", function)
+    monkeypatch.setitem(file.REWARDS, "own", function)
     return file.get_reward("own")(completions, **columns)
 
 
@@ -159,7 +158,7 @@ def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
         seen.update(locals())
         return [float(i) for i in range(len(completions))]
 
-    monkeypatch.setitem(REWARDS, "look", look)
+    monkeypatch.setitem(file.REWARDS, "look", look)
     rows = f"--data.train_file={home / 'chat.jsonl'}"
     run(*own, rows, "--stages=[grpo]", "--grpo.max_steps=1", "--rewards={look: 1}")
     n = len(seen["completions"])
@@ -182,7 +181,7 @@ def test_rewards_get_trls_trainer_state_and_can_log(run, monkeypatch):
         log_extra("parts", [{1, 2}] * len(completions))
         return [0.0] * len(completions)
 
-    monkeypatch.setitem(REWARDS, "told", told)
+    monkeypatch.setitem(file.REWARDS, "told", told)
     monkeypatch.chdir(ROOT)
     options = [
         "--stages=[sft, grpo]",
@@ -204,14 +203,14 @@ def test_reasons_are_logged_under_the_name_of_their_reward(monkeypatch):
     """A reward that calls another reward logs reasons under its own name, and can replace them."""
 
     def half(completions, log_extra, **columns):
-        values = get_reward("accuracy")(completions, log_extra=log_extra, **columns)
+        values = file.get_reward("accuracy")(completions, log_extra=log_extra, **columns)
         log_extra("why", [None, "too long", "", torch.tensor(3)])
         return [value / 2 for value in values]
 
-    monkeypatch.setitem(REWARDS, "half", half)
+    monkeypatch.setitem(file.REWARDS, "half", half)
     extras = [{}, {}, {}, {}]
     columns = {"completions": [GOOD, "", GOOD, GOOD], "answer_texts": ["b", None, "b", "c"], "solution": list("bbcc")}
-    rewards = [get_reward(name)(**columns, extras=extras) for name in ("format", "accuracy", "half")]
+    rewards = [file.get_reward(name)(**columns, extras=extras) for name in ("format", "accuracy", "half")]
     assert rewards == [[1, 0, 1, 1], [1, 0, 0, 1], [0.5, 0, 0, 0.5]]
     no_answer = "no answer, see data.answer_format"
     other = "the answer is 'b', not 'c'"
@@ -240,13 +239,12 @@ def test_a_reward_judges_only_rows_of_files_that_name_it():
 
 
 NO_NUMBER = "but it must return a finite number, or None if it cannot score the completion"
-NO_LIST = "but it must return a list with one number per completion, here 2"
 
 
 @pytest.mark.parametrize(("values", "sentence"), [
     *[([0.0, value], NO_NUMBER)
       for value in (math.nan, -math.inf, 10**400, "1.0", [1.0], np.float32("nan"), torch.ones(1))],
-    *[(values, NO_LIST)
+    *[(values, "but it must return a list with one number per completion, here 2")
       for values in (None, [1.0], iter([1.0, 0.0, 1.0]), {0: 1.0, 1: 0.0}, {0.0, 1.0}, "12", torch.tensor(1.0))],
 ], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_other_values_than_one_number_per_completion_are_refused(monkeypatch, values, sentence):
@@ -256,36 +254,27 @@ def test_other_values_than_one_number_per_completion_are_refused(monkeypatch, va
         ask(monkeypatch, lambda completions, **columns: values, ["a", "what?"], row_names=["a:1", "a:7"])
 
 
-# options in a name, and custom functions
-
-
 OWN = """
 import functools
 
 from minivlmrl.rewards.text import accuracy
 
-
 class Scorer:
     def __call__(self, completions, solution, **columns):
         return [1.0] * len(completions)
 
-
 def unused(completions, solution, **columns):
     return [1.0] * len(completions)
 
-
 def named(completions, solution, hint=None, *, scale=1.0):
     return [scale] * len(completions)
-
 
 @functools.wraps(accuracy)
 def around(*args, **columns):
     return accuracy(*args, **columns)
 
-
 def star(*args, **columns):
     return [1.0] * len(columns["completions"])
-
 
 one_scorer = Scorer()
 NUMBER = 3
@@ -294,15 +283,14 @@ NUMBER = 3
 
 @pytest.mark.parametrize("file_name", ["mine.py", "my_columns.py", "solution_columns_2.py"])
 def test_a_reward_with_columns_receives_every_column(tmp_path, file_name):
-    """The name of a reward's file, and whether its code uses the columns, change nothing."""
     (tmp_path / file_name).write_text(OWN)
     received = {"unused": True, "one_scorer": True, "named": False, "named(scale=2.0)": False}
     received |= {"around": True, "star": True}
     for name, expected in received.items():
-        reward = get_reward(f"{tmp_path / file_name}:{name}")
+        reward = file.get_reward(f"{tmp_path / file_name}:{name}")
         assert reward.receives_all == expected
         assert reward.columns == (set() if name == "star" else {"solution"})
-    assert not any(get_reward(name).receives_all for name in REWARDS)
+    assert not any(file.get_reward(name).receives_all for name in file.REWARDS)
 
 
 @pytest.mark.parametrize(("name", "message"), [
@@ -313,4 +301,4 @@ def test_a_reward_with_columns_receives_every_column(tmp_path, file_name):
 def test_what_is_no_function_is_refused(tmp_path, name, message):
     (tmp_path / "mine.py").write_text(OWN)
     with pytest.raises(ValueError, match=message):
-        get_reward(f"{tmp_path / 'mine.py'}:{name}")
+        file.get_reward(f"{tmp_path / 'mine.py'}:{name}")

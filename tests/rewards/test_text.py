@@ -146,9 +146,6 @@ def test_where_an_answer_is():
     assert {message: tuple(find_answer(message, where) for where in places) for message in ANSWERS} == ANSWERS
 
 
-# custom rewards
-
-
 def right_level(completions, *, ground_truth, tolerance=0, **kwargs):
     return [1.0 if len(c) - t <= tolerance else None for c, t in zip(completions, ground_truth, strict=True)]
 

@@ -42,9 +42,8 @@ def without(values, name):
 @pytest.mark.parametrize(("section", "message", "given"), CASES, ids=lambda value: str(value)[:80])
 def test_a_row_is_refused(write_rows, section, message, given):
     rows = given["rows"] if section == "files" else [{"problem": "a"}] * (section == "rows") + [given]
-    rows = [
-        row | {name: [*map(spell_out, row[name])] for name in TURNS if isinstance(row.get(name), list)} for row in rows
-    ]
+    spelled = lambda row, name: [*map(spell_out, row[name])]  # noqa: E731
+    rows = [row | {name: spelled(row, name) for name in TURNS if isinstance(row.get(name), list)} for row in rows]
     file = write_rows(*rows)
     PIL.Image.new("RGB", (3000, 10)).save(file.with_name("long.png"))
     sentence = re.escape(message).replace(r"\.\*", ".*").replace(r"\$", "$")

@@ -198,5 +198,4 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_reason(name, tmp_path):
                 if getattr(row, column) is not None:
                     encode(row, column, processor)
     message = str(error.value)
-    missing = [words for words in (case.file, *case.refused) if words not in message]
-    assert not missing, message
+    assert not [words for words in (case.file, *case.refused) if words not in message], message

@@ -11,7 +11,6 @@ from minivlmrl.errors import USER_FILES
 COUNT = """
 calls = 0
 
-
 def counts(completions, **columns):
     global calls
     calls += 1

@@ -28,7 +28,6 @@ from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run import checkpoint_files, loop
 from minivlmrl.run import checkpoints as resume_file
 from minivlmrl.run import evaluate as evaluate_file
-from minivlmrl.run.checkpoint_files import find_shards
 from minivlmrl.run.lock import locked
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.recipe_changes import changes, fingerprints
@@ -59,7 +58,6 @@ RECIPE = tiny.recipe(
 
 COUNTING = """
 import torch
-
 
 class Counting(torch.optim.SGD):
     def __init__(self, parameters, learning_rate, betas, weight_decay):
@@ -128,6 +126,10 @@ def attempt(recipe, output, *options, ranks=1, die=None, number=1, rank=None):
     return fork_processes(ranks, train)
 
 
+def slow_after(count, cases):
+    return [pytest.param(name, marks=[pytest.mark.slow] * (i >= count)) for i, name in enumerate(cases)]
+
+
 def states(output):
     return sorted(path.name for path in (output / "states").iterdir())
 
@@ -172,9 +174,7 @@ KILLS = {  # case: (stages, options, kills); the first five cases are fast
         ("when metrics are written", 3), ("in backward", 3),
     ]),
     "a second stage": ("sft, grpo", ["--sft.max_steps=2", "--grpo.max_steps=8"], [("in the optimizer", 8)]),
-    "a count in the parameter groups": (
-        "sft", ["--optimizer.name=FOLDER/counting.py:Counting"], [("in backward", 9)],
-    ),
+    "a count in the parameter groups": ("sft", ["--optimizer.name=FOLDER/counting.py:Counting"], [("in backward", 9)]),
     "tools": ("sft, grpo", ["--sft.max_steps=1", "--sampling.environment=tests.helpers.on_ranks:Eye",
               "--sampling.history=1", "--sampling.max_new_tokens=20", "--grpo.max_steps=8", "--log_completions=1"], [
         ("in a rollout", 40), ("in the optimizer", 3),
@@ -190,9 +190,7 @@ KILLS = {  # case: (stages, options, kills); the first five cases are fast
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [*list(KILLS)[:5], *(pytest.param(x, marks=pytest.mark.slow) for x in list(KILLS)[5:])]
-)
+@pytest.mark.parametrize("name", slow_after(5, KILLS))
 def test_a_killed_and_resumed_run_gives_the_same_result(recipe, uninterrupted, tmp_path, name):
     stages, options, kills = KILLS[name]
     options = [f"--stages=[{stages}]", *(option.replace("FOLDER", str(recipe.parent)) for option in options)]
@@ -245,9 +243,7 @@ SIGNALS = {  # options, place, number of its call, checkpoint
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [*list(SIGNALS)[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in list(SIGNALS)[2:])]
-)
+@pytest.mark.parametrize("name", slow_after(2, SIGNALS))
 def test_a_signal_to_one_rank(recipe, uninterrupted, tmp_path, name):
     """A signal ends a run after a rollout, or within a step that the resumed run repeats."""
     options, place, number, kept = SIGNALS[name]
@@ -273,7 +269,6 @@ def test_a_reward_that_fails_on_one_rank(recipe, uninterrupted, tmp_path, monkey
     monkeypatch.setenv("FAILS_AT", "never")
     expected = uninterrupted("--checkpoint_minutes=0", ranks=2)
     monkeypatch.setenv("FAILS_AT", "3")
-    # the exit code of an exception
     assert attempt(recipe, tmp_path, "--checkpoint_minutes=0", ranks=2) == [1, 1]
     assert capfd.readouterr().err.count("states/000004: continue with --resume=auto") >= 2
     assert (tmp_path / "states" / "000004" / "complete.json").is_file()
@@ -304,15 +299,12 @@ ERRORS = {  # options, place, number of its call, checkpoint
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [*list(ERRORS)[:4], *(pytest.param(name, marks=pytest.mark.slow) for name in list(ERRORS)[4:])]
-)
+@pytest.mark.parametrize("name", slow_after(4, ERRORS))
 def test_an_error_between_two_updates_saves_the_steps_before(recipe, uninterrupted, tmp_path, capfd, name):
     options, place, number, kept = ERRORS[name]
     no_others = "--checkpoint_minutes=1000"
     assert attempt(recipe, tmp_path, *options, no_others, die=place, number=number) == [1]
-    message = capfd.readouterr().err
-    assert f"states/{kept}: continue with --resume=auto" in message
+    assert f"states/{kept}: continue with --resume=auto" in capfd.readouterr().err
     assert kept in states(tmp_path)
     assert attempt(recipe, tmp_path, *options, no_others, "--resume=auto") == [0]
     assert outcome(tmp_path) == uninterrupted(*options)
@@ -591,14 +583,12 @@ def test_checkpoints_are_saved_every_ten_minutes(recipe, finished, tmp_path, mon
     minutes = itertools.count(0, 4)
     monkeypatch.setattr(resume_file, "clock", lambda: 60 * next(minutes))
     monkeypatch.setattr(resume_file, "NUM_KEPT_STATES", 9)
-    options = ["--checkpoint_minutes=10", "--grpo.max_steps=7"]
-    resume(recipe, tmp_path, *options)
+    resume(recipe, tmp_path, "--checkpoint_minutes=10", "--grpo.max_steps=7")
     assert states(tmp_path) == ["000003", "000006", "000007"]
     assert RunConfig().checkpoint_minutes == 10
 
 
 def test_changed_base_weights_of_an_adapter_are_refused(recipe, tmp_path):
-    """The checkpoint of an adapter lacks the base weights, so a changed base must be detected."""
     assert attempt(recipe, tmp_path / "start", "--stages=[]") == [0]
     base = tmp_path / "start" / "checkpoint"
     options = [f"--model.path={base}", "--model.config=null", "--adapter.r=2", "--checkpoint_steps=1"]
@@ -686,9 +676,7 @@ def test_changed_images_are_reported(recipe, untrained, tmp_path, monkeypatch, c
 
 
 def test_stages_may_be_added_and_the_checkpoint_interval_stays(recipe, copy):
-    """A checkpoint is saved every third step over all stages, and at the end of each stage."""
-    options = ["--stages=[grpo, sft]", "--sft.max_steps=2", "--checkpoint_steps=3"]
-    resume(recipe, copy, "--resume=auto", *options)
+    resume(recipe, copy, "--resume=auto", "--stages=[grpo, sft]", "--sft.max_steps=2", "--checkpoint_steps=3")
     assert states(copy) == ["000003", "000005"]
     config = RunConfig(checkpoint_steps=3, checkpoint_minutes=0)
     manager = SimpleNamespace(config=config, world=ONE, saved_steps=2, saved_time=0.0)
@@ -710,7 +698,7 @@ def test_a_parameter_without_gradients_resumes_without_moments(recipe, untrained
     ]  # fmt: skip
     codes = attempt(recipe, tmp_path / "run", *options, "--checkpoint_steps=1", die="in backward", number=3)
     assert codes == [-signal.SIGKILL]
-    keys = find_shards(tmp_path / "run" / "states" / "000002")
+    keys = checkpoint_files.find_shards(tmp_path / "run" / "states" / "000002")
     assert "optimizer.model.norm.weight/exp_avg" in keys
     assert "policy.visual.merger.ln_q.weight" in keys
     assert not any(key.startswith("optimizer.visual.") for key in keys)

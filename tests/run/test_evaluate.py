@@ -14,9 +14,7 @@ from minivlmrl.data.messages import conversation
 from minivlmrl.data.rows import Row
 from minivlmrl.model.build import random_model
 from minivlmrl.run import evaluate as file
-from minivlmrl.run.evaluate import IMAGE_ABLATIONS, check_best_metric, evaluate
 from minivlmrl.tasks import shapes
-from minivlmrl.tasks.shapes import Shapes
 from tests.helpers.runs import write_lines
 from tests.helpers.stages import ONE
 from tests.helpers.talk import user
@@ -81,7 +79,7 @@ ROWS = [
 @pytest.mark.parametrize("batch_size", [2, 8])
 def test_each_metric_is_a_mean_over_the_rows_that_have_a_value(scripted, monkeypatch, batch_size):
     monkeypatch.setattr(file, "BATCH_SIZE", batch_size)
-    assert evaluate(None, None, ROWS, config(REWARDS, SAMPLING), ONE) == {
+    assert file.evaluate(None, None, ROWS, config(REWARDS, SAMPLING), ONE) == {
         "eval/iou_sampled": 0.25, "eval/iou_greedy": 0.5, "eval/box_format_sampled": 0.6,
         "eval/acc_0_5_sampled": 0.25, "eval/acc_0_5_greedy": 0.5,
     }  # fmt: skip
@@ -90,12 +88,12 @@ def test_each_metric_is_a_mean_over_the_rows_that_have_a_value(scripted, monkeyp
 def test_metrics_that_no_row_provides_are_not_reported(scripted):
     # with one reward, only the first value counts
     rows = [scored([NAN, 1.0, NAN], [0.5, 1.0, NAN])]
-    assert evaluate(None, None, rows, config(REWARDS, SAMPLING), ONE) == {
+    assert file.evaluate(None, None, rows, config(REWARDS, SAMPLING), ONE) == {
         "eval/iou_greedy": 0.5, "eval/box_format_sampled": 1.0,
     }  # fmt: skip
-    assert evaluate(None, None, rows, config(REWARDS[:1], SAMPLING), ONE) == {"eval/iou_greedy": 0.5}
+    assert file.evaluate(None, None, rows, config(REWARDS[:1], SAMPLING), ONE) == {"eval/iou_greedy": 0.5}
     # only a format in the second place lacks a greedy metric
-    assert "eval/acc_0_5_greedy" in evaluate(None, None, ROWS, config(["iou", "acc_0_5"], SAMPLING), ONE)
+    assert "eval/acc_0_5_greedy" in file.evaluate(None, None, ROWS, config(["iou", "acc_0_5"], SAMPLING), ONE)
 
 
 @pytest.mark.parametrize(("name", "needs"), [
@@ -106,9 +104,9 @@ def test_a_best_metric_that_no_evaluation_of_the_run_measures_is_refused(name, n
     run = config()
     run.best_metric = name
     with pytest.raises(ValueError, match=f"best_metric is '{name}', but it must be one of eval/accuracy_sampled, "):
-        check_best_metric(run, needs)
+        file.check_best_metric(run, needs)
     run.best_metric = {"demonstrations": "eval/loss", "pairs": "eval/pair_accuracy"}[max(needs - {"prompts"})]
-    check_best_metric(run, needs)
+    file.check_best_metric(run, needs)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +116,7 @@ def model(folder):
 
 def test_evaluations_without_images_use_gray_and_swapped_images(model, monkeypatch):
     """Evaluations with gray or swapped images keep the keys of rows, and so their random numbers."""
-    rows = [Shapes(4, "held out")[i] for i in range(4)]
+    rows = [shapes.Shapes(4, "held out")[i] for i in range(4)]
     rows[1].images = []
     rows[1].messages = [user("What is it?")]
     rows[2].images = rows[2].images * 2
@@ -134,9 +132,9 @@ def test_evaluations_without_images_use_gray_and_swapped_images(model, monkeypat
 
     monkeypatch.setattr(file, "generate_and_score", recorded)
     monkeypatch.setattr(file, "BATCH_SIZE", 2)
-    values = evaluate(*model, rows, config(blind=True), ONE)
+    values = file.evaluate(*model, rows, config(blind=True), ONE)
     assert [values[f"eval/accuracy_{way}"] for way in ("sampled", "gray_image", "swapped_image")] == [0.0, 2.0, 3.0]
-    assert "eval/accuracy_gray_image" not in evaluate(*model, rows, config(), ONE)
+    assert "eval/accuracy_gray_image" not in file.evaluate(*model, rows, config(), ONE)
     assert keys == [f"evaluation/{i}" for i in range(4)] * 6
     own = shown[:4]
     blank = PIL.Image.new("RGB", rows[0].images[0].size, "gray").tobytes()
@@ -156,7 +154,7 @@ def test_videos_are_gray_or_swapped_too(tmp_path):
     images = ImageProcessor(patch_size=7)
     for name, expected in {"gray_image": [(56, 28), (56, 28)], "swapped_image": [(28, 28)]}.items():
         row = replace(rows[0], index=0)
-        row = replace(row, **IMAGE_ABLATIONS[name](row, rows))
+        row = replace(row, **file.IMAGE_ABLATIONS[name](row, rows))
         [video], [image] = row.videos, row.images
         assert [frame.size for frame in video.read(images).frames] == expected
         gray = PIL.Image.new("RGB", (28, 28), "gray")
@@ -164,6 +162,6 @@ def test_videos_are_gray_or_swapped_too(tmp_path):
         assert image.size == (28, 28) and (image.tobytes() == gray.tobytes()) == (name == "gray_image")
         colors = {frame.getpixel((0, 0)) for frame in video.read(images).frames}
         assert colors == ({gray.getpixel((0, 0))} if name == "gray_image" else {(255, 0, 0)})
-    [swapped] = IMAGE_ABLATIONS["swapped_image"](replace(rows[1], index=1), rows)["images"]
+    [swapped] = file.IMAGE_ABLATIONS["swapped_image"](replace(rows[1], index=1), rows)["images"]
     assert swapped.size == (28, 56)
-    assert len(IMAGE_ABLATIONS["swapped_image"](replace(rows[2], index=2), rows)["videos"]) == 2
+    assert len(file.IMAGE_ABLATIONS["swapped_image"](replace(rows[2], index=2), rows)["videos"]) == 2

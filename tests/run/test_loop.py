@@ -58,8 +58,7 @@ def test_the_files_and_metrics_of_a_run(run, capsys):
 
 def test_the_metrics_of_the_other_stages(run, plain):
     """Only dpo and reward_model compare two answers, and so report eval/pair_accuracy."""
-    options = "--ppo.kl_coef=0.1", "--data.eval_rows=5"
-    folder = run("--stages=[sft, dpo, reward_model, ppo]", *options)
+    folder = run("--stages=[sft, dpo, reward_model, ppo]", "--ppo.kl_coef=0.1", "--data.eval_rows=5")
     _, dpo, reward_model, ppo = (line for line in metrics(folder) if line["step"] == 1)
     common = {"stage", "step", "loss", "grad_norm", "learning_rate"}
     pairs = {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"}
@@ -132,9 +131,8 @@ def test_a_step_that_the_ranks_cannot_share_is_refused_before_anything_is_loaded
 def test_memory_is_checked_before_rows_and_weights_are_read(run, own, monkeypatch):
     for name in ("load_datasets", "build_processor", "build_weights"):
         monkeypatch.setattr(f"minivlmrl.run.setup.{name}", None)  # calling it would fail
-    monkeypatch.setattr(
-        "minivlmrl.extras.memory.memory_check.check_disk", Mock(side_effect=ValueError("sft needs more"))
-    )
+    refuse = Mock(side_effect=ValueError("sft needs more"))
+    monkeypatch.setattr("minivlmrl.extras.memory.memory_check.check_disk", refuse)
     with pytest.raises(ValueError, match="sft needs more"):
         run(*own, "--stages=[sft]")
 

@@ -57,21 +57,17 @@ def test_gradients_are_scaled_down_to_the_norm_and_never_up(limit, kept):
 OPTIMIZERS = """
 import torch
 
-
 def sgd(parameters, learning_rate, betas, weight_decay, momentum=0.9):
     return torch.optim.SGD(parameters, learning_rate, momentum, weight_decay=weight_decay)
 
-
 def adagrad(parameters, learning_rate, betas, weight_decay):
     return torch.optim.Adagrad(parameters, learning_rate)
-
 
 def nameless(parameters, learning_rate, betas, weight_decay):
     optimizer = torch.optim.SGD(parameters, learning_rate)
     del optimizer.param_groups[0]["lr"]
     optimizer.step = lambda: None
     return optimizer
-
 
 class Keeping(torch.optim.SGD):
     def __init__(self, parameters, learning_rate, betas, weight_decay):
@@ -80,7 +76,6 @@ class Keeping(torch.optim.SGD):
     def step(self):
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["kept"] = 1
-
 """
 
 

@@ -16,7 +16,6 @@ from tests.helpers import tiny
 from tests.helpers.draws import prompts
 from tests.helpers.pretend_cuda import CUDA, DeviceMix, PretendCuda, pretend
 from tests.helpers.stages import Stage, write_recipe
-from tests.helpers.tiny import pack
 
 
 def on_card(*shape, dtype=torch.float32):
@@ -35,7 +34,7 @@ def test_scores_and_gradients_match_the_cpu():
     def score(model, device):
         generator = torch.Generator().manual_seed(1)
         completions = [[tiny.completion(generator, n).to(device) for n in (1, 4, 9)] for _ in range(4)]
-        logps, entropies = per_token_logps(model, pack(prompts(4), completions, model.config, device))
+        logps, entropies = per_token_logps(model, tiny.pack(prompts(4), completions, model.config, device))
         (logps.sum() + entropies.sum()).backward()
         return [x.detach().cpu() for x in (logps, entropies, *(p.grad for p in model.parameters()))]
 

@@ -51,7 +51,6 @@ BASES = """
 from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.grpo import GRPOTrainer
 
-
 class Base(GRPOTrainer):
     stage = "own"
 """

@@ -16,10 +16,8 @@ from minivlmrl.model.checkpoint import load_model
 from minivlmrl.run import results as file
 from minivlmrl.run.callbacks import Callbacks
 from minivlmrl.run.metrics import MetricsLog
-from minivlmrl.run.results import Results
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.tasks import shapes
-from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers.registry import find_class
 from tests.helpers.runs import LETTERS, metrics, summary
 from tests.helpers.stages import ONE, SECOND_RANK
@@ -32,11 +30,10 @@ def results(home, tmp_path, monkeypatch):
         config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'run'}", *overrides])
         if world.is_main:
             (tmp_path / "run").mkdir()
-        state = TrainerState(0, config.stages, seconds={"sft": 1.5}, num_log_lines={})
-        log = MetricsLog(config, world, state)
+        log = MetricsLog(config, world, TrainerState(0, config.stages, seconds={"sft": 1.5}, num_log_lines={}))
         log.open_files()
         model, processor = random_model(home / "model.json", shapes.tokenizer(), 0)
-        found = Results(config, model, processor, log, held_out, Callbacks())
+        found = file.Results(config, model, processor, log, held_out, Callbacks())
         found.write_config()
         return found
 
@@ -59,7 +56,7 @@ def test_logits_that_are_not_finite_have_another_cure_before_training(results, m
         raise FloatingPointError("logits")
 
     monkeypatch.setattr(file, "evaluate", fail)
-    found = results("--model.dtype=float16", held_out=Shapes(4, "x"))
+    found = results("--model.dtype=float16", held_out=shapes.Shapes(4, "x"))
     with pytest.raises(ValueError, match=expected):
         found.measure("start", trainer)
 
@@ -67,7 +64,7 @@ def test_logits_that_are_not_finite_have_another_cure_before_training(results, m
 def test_evaluations_and_weights_are_written(results, monkeypatch, capsys):
     plain = {"eval/accuracy_sampled": 0.25, "eval/accuracy_greedy": 0.5, "eval/format_sampled": 1.0}
     monkeypatch.setattr(file, "evaluate", lambda *_: dict(plain))
-    found = results(held_out=Shapes(4, "x"))
+    found = results(held_out=shapes.Shapes(4, "x"))
     found.measure("start")
     found.measure("after_sft", trained("sft", **{"eval/pair_accuracy": 0.5}))
     found.write()
@@ -81,7 +78,6 @@ def test_evaluations_and_weights_are_written(results, monkeypatch, capsys):
 
 
 def test_the_second_rank_writes_nothing(results, monkeypatch):
-    # all ranks call save_model
     monkeypatch.setattr(file, "save_model", lambda *_: None)
     found = results(world=SECOND_RANK)
     found.write()
@@ -131,13 +127,12 @@ def test_the_base_of_an_adapter_is_not_replaced(home, tmp_path, name):
 
 METRICS = "eval/accuracy_sampled", "eval/accuracy_greedy", "eval/format_sampled"
 JUDGES = "--data.eval_rewards=[accuracy, format]"
-INTERIM = ("--stages=[sft, grpo]", "--eval_steps=2", JUDGES)
 evaluations = partial(metrics, name="evaluations.jsonl")
 
 
 @pytest.mark.usefixtures("plain", "lively")
 def test_evaluations_during_training_do_not_change_the_run(run, capsys):
-    with_them = run(*INTERIM, LETTERS, name="with")
+    with_them = run("--stages=[sft, grpo]", "--eval_steps=2", JUDGES, LETTERS, name="with")
     without = run("--stages=[sft, grpo]", LETTERS, JUDGES, name="without")
     lines, table = evaluations(with_them), summary(with_them)
     steps = [("sft", 0), ("sft", 2), ("sft", 3), ("grpo", 2), ("grpo", 3)]
@@ -163,7 +158,7 @@ def test_evaluations_during_training_do_not_change_the_run(run, capsys):
 def test_the_model_with_the_best_evaluation_is_saved(results, monkeypatch, kind, values, saved, best, options):
     """The first evaluation is not saved, because it judges the initial model."""
     monkeypatch.setattr(file, "evaluate", lambda *_: {"eval/accuracy_sampled": values[len(done)] or 0})
-    found = results(f"--best_metric={kind}", "--eval_steps=1", *options, held_out=Shapes(1, "x"))
+    found = results(f"--best_metric={kind}", "--eval_steps=1", *options, held_out=shapes.Shapes(1, "x"))
     done, kept = [], []
     trainer = trained("sft", 4, saved=lambda folder, **_: kept.append((len(done), folder)))
     trainer.evaluate = lambda rows: {"eval/loss": values[len(done)]} if kind == "eval/loss" else {}
@@ -182,7 +177,7 @@ def test_only_the_adapter_is_saved_until_the_end(run, plain, own, lively, rows, 
         "--save_steps=2", "--data.eval_rows=2", f"--data.eval_file={rows}", "--best_metric=eval/loss",
     ]  # fmt: skip
     saved = []  # files after each save
-    original = Results.save
+    original = file.Results.save
 
     def save(self, trainer, folder):
         original(self, trainer, folder)
@@ -190,7 +185,7 @@ def test_only_the_adapter_is_saved_until_the_end(run, plain, own, lively, rows, 
         if len(saved) == 1:
             shutil.copytree(folder / "checkpoint", tmp_path / self.config.save)
 
-    monkeypatch.setattr(Results, "save", save)
+    monkeypatch.setattr(file.Results, "save", save)
     folders = {}
     for kind in ("merged", "adapter"):
         saved.clear()
@@ -198,8 +193,7 @@ def test_only_the_adapter_is_saved_until_the_end(run, plain, own, lively, rows, 
         assert ("checkpoint/model.safetensors" in saved[0]) == (kind == "merged")
     own_files = ["adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/minivlmrl.yaml"]
     assert saved[0] == saved[-1] == [f"checkpoint/{name}" for name in [*own_files, "minivlmrl.yaml"]]
-    names = ["model.safetensors", *own_files]
-    for name in names:
+    for name in ["model.safetensors", *own_files]:
         one, other = ((folder / "checkpoint" / name).read_bytes() for folder in folders.values())
         assert one == other, name
     assert not (folders["adapter"] / "best" / "checkpoint" / "model.safetensors").exists()
@@ -223,11 +217,8 @@ def test_only_the_adapter_is_saved_until_the_end(run, plain, own, lively, rows, 
 def test_chance_answers_each_question_with_its_most_frequent_solution(results):
     """A question that occurs once gets the most frequent solution of all rows, which is "3"."""
     asked = ["kind?", "kind?", "kind?", "count?", "count?", "count?", "total?", "gauge?"]
-    said = ["a", "a", "b", "3", "3", "2", "9.5", "3"]
-    rows = [
-        Row([user(question)], [], columns={"solution": solution})
-        for question, solution in zip(asked, said, strict=True)
-    ]
+    pairs = zip(asked, ["a", "a", "b", "3", "3", "2", "9.5", "3"], strict=True)
+    rows = [Row([user(question)], [], columns={"solution": solution}) for question, solution in pairs]
     assert results("--data.task=null", held_out=rows).chance() == 5 / 8
 
 

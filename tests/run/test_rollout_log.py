@@ -21,7 +21,6 @@ from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.rollout_log import describe_group, tokens
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.tasks import shapes
-from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers.base import Rollout, Step
 from tests.helpers.on_ranks import launch
 from tests.helpers.runs import LETTERS, metrics
@@ -60,7 +59,7 @@ def test_a_thought_opened_by_the_prompt_is_part_of_the_text(stage, published):
     end = "</think>\n<answer>green square</answer>"
     one = stage("grpo", "--grpo.num_generations=2", model="qwen3_5").trainer
     one.processor.template = template
-    row = Shapes(1, "rows")[0]
+    row = shapes.Shapes(1, "rows")[0]
     ids = torch.tensor(one.processor.tokenizer.encode(f"The square is green.\n{end}"))
     group = [Completion(ids, torch.zeros(len(ids))), Completion(ids[:2], torch.zeros(2))]
     prompt = row.prompt(one.processor)
@@ -90,8 +89,7 @@ def test_a_completion_has_its_answer_and_the_reasons_of_its_rewards(run, tmp_pat
     )
     name = f"{reward}:short"
     options = f"--rewards={{'{name}': 1, format: 1, accuracy: 1}}", "--data.answer_format=last_line"
-    folder = run(*EVERY_STEP[:-1], *options)
-    logged = [one for line in completions(folder) for one in line["completions"]]
+    logged = [one for line in completions(run(*EVERY_STEP[:-1], *options)) for one in line["completions"]]
     assert len(logged) == 2 * 4 * 4
     for one in logged:
         text, answer, why = one["text"], one["answer"], one["why"]
@@ -116,13 +114,12 @@ def log_on_rank(folder, overrides, world):
     metrics_log = MetricsLog(config, world, TrainerState(0, ["grpo"], num_log_lines={}))
     metrics_log.open_files()
     log = metrics_log.completions
-    rows = [replace(row, index=10 * world.rank + i) for i, row in enumerate(list(Shapes(2, "rows")))]
+    rows = [replace(row, index=10 * world.rank + i) for i, row in enumerate(list(shapes.Shapes(2, "rows")))]
     processor = Processor(shapes.tokenizer(), ImageProcessor())
     one = Completion(torch.tensor(processor.tokenizer.encode("a")), torch.tensor([-0.5]))
     rollout = Rollout.join(rows, [row.prompt(processor) for row in rows], [[one], [one]], torch.zeros(2, 2))
-    trainer = SimpleNamespace(
-        stage="grpo", config=config, processor=processor, options=SimpleNamespace(num_generations=1), world=world
-    )
+    given = {"config": config, "processor": processor, "options": SimpleNamespace(num_generations=1), "world": world}
+    trainer = SimpleNamespace(stage="grpo", **given)
     trainer.total_rewards = lambda samples: torch.zeros(len(samples))
     log.step(trainer, Step([], rollout=rollout, groups=rollout.groups[: 2 - world.rank]), 0)
 
@@ -139,14 +136,12 @@ def test_completions_of_all_ranks(tmp_path, overrides, logged):
 
 @pytest.mark.usefixtures("plain")
 def test_boxes_are_fractions_of_the_image_size(run, own, rows):
-    boxes = f"--data.train_file={rows.parent / 'boxes.jsonl'}"
-    folder = run(*own, boxes, *EVERY_STEP[:-1], "--rewards={iou: 1}")
+    folder = run(*own, f"--data.train_file={rows.parent / 'boxes.jsonl'}", *EVERY_STEP[:-1], "--rewards={iou: 1}")
     assert completions(folder)[0]["truth"] == [[0, 0, 0.5, 0.5]]
 
 
 def test_a_character_of_several_tokens_is_shown_at_its_last_token(checkpoint):
     processor = load_processor(checkpoint)
     ids = processor.tokenizer.encode("a \u4f60!")
-    drawn = Completion(torch.tensor(ids), torch.full((len(ids),), -0.5))
-    texts = [text for text, _ in tokens(drawn, processor)]
+    texts = [text for text, _ in tokens(Completion(torch.tensor(ids), torch.full((len(ids),), -0.5)), processor)]
     assert "".join(texts) == "a \u4f60!" and "\ufffd" not in "".join(texts) and len(texts) == len(ids)

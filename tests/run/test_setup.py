@@ -12,7 +12,6 @@ from minivlmrl.model import config_json
 from minivlmrl.rewards.columns import image_and_box_sizes
 from minivlmrl.run import setup
 from minivlmrl.run.datasets import load_datasets
-from minivlmrl.run.setup import build_model
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 from tests.helpers.stages import ONE
@@ -20,7 +19,7 @@ from tests.helpers.stages import ONE
 
 @pytest.fixture
 def build(home):
-    return lambda *overrides: build_model(load_config(home / "recipe.yaml", overrides), ONE)
+    return lambda *overrides: setup.build_model(load_config(home / "recipe.yaml", overrides), ONE)
 
 
 def test_random_weights_depend_on_the_seed(build):
@@ -52,8 +51,7 @@ HALF = "--model.dtype=bfloat16"
     (["--model.dtype=float16"], torch.float16),
 ])  # fmt: skip
 def test_patches_have_the_dtype_of_a_16_bit_computation(home, options, dtype):
-    config = load_config(home / "recipe.yaml", options)
-    assert setup.patch_dtype(config) == dtype
+    assert setup.patch_dtype(load_config(home / "recipe.yaml", options)) == dtype
 
 
 def test_patches_of_16_bits_change_no_byte_of_a_run(run, lively, monkeypatch, plain):
@@ -67,8 +65,7 @@ def test_patches_of_16_bits_change_no_byte_of_a_run(run, lively, monkeypatch, pl
     for dtype in (torch.bfloat16, torch.float32):
         monkeypatch.setattr(setup, "patch_dtype", lambda config, dtype=dtype: dtype)
         seen.clear()
-        folder = run(*options, name=str(dtype))
-        found.append((folder / "checkpoint" / "model.safetensors").read_bytes())
+        found.append((run(*options, name=str(dtype)) / "checkpoint" / "model.safetensors").read_bytes())
         assert {patches.dtype for patches, _ in seen} == {dtype}
     assert found[0] == found[1]
 
@@ -87,16 +84,15 @@ def test_the_default_box_space_depends_on_the_family(build, tmp_path, family):
 
 @pytest.mark.parametrize("sizes", [tiny.RUN_MODEL, tiny.RUN_QWEN3, tiny.RUN_QWEN35])
 def test_random_weights_with_a_tokenizer_trained_on_custom_rows(home, rows, tmp_path, sizes):
-    """The tokenizer is trained on the texts of the rows, so common words become one token."""
     file = tmp_path / "model.json"
     file.write_text(json.dumps(sizes | {"text_config": sizes.get("text_config", {})}))
     own = [f"--model.config={file}", "--data.task=null", f"--data.train_file={rows}"]
     config = load_config(home / "recipe.yaml", own)
     datasets = load_datasets(config, {"sft": "demonstrations", "grpo": "prompts"}, ["solution"])
-    model, processor = build_model(config, ONE, datasets)
+    model, processor = setup.build_model(config, ONE, datasets)
     assert model.config.vocab_size == (512 if "text_config" in sizes else len(processor.tokenizer))
     assert model.config.eos_token_id == processor.tokenizer.special_tokens["<|im_end|>"]
     assert len(processor.tokenizer.encode("Name it.")) <= 4
     assert processor.decode(torch.tensor(processor.tokenizer.encode("<answer>é"))) == "<answer>é"
     with pytest.raises(ValueError, match=r"model\.config needs the tokenizer of a built-in task, or rows to train a"):
-        build_model(config, ONE)
+        setup.build_model(config, ONE)

@@ -13,32 +13,29 @@ from minivlmrl.config import time_limit
 from minivlmrl.distributed.process_group import World
 from minivlmrl.rewards.registry import Reward, RewardFailed
 from minivlmrl.run import signals
-from minivlmrl.run.signals import PREEMPTED, StopSignals
 from tests.helpers.children import exit_code, fork
 from tests.helpers.stages import ONE
 
 pytestmark = pytest.mark.usefixtures("default_signals")
 
 
-@pytest.mark.parametrize("number", StopSignals.SIGNALS)
+@pytest.mark.parametrize("number", signals.StopSignals.SIGNALS)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_is_recorded_and_printed_once_by_the_first_rank(number, rank, capfd):
-    with StopSignals(World(rank, 1, torch.device("cpu"))) as stop:
+    with signals.StopSignals(World(rank, 1, torch.device("cpu"))) as stop:
         assert not stop.is_requested()
         for _ in "12":  # a scheduler and torchrun may both deliver the same signal
             os.kill(os.getpid(), number)
         assert stop.is_requested()
-    message = (
-        "the run stops as soon as possible, and saves a checkpoint if a step is done; a reward or a tool may take "
-        "10 more seconds; send the signal again to exit now"
-    )
+    message = "the run stops as soon as possible, and saves a checkpoint if a step is done; a reward or a "
+    message += "tool may take 10 more seconds; send the signal again to exit now"
     assert capfd.readouterr().err == (f"\n{signal.Signals(number).name}: {message}\n" if rank == 0 else "")
 
 
 def test_an_ignored_signal_stays_ignored():
     """nohup ignores SIGHUP, and a run must not change that."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with StopSignals(ONE) as stop:
+    with signals.StopSignals(ONE) as stop:
         os.kill(os.getpid(), signal.SIGHUP)
         assert not stop.is_requested()
     assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
@@ -50,7 +47,7 @@ def test_printing_to_a_lost_terminal_does_not_fail():
     def lose_it():
         os.dup2(terminal, 1)
         os.dup2(terminal, 2)
-        with StopSignals(ONE) as stop:
+        with signals.StopSignals(ONE) as stop:
             os.close(main)
             os.close(terminal)
             os.kill(os.getpid(), signal.SIGHUP)
@@ -65,7 +62,7 @@ def test_printing_to_a_lost_terminal_does_not_fail():
 
 def test_long_work_stops_at_once_if_a_checkpoint_can_be_saved():
     world = World()
-    with StopSignals(world) as stop:
+    with signals.StopSignals(world) as stop:
         stop.world.stop_if_preempted()
         os.kill(os.getpid(), signal.SIGTERM)
         stop.can_stop = lambda: False
@@ -73,7 +70,7 @@ def test_long_work_stops_at_once_if_a_checkpoint_can_be_saved():
         stop.can_stop = lambda: True
         stop.world.stop_if_preempted()
         raise AssertionError
-    assert stop.exit_code == PREEMPTED
+    assert stop.exit_code == signals.PREEMPTED
     world.stop_if_preempted()  # after the `with` block, a later run in this process is not stopped
 
 
@@ -88,14 +85,14 @@ def test_a_hanging_reward_delays_the_end_by_seconds(monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 
-    with StopSignals(World()) as stop:
+    with signals.StopSignals(World()) as stop:
         reward = replace(Reward("hang", hang), max_seconds=1800.0).with_world(stop.world)
         stop.can_stop = lambda: False
         with pytest.raises(RewardFailed, match=r"reward hang, for 1 completion .* took more than 0\.2 seconds"):
             reward(completions=["a"])
         stop.can_stop = lambda: True
         reward(completions=["a"])
-    assert stop.exit_code == PREEMPTED and calls[1] - calls[0] < 30
+    assert stop.exit_code == signals.PREEMPTED and calls[1] - calls[0] < 30
     assert time_limit.longest == float("inf")
 
 
@@ -103,7 +100,7 @@ def test_a_later_signal_ends_the_process(monkeypatch):
     monkeypatch.setattr(signals, "SAME_REQUEST", 0.05)
 
     def signal_twice():
-        with StopSignals(ONE):
+        with signals.StopSignals(ONE):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -112,8 +109,8 @@ def test_a_later_signal_ends_the_process(monkeypatch):
 
 
 def test_other_errors_propagate_and_handlers_are_restored():
-    before = [signal.getsignal(number) for number in StopSignals.SIGNALS]
-    with pytest.raises(ValueError, match="no"), StopSignals(ONE) as stop:
-        assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == [stop.on_signal] * 4
+    before = [signal.getsignal(number) for number in signals.StopSignals.SIGNALS]
+    with pytest.raises(ValueError, match="no"), signals.StopSignals(ONE) as stop:
+        assert [signal.getsignal(number) for number in signals.StopSignals.SIGNALS] == [stop.on_signal] * 4
         raise ValueError("no")
-    assert [signal.getsignal(number) for number in StopSignals.SIGNALS] == before and stop.exit_code == 0
+    assert [signal.getsignal(number) for number in signals.StopSignals.SIGNALS] == before and stop.exit_code == 0

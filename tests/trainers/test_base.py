@@ -25,9 +25,7 @@ ROWS = SimpleNamespace(pad=lambda flat: flat.view(2, 2))
 ])  # fmt: skip
 def test_means_of_a_micro_batch_divide_by_its_tokens(mask, mean, advantages):
     """Without tokens a mean is 0, and the sum over a single token is divided by one."""
-    batch = MicroBatch(ROWS, torch.tensor(mask), None)
-    values = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    assert batch.mean(values).item() == mean
+    assert MicroBatch(ROWS, torch.tensor(mask), None).mean(torch.tensor([1.0, 2.0, 3.0, 4.0])).item() == mean
     per_token = torch.tensor([[4.0, 5.0], [6.0, 7.0]])
     tensors = dict.fromkeys(("old_per_token_logps", "old_values", "returns", "sampler_logps"), per_token)
     ppo = PPOBatch(ROWS, torch.tensor(mask), None, samples=[], advantages=per_token, **tensors)

@@ -21,10 +21,8 @@ def test_stored_log_probabilities(stage, loss_calls, samples):
         run.next()
         ends.append(run.step.ends_rollout)
         lines.append(run.update())
-    assert len(samples) == 2
     assert [len(rollout.groups) for rollout in samples] == [8, 8]
     assert ends == [False, False, False, True] * 2
-    assert len(loss_calls) == 16  # two micro-batches per step
     assert ratios(loss_calls) == [True] * 2 + [False] * 6 + [True] * 2 + [False] * 6
     # the second pass has the same micro-batches
     for first, again in zip(loss_calls[:4], loss_calls[4:8], strict=True):
@@ -65,7 +63,6 @@ def test_a_step_contains_its_rows_in_order(stage, samples):
 
 # four groups of four: equal rewards, different rewards, one reward equal to the mean, equal rewards
 REWARDS = [1.0] * 4 + [0.0, 1.0, 2.0, 4.0] + [0.0, 1.0, 2.0, 1.0] + [3.0] * 4
-ROWS_WITH_SIGNAL = [4, 5, 6, 7, 8, 10]
 FOURS = "--grpo.num_generations=4", "--grpo.micro_batch_size=4"
 
 
@@ -96,7 +93,7 @@ def without_idle_rows(stage, script, rewards, *options):
 ], ids=str)  # fmt: skip
 def test_leaving_out_rows_without_signal_keeps_the_gradient(stage, script, options):
     some, all_rows = without_idle_rows(stage, script, REWARDS, *FOURS, *options)
-    assert some.completion_index.tolist() == ROWS_WITH_SIGNAL and len(some.group.prompts) == 2
+    assert some.completion_index.tolist() == [4, 5, 6, 7, 8, 10] and len(some.group.prompts) == 2
     assert all_rows.completion_index.tolist() == [*range(16)]
     assert some.normalizer == all_rows.normalizer
 
@@ -115,11 +112,10 @@ def test_without_any_signal_one_completion_remains(stage, script):
 def test_clip_ratios_count_completions_that_are_left_out(stage, script, monkeypatch, options):
     """TRL divides by all tokens of a step. A group with equal rewards is left out here, and is never clipped."""
     moves = ["--grpo.num_iterations=2", "--grpo.learning_rate=0.01"]
-    bounds = ["--grpo.epsilon_low=0.001", "--grpo.epsilon_high=0.001"]
     found = []
     for keeps_all in (False, True):
         script([0.0, 1.0, 2.0] + [1.0] * 9)  # one of four groups differs
-        run = stage("grpo", *moves, *bounds, *options)
+        run = stage("grpo", *moves, "--grpo.epsilon_low=0.001", "--grpo.epsilon_high=0.001", *options)
         monkeypatch.setitem(vars(run.trainer), "needs_all_samples", keeps_all)
         line = run.go(2)[1]
         found.append({name: line[name] for name in CLIP_RATIOS if name in line})

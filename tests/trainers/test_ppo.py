@@ -60,7 +60,6 @@ def test_advantages_and_returns_by_hand(stage, samples, monkeypatch, kl_estimato
 
 
 def test_completions_without_a_reward_are_masked(stage, samples, script, monkeypatch):
-    """A completion has no reward only if all reward functions return None."""
     script([1.0, None, 0.0, 0.5, None, None, 1.0, 0.0])
     monkeypatch.setitem(REWARDS, "other", lambda completions, **_: [0.0, None, 0.0, 0.0, None, 0.5, 0.0, 0.0])
     run = stage("ppo", "--ppo.micro_batch_size=4", "--rewards={letters: 1, other: 1}")
@@ -146,6 +145,5 @@ def test_unsuitable_critics_are_refused(folder, lively, tmp_path, stage):
     with pytest.raises(ValueError, match=r"/gone does not contain score\.safetensors"):
         stage("ppo", SEPARATE, "--ppo.critic_path=/gone")
     main(folder, tmp_path, "one", "--stages=reward_model", "--reward_model.max_steps=1")
-    path = tmp_path / "one" / "reward_model"
     with pytest.raises(ValueError, match=r"config\.json: model_type is 'qwen2_5_vl', but it must be 'qwen3_vl', as"):
-        stage("ppo", SEPARATE, f"--ppo.critic_path={path}", model="qwen3_vl")
+        stage("ppo", SEPARATE, f"--ppo.critic_path={tmp_path / 'one' / 'reward_model'}", model="qwen3_vl")

@@ -74,14 +74,12 @@ def test_nothing_is_lost(tmp_path):
     prepare(tmp_path)
     grpo = [*REFERENCE, "--grpo.prompts_per_step=8", "--model.freeze=[vision, merger]"]
     [(one, _, advantages)] = [rank["step"] for rank in launch(1, tmp_path, {"step": grpo}, step_on_rank)]
-    (before, after, logged), (other_before, other_after, other_logged) = [
-        rank["step"] for rank in launch(2, tmp_path, {"step": grpo}, step_on_rank)
-    ]
+    ranks = [rank["step"] for rank in launch(2, tmp_path, {"step": grpo}, step_on_rank)]
+    (before, after, logged), (other_before, other_after, other_logged) = ranks
     assert list(before | other_before) == list(one)
     assert len(after) == len(other_after) == 4 and before.keys() != after.keys()
-    moved = after | other_after
     for key, group in (before | other_before).items():
-        for found, expected in zip(moved[key], group, strict=True):
+        for found, expected in zip((after | other_after)[key], group, strict=True):
             torch.testing.assert_close(found[2:], expected[2:], rtol=0, atol=0)
             assert found[:2] == expected[:2]
     assert logged | other_logged == {key: pytest.approx(values) for key, values in advantages.items()}

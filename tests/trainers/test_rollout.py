@@ -52,7 +52,6 @@ def test_lengths_by_hand(lengths, every, terminated, clipped, world):
 
 
 def test_a_single_turn_has_a_mean_length():
-    """Only the first of two completions has a turn of a tool."""
     both = completions(4, 2)
     both[0].turns = [(0, 4)]
     metrics = completion_metrics(both, False, ONE)

@@ -29,11 +29,7 @@ def test_the_loss_of_held_out_rows_is_a_mean_over_their_tokens(stage, monkeypatc
     rows = Rows(Shapes(4, "x")[i] for i in range(4))
     rows[1].completion = None
     rows[3].completion += " and more"
-
-    def logps(policy, group):
-        return -(group.completion_ids % 7 + 1) / 4, None
-
-    monkeypatch.setattr(file, "per_token_logps", logps)
+    monkeypatch.setattr(file, "per_token_logps", lambda policy, group: (-(group.completion_ids % 7 + 1) / 4, None))
     ids = [encode_completion(run.trainer.processor, rows[i].messages, rows[i].completion).ids for i in (0, 2, 3)]
 
     def mean(ids):

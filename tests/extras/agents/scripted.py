@@ -12,7 +12,6 @@ from tests.helpers.stages import ONE
 
 
 def model_of(processor, model_type="qwen2_5_vl", dtype=torch.float32):
-    """Create a tiny model with the vocabulary of the processor's tokenizer."""
     ids = [processor.tokenizer.special_tokens[f"<|{kind}_pad|>"] for kind in ("image", "video")]
     config = replace(tiny.config(model_type=model_type), image_token_id=ids[0], video_token_id=ids[1])
     return tiny.model_of(replace(config, vocab_size=len(processor.tokenizer))).to(dtype)

@@ -27,7 +27,6 @@ OWN = '''
 import datetime
 import functools
 
-
 class Counter:
     """An environment as for TRL's environment_factory, with reset, tools and a reward."""
 
@@ -49,20 +48,15 @@ class Counter:
     def get_reward(self) -> float:
         return float(self.count)
 
-
-
 class Failing(Counter):
     def get_reward(self): return 1 / self.count
-
 
 def double(number: float) -> float:
     "Double a number."
     return 2 * number
 
-
 def shout(text: str) -> str:
     return text.upper()
-
 
 def untyped(x) -> str: ...
 async def later(x: int) -> str: ...
@@ -73,7 +67,6 @@ def odd(x: datetime.date) -> str: ...
 class Refusing(Counter):
     def reset(self, prompt, images, extents, **columns): columns["answer"]
 
-
 class Kinds(Counter):
     @functools.cache
     def cached(self, x: int) -> str: ...
@@ -82,11 +75,9 @@ class Kinds(Counter):
     @staticmethod
     def static(x: int) -> str: ...
 
-
 class Empty: reset = lambda self, **columns: None
 class Unset: look = lambda self: ""
 class Endless(Counter): max_tool_calls = None
-
 
 tools, number = [double, shout], 3
 '''
@@ -168,15 +159,13 @@ def test_every_kind_of_method_is_a_tool(own):
 
 
 def test_the_environment_of_the_docs(run, plain, checkpoint, rows, monkeypatch, tmp_path):
-    """The code and the recipe in docs/agents.md train, and give the answers that the page names."""
     page = (ROOT / "docs" / "agents.md").read_text()
     code = re.search(r"```python\n(# my_tools\.py.*?)```", page, re.DOTALL)[1]
     recipe = re.search(r"```yaml\n(# turn\.yaml.*?)```", page, re.DOTALL)[1]
     assert len((code + recipe).splitlines()) <= 40
     (tmp_path / "my_tools.py").write_text(code)
     environment = get_environment(f"{tmp_path}/my_tools.py:Turn")()
-    image = PIL.Image.new("RGB", (30, 60))
-    assert environment.reset(images=[image], problem="?") is None
+    assert environment.reset(images=[PIL.Image.new("RGB", (30, 60))], problem="?") is None
     processor = Processor(None, ImageProcessor())
     for name, message in (("turn", "90"), ("", '{"name": "turn", "arguments": {"degrees": 270}}')):
         [shown], [(picture, *_)], _ = answer_call(tools_of(environment), name, message, processor, Settings())

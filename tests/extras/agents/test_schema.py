@@ -84,7 +84,6 @@ def test_missing_parts_of_a_docstring_are_left_out():
     def look(where: str):
         pass
 
-    properties = {"where": {"type": "string"}}
-    parameters = {"type": "object", "properties": properties, "required": ["where"]}
+    parameters = {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]}
     function = {"name": "look", "description": "", "parameters": parameters}
     assert json_schema(look) == {"type": "function", "function": function}

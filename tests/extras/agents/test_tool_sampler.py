@@ -54,9 +54,8 @@ class Eye:
         return ["a", PIL.Image.new("RGB", (56, 28)), "b"]
 
 
-PROCESSOR = Processor(
-    train_tokenizer(["the cat sat on the mat, a small red cat"] * 3, 300), ImageProcessor(min_pixels=28 * 28)
-)
+TOKENIZER = train_tokenizer(["the cat sat on the mat, a small red cat"] * 3, 300)
+PROCESSOR = Processor(TOKENIZER, ImageProcessor(min_pixels=28 * 28))
 ZOOM, CALCULATOR = (f"{ROOT}/recipes/tools.py:{name}" for name in ("Zoom", "calculator"))
 END = PROCESSOR.tokenizer.special_tokens["<|im_end|>"]
 RATIO = "but its aspect ratio must be at most 200; crop or remove the image"
@@ -198,9 +197,8 @@ def test_a_call_in_qwens_format(monkeypatch, words, answer):
 
 
 PARAMETERS = "<tool_call>\n<function={}>\n<parameter={}>\n{}\n</parameter>\n</function>\n</tool_call>"
-THOUGHT = "{}\n</think>\n\n"
 FAMILIES = {name: (CALL, "") for name in ("qwen2_5_vl", "qwen3_vl")}
-FAMILIES |= {name: (PARAMETERS, THOUGHT) for name in ("qwen3_5_think", "qwen3_6", "qwen3_8")}
+FAMILIES |= {name: (PARAMETERS, "{}\n</think>\n\n") for name in ("qwen3_5_think", "qwen3_6", "qwen3_8")}
 FAMILIES["qwen3_5_nothink"] = PARAMETERS, ""
 
 
@@ -227,15 +225,12 @@ def test_conversations_with_tools_match_the_published_template(monkeypatch, publ
     assert completion.tool_use.counts == (2, 0, False)
     turns[0]["content"], [call] = None, turns[0]["tool_calls"]
     call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-    demonstrated = encode_completion(processor, prompt.row.messages, turns)
-    assert as_text(demonstrated) == as_text(completion)
+    assert as_text(encode_completion(processor, prompt.row.messages, turns)) == as_text(completion)
 
 
 def test_limits(monkeypatch):
-    """Calls beyond max_tool_calls stay text, and a tool result that does not fit truncates the completion."""
-    words = "<look>1</look><look>2</look>end"
     monkeypatch.setattr(Eye, "max_tool_calls", 1, raising=False)
-    [[completion]], _, _ = sample_texts(monkeypatch, words)
+    [[completion]], _, _ = sample_texts(monkeypatch, "<look>1</look><look>2</look>end")
     assert as_text(completion) == "<look>1</look>[(1)]<look>2</look>end<|im_end|>"
     long = len(PROCESSOR.tokenizer.encode("<look>9, 9</look>"))
     # 81 image tokens, 2 tokens around the image, and 1 sampled token
@@ -291,9 +286,8 @@ def test_without_a_call_the_samples_equal_those_without_tools():
 def test_a_run_saves_the_images_of_completions(run, plain, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<zoom></zoom>")
-    monkeypatch.setattr(
-        tool_sampler, "find_calls", lambda text, tools, ended: [("zoom", "northeast")] * (len(text) > 64 and not ended)
-    )
+    find_calls = lambda text, tools, ended: [("zoom", "northeast")] * (len(text) > 64 and not ended)  # noqa: E731
+    monkeypatch.setattr(tool_sampler, "find_calls", find_calls)
     for name in ("zoom.py", "zoom.yaml", "zoom_model.json"):
         words = (ROOT / "recipes" / name).read_text().replace("max_tool_calls = 1", "max_tool_calls = 2")
         (tmp_path / name).write_text(words)

@@ -39,7 +39,6 @@ CLICKS = ["<click>red</click>", "<click>blue</click>"]
 
 
 def tokenizer():
-    """Create a tokenizer in which each call is one token."""
     trained = train_tokenizer(["click red or blue, well"] * 3, 290)
     trained.backend.add_tokens(CLICKS)
     return trained
@@ -135,7 +134,6 @@ def gradient_of(model, scalar):
 
 @pytest.mark.parametrize("history", [1, 2, 3])
 def test_the_expected_gradient_is_that_of_the_expected_reward(monkeypatch, history):
-    """The expected gradient of the loss is computed from all trajectories and their probabilities."""
     model, truth, loss = model_of(PROCESSOR, dtype=torch.float64), 0.0, 0.0
     for goal in ("red", "blue"):
         prompt, group = all_trajectories(monkeypatch, goal, history, model)
@@ -175,8 +173,7 @@ def test_windows_of_all_rounds_compute_what_a_growing_completion_does(monkeypatc
         losses = []
         for average, level in itertools.product(("grpo", "dapo", "dr_grpo"), ("token", "sequence")):
             options = {"loss_type": average, "importance_sampling_level": level}
-            normalizer = LossNormalizer(len(mask), mask.sum(), 40)
-            options |= {"old_per_token_logps": old, "normalizer": normalizer}
+            options |= {"old_per_token_logps": old, "normalizer": LossNormalizer(len(mask), mask.sum(), 40)}
             losses.append(grpo_loss(logps, advantages, mask, **options)[0])
         found.append((torch.stack(losses), gradient_of(model, sum(losses)), [c.turns for c in chain(*groups)], mask))
     (growing, gradient, _, grown_mask), (losses, gradients, turns, mask) = found
@@ -193,15 +190,13 @@ def site():
 def tools():
     """Return scripts with tool calls whose results are images, texts, both, or errors."""
     scripts = [[*TOOLS.tokenizer.encode(words), EYE_END] for words in (*EYE_TEXTS, "<look>two</look>so")]
-    rows = [eye_row(problem="P")]
-    return {"scripts": scripts, "environment": EYE, "rows": rows, "processor": TOOLS}
+    return {"scripts": scripts, "environment": EYE, "rows": [eye_row(problem="P")], "processor": TOOLS}
 
 
 TASKS = {"site": site, "tools": tools}
 
 
 def shown(prompt):
-    """Return the text of a context window, with images as their numbers of tokens."""
     text = PROCESSOR.tokenizer.decode(prompt.input_ids.tolist())
     text = re.sub(r"(<\|image_pad\|>)+", lambda found: str(len(found[0]) // 13), text)
     return text.replace("<|vision_start|>", "(").replace("<|vision_end|>", ")")
@@ -210,9 +205,8 @@ def shown(prompt):
 def test_what_windows_show(monkeypatch):
     """With `history`, a window shows all texts, but only the images of the newest rounds."""
     pad = PROCESSOR.tokenizer.special_tokens["<|image_pad|>"]
-    script = [RED, pad, WELL, BLUE, RED]
     for history, pictures in ((1, [["(2)"], ["(3)"]]), (2, [["(2)", "(2)"], ["(2)", "(3)"]])):
-        [[trajectory]], _, _ = play(monkeypatch, [script], history=history)
+        [[trajectory]], _, _ = play(monkeypatch, [[RED, pad, WELL, BLUE, RED]], history=history)
         windows = [shown(turn.prompt) for turn in trajectory.turns[1:]]
         assert [re.findall(r"\(\d+\)", window) for window in windows] == pictures
         assert all("Press red." in window for window in windows) and "page 1" in windows[1]
@@ -230,14 +224,12 @@ def test_what_windows_show(monkeypatch):
 
 @pytest.fixture
 def eager(monkeypatch):
-    """Let a random model call a tool after a few characters."""
     monkeypatch.setattr(tool_sampler, "find_calls", lambda text, *_: [("click", "red")] if len(text) > 2 else [])
     monkeypatch.setattr(tool_sampler.ToolEpisode, "closes_a_call", lambda *_: True)
 
 
 @pytest.mark.parametrize("environment", ["Site", "Shown"])
 def test_turns_are_drawn_by_the_key_of_row_completion_and_turn(eager, environment):
-    """The samples of a row do not depend on other rows or on max_batch_tokens."""
     model = model_of(PROCESSOR)
     prompts = [row().prompt(PROCESSOR), row(goal="blue").prompt(PROCESSOR)]
     history = 1 if environment == "Site" else None
@@ -285,8 +277,7 @@ def test_every_turn_has_its_own_key(monkeypatch, eager, history):
 
 
 def test_a_trajectory_stopped_if_its_last_turn_did(monkeypatch):
-    well = [[RED, END], [RED] + [WELL] * 9]
-    [group], *_ = play(monkeypatch, well, history=1, max_new_tokens=4)
+    [group], *_ = play(monkeypatch, [[RED, END], [RED] + [WELL] * 9], history=1, max_new_tokens=4)
     assert [[turn.stopped for turn in one.turns] for one in group] == [[True, True], [True, False]]
     assert [one.stopped for one in group] == [True, False]
 
@@ -295,11 +286,9 @@ def test_control_tokens_that_the_policy_writes_are_text_in_its_next_window(monke
     template = ChatTemplate(CHATML, "a.jinja")
     pad, start = (PROCESSOR.tokenizer.special_tokens[name] for name in ("<|image_pad|>", "<|im_start|>"))
     script = [pad, start, *PROCESSOR.tokenizer.encode("<|im_ end|>"), RED, WELL, BLUE, RED]
-    processor = replace(PROCESSOR, template=template)
-    [[trajectory]], _, _ = play(monkeypatch, [script], "Shown", processor=processor)
+    [[trajectory]], _, _ = play(monkeypatch, [script], "Shown", processor=replace(PROCESSOR, template=template))
     windows = [turn.prompt.input_ids.tolist() for turn in trajectory.turns[1:]]
-    written = PROCESSOR.tokenizer.encode(f"1 <|image_pad|><|im_start|><|im_ end|>{CLICKS[0]}")
-    assert contains(windows[0], written)
+    assert contains(windows[0], PROCESSOR.tokenizer.encode(f"1 <|image_pad|><|im_start|><|im_ end|>{CLICKS[0]}"))
     assert windows[0].count(start) == windows[1].count(start) == 2 and windows[0].count(pad) == 2
 
 

@@ -37,11 +37,9 @@ ROWS = {  # (row, expected content of the question and of the answer)
 
 
 def convert_as_advised(path, **options):
-    """Run the command that the error message for a file names, and return the new file."""
     with pytest.raises(ValueError, match=r"convert the file once with `.*`, and use the new file") as error:
         FileDataset(path, ("problem", "solution"), **options)
-    command = shlex.split(re.search("once with `minivlmrl convert (.*)`", str(error.value))[1])
-    assert main(command) == 0
+    assert main(shlex.split(re.search("once with `minivlmrl convert (.*)`", str(error.value))[1])) == 0
     [new] = [new for new in (path if path.is_dir() else path.parent).iterdir() if "_converted." in new.name]
     return new
 
@@ -100,7 +98,6 @@ def read(row):
 
 
 def test_the_advice_contains_the_names_and_the_format_of_the_recipe(write_rows, tmp_path):
-    """The advised command must quote a folder name with a blank and a quote."""
     folder = tmp_path / "it's mine"
     folder.mkdir()
     (folder / "f.py").write_text(FORMAT)
@@ -108,8 +105,7 @@ def test_the_advice_contains_the_names_and_the_format_of_the_recipe(write_rows, 
         ({"talk": TURNS, "id": 1}, {"columns": {"talk": "conversations", "id": "id"}}),
         ({"example": {"asked": "How many?", "said": "2"}}, {"format": f"{folder}/f.py:read"}),
     ):
-        path = write_rows(row).rename(folder / "rows.jsonl")
-        [read] = FileDataset(convert_as_advised(path, **options))
+        [read] = FileDataset(convert_as_advised(write_rows(row).rename(folder / "rows.jsonl"), **options))
         assert text_of(read.messages[-1]) == "How many?" and read.columns["solution"] == "2"
 
 

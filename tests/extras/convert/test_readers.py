@@ -15,7 +15,6 @@ from tests.helpers.talk import assistant, system, text, user
 PAGE = (ROOT / "docs" / "data.md").read_text()
 SHOWN = json.loads((ROOT / "tests" / "recorded" / "forms.json").read_text())
 HOW_MANY = [user("How many?")]
-ONE_SOLUTION = {"solution": "2"}
 ANSWERED = {"solution": "2", "completion": "2"}
 PAIR = {"chosen": "2", "rejected": "3"}
 # {layout: expected columns of the row; "turns" is the prompt, which is HOW_MANY by default}
@@ -29,7 +28,7 @@ EXPECTED = dict.fromkeys(SHOWN, ANSWERED) | {
     "R1-V": {"solution": "<answer> 2 </answer>"},
     "TRL, text": {"completion": "2"},
     **dict.fromkeys(("LLaMA-Factory, pairs", "ms-swift, pairs", "TRL, pairs"), PAIR),
-    **dict.fromkeys(("EasyR1", "verl", "TRL"), ONE_SOLUTION),
+    **{name: {"solution": "2"} for name in ("EasyR1", "verl", "TRL")},
 }
 
 
@@ -68,7 +67,6 @@ def test_every_format_is_read(read, form):
     assert len(row.images) == count and row.images[0].getpixel((0, 0))[0] > 250
     first = next(turn for turn in row.messages if turn["role"] == "user")
     parts = [part for part in first["content"] if part.get("text") != ""]
-    # images come before the question
     assert [part_kind(part) for part in parts][:count] == ["image"] * count
     for name in ("completion", "chosen", "rejected"):
         if name in expected:
@@ -109,9 +107,8 @@ def test_choices_are_in_the_prompt(read, row, prompt):
 
 
 TURN = {"from": "human", "value": "a"}
-RENDERED = (
-    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>How many?"
-)
+ASKS = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>How many?"
+RENDERED = "<|im_start|>system\nBe brief.<|im_end|>\n" + ASKS
 MORE = {  # {layout without an example in docs/data.md: (row, text of the prompt, answer)}
     "prompt, response": ({"prompt": "How many?", "response": "2"}, "How many?", "2"),
     "instruction, response": ({"instruction": "How many?", "response": "2"}, "How many?", "2"),
@@ -185,11 +182,9 @@ WRONG = [  # (row, part of the error message after the file and the line)
     ({"conversations": [TURN, {"from": "gpt", "value": None}]}, "turn 1 of 'conversations' has no text in 'value'"),
     ({"conversations": []}, "column 'conversations' is [], but it must be a list of turns"),
     ({"prompt": "b", "chosen": talk("2"), "rejected": talk("3")}, "the prompt 'b' is not a turn of the conversation"),
-    # what a run would refuse
     ({"messages": [user("a"), assistant(" ")]}, "an answer is empty or blank; add its text"),
     ({"query": "<image>a", "images": ["cat.jpg", "dog.jpg"]}, "the prompt has 1 placeholder for an image and 0"),
     ({"problem": "a", "box_space": "inches"}, "column 'box_space' is 'inches', but it must be 'original', 'resized'"),
-    # values whose form nobody expects
     ({"conversations": [3]}, "turn 0 is 3, but its 'from' or 'role' must be one of"),
     ({"conversations": [TURN, {"role": {}}]}, "turn 1 is {'role': {}}, but its 'from' or 'role' must be one of"),
     ({"prompt": "<bbox>", "objects": "3"}, NO_FORM), ({"prompt": "<bbox>", "objects": [3]}, NO_FORM),
@@ -244,8 +239,7 @@ def test_answers_that_are_not_trained_stay_so_or_are_named(read, capsys):
     row = {"prompt": turns, "completion": answer}
     assert read(row, to="ms-swift")["messages"] == [turns[0], turns[1] | {"loss": False}, turns[2], *untrained]
     for project in ("trl", "verl"):
-        roles = [turn.keys() for turn in read(row, to=project)["messages"]]
-        assert roles == [{"role", "content"}] * 6
+        assert [turn.keys() for turn in read(row, to=project)["messages"]] == [{"role", "content"}] * 6
         assert "dropped: the mark that excludes an answer from training (2 times)" in capsys.readouterr().err
     for column in ("completion", "chosen"):
         answers = {"completion": "x"} if column == "completion" else {"chosen": "x", "rejected": "y"}
@@ -254,8 +248,7 @@ def test_answers_that_are_not_trained_stay_so_or_are_named(read, capsys):
 
 
 def test_the_images_of_an_answer_that_is_dropped_are_dropped_too(read, tmp_path):
-    part = {"type": "image", "image": "dog.jpg"}
-    answer = [assistant("look"), user([part]), assistant("2")]
+    answer = [assistant("look"), user([{"type": "image", "image": "dog.jpg"}]), assistant("2")]
     row = {"prompt": [user([{"type": "image", "image": "cat.jpg"}])], "solution": "2", "completion": answer}
     assert read(row, to="verl")["images"] == [{"image": str(tmp_path / "cat.jpg")}]
 
@@ -276,8 +269,7 @@ def test_rows_that_another_project_cannot_read_are_refused(read, row, project, e
 ])  # fmt: skip
 @pytest.mark.parametrize("empty", ["", " ", None])
 def test_a_tool_call_without_text_is_no_solution(read, name, role, content, empty):
-    call = {"type": "function", "function": {"name": "zoom", "arguments": {}}}
     turns = [("user", "How many?"), ("assistant", empty), ("tool", "5"), ("assistant", "2")]
     turns = [{role: speaker, content: text} for speaker, text in turns]
-    turns[1]["tool_calls"] = [call]
+    turns[1]["tool_calls"] = [{"type": "function", "function": {"name": "zoom", "arguments": {}}}]
     assert read({name: turns}).columns.get("solution") is None

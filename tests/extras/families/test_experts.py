@@ -27,7 +27,6 @@ from minivlmrl.model.plain_weights import packed_layers
 from tests.extras.families.test_qwen3_vl import random_config, random_prompt
 from tests.helpers import tiny
 from tests.helpers.hub_configs import real_config
-from tests.helpers.tiny import pack
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
@@ -45,15 +44,12 @@ def random_experts(model_type: str, seed: int):
     if model_type == "qwen3_5_moe":
         sizes["shared_expert_intermediate_size"] = rng.choice([4, 16])
     else:
-        sizes |= {
-            "mlp_only_layers": rng.sample(range(5), rng.choice([0, 0, 1])),
-            "decoder_sparse_step": rng.choice([1, 2]),
-        }
+        sizes["mlp_only_layers"] = rng.sample(range(5), rng.choice([0, 0, 1]))
+        sizes["decoder_sparse_step"] = rng.choice([1, 2])
     return random_config(model_type, rng, **sizes)
 
 
 def loss_of(logps, mask, seed):
-    """Return the GRPO loss for (R, T) log-probabilities with random advantages."""
     advantages = torch.randn(len(logps), generator=torch.Generator().manual_seed(seed)).double()
     normalizer = LossNormalizer(len(logps), int(mask.sum()), 9)
     return grpo_loss(logps, advantages, mask, loss_type="grpo", normalizer=normalizer)[0]
@@ -73,7 +69,6 @@ def single_rows(theirs, rows, groups):
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 20), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("model_type", MOE)
 def test_20_random_configs_equal_transformers(model_type, seeds, tmp_path, monkeypatch):
-    """Compare packed groups with transformers, which has saved the folder and computes single rows."""
     in_float64(monkeypatch, model_type)
     for seed in seeds:
         config, generator = random_experts(model_type, seed), torch.Generator().manual_seed(seed)
@@ -84,7 +79,7 @@ def test_20_random_configs_equal_transformers(model_type, seeds, tmp_path, monke
         ours = load_model(tmp_path / str(seed), torch.float64)
         rows = [random_prompt(config, generator, grids) for grids in ([], [(2, 3)], [(1, 4), (5, 2)])]
         groups = [[tiny.completion(generator, n) for n in lengths] for lengths in ((5, 2), (3, 7, 1), (4,))]
-        batch = pack(rows, groups, ours.config)
+        batch = tiny.pack(rows, groups, ours.config)
         logps, _ = per_token_logps(ours, batch)
         expected, their_logits = single_rows(theirs, rows, groups)
         with torch.no_grad():
@@ -111,8 +106,7 @@ def test_20_random_configs_equal_transformers(model_type, seeds, tmp_path, monke
 def test_an_export_is_what_save_pretrained_writes(tmp_path, model_type):
     """The files are equal to the bit, except that transformers 5 transposes the experts of Qwen3-VL-MoE."""
     model = tiny.model(model_type=model_type)
-    processor = tiny.processor()
-    save_model(tmp_path / "ours", model, processor, max_shard_size=60_000)
+    save_model(tmp_path / "ours", model, tiny.processor(), max_shard_size=60_000)
     theirs = CLASSES[model_type].from_pretrained(tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=10**9)
     expected = load_file(tmp_path / "theirs" / "model.safetensors")
@@ -122,8 +116,7 @@ def test_an_export_is_what_save_pretrained_writes(tmp_path, model_type):
     assert found.keys() == expected.keys() and "model.language_model.layers.0.mlp.experts.down_proj" in found
     transposed = model_type == "qwen3_vl_moe"
     for name, tensor in found.items():
-        same = tensor.mT if transposed and ".experts." in name else tensor
-        assert torch.equal(same, expected[name]), name
+        assert torch.equal(tensor.mT if transposed and ".experts." in name else tensor, expected[name]), name
     sizes = (5, 64, 48) if transposed else (5, 48, 64)
     assert found["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape == sizes
     for folder in ("ours", "theirs"):  # the layouts of the Hub and of transformers 5
@@ -220,7 +213,7 @@ def test_experts_in_4_bits_equal_their_unpacked_weights(model_type, tmp_path):
         plain.get_submodule(name).weight = torch.nn.Parameter(layer.weight, requires_grad=False)
     generator = torch.Generator().manual_seed(2)
     rows = [tiny.prompt(generator, [(1, 4, 8)], dtype=torch.float64)]
-    batch = pack(rows, [[tiny.completion(generator, 9)]], model.config)
+    batch = tiny.pack(rows, [[tiny.completion(generator, 9)]], model.config)
     losses = [-per_token_logps(m, batch)[0].mean() for m in (model, plain)]
     torch.testing.assert_close(*losses, rtol=1e-12, atol=1e-12)
     for loss in losses:
@@ -232,8 +225,7 @@ def test_experts_in_4_bits_equal_their_unpacked_weights(model_type, tmp_path):
     processor = tiny.processor()
     save_model(tmp_path / "base", tiny.model(model_type=model_type), processor)
     options = LoRAOptions(r=3, alpha=6.0, target=["language", "experts"], quantize="nf4")
-    place = partial(inject_adapters, options=options)
-    read = load_model(tmp_path / "base", torch.float64, adapt=place)
+    read = load_model(tmp_path / "base", torch.float64, adapt=partial(inject_adapters, options=options))
     name = "model.layers.0.mlp.experts.4.down_proj.base"
     expected = NF4Linear(tiny.model(model_type=model_type).double().get_submodule(name.removesuffix(".base")))
     assert torch.equal(read.get_submodule(name).weight, expected.weight)

@@ -7,7 +7,6 @@ from minivlmrl.extras.families.gated_delta_rule import by_definition, gated_delt
 
 
 def inputs(T, forget, b=2, H=3, K=5, V=4):
-    """Create random inputs, with keys of length 1 as in the model."""
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(b, T, H, n, generator=random, dtype=torch.float64) for n in (K, K, V))
     beta, g = (torch.rand(b, T, H, generator=random, dtype=torch.float64) for _ in "ab")
@@ -29,6 +28,5 @@ def test_chunks_equal_the_definition(T, forget):
     for rule in (gated_delta_rule, by_definition):
         out, state = rule(*given)
         weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
-        total = (out * weight).sum() + (state * state).sum()
-        found.append([out, state, *torch.autograd.grad(total, given)])
+        found.append([out, state, *torch.autograd.grad((out * weight).sum() + (state * state).sum(), given)])
     assert_equal(*found)

@@ -26,7 +26,6 @@ from tests.extras.families.test_qwen3_vl import film_prompt, qwen3_vl_name
 from tests.helpers import tiny
 from tests.helpers.draws import STOP
 from tests.helpers.hub_configs import real_config
-from tests.helpers.tiny import pack
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
@@ -83,8 +82,7 @@ def mixed_group():
     rows = [tiny.prompt(generator, grids, dtype=torch.float64) for grids in ([(1, 4, 6)], [(1, 8, 2), (1, 4, 4)], [])]
     film, _ = film_prompt(generator, (1, 2, 2), (3, 4, 6), (2, 4, 2))
     lengths = ((5, 2, 7), (1, 4), (3, 1, 1), (6, 90))
-    completions = [[tiny.completion(generator, n) for n in group] for group in lengths]
-    return [*rows, film], completions
+    return [*rows, film], [[tiny.completion(generator, n) for n in group] for group in lengths]
 
 
 def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
@@ -97,7 +95,6 @@ def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
 
 
 def sample_completions(model, rows, tokens):
-    """Sample completions with log-probabilities in the dtype of the model."""
     numbers = uniform_numbers([str(i) for i in range(len(rows))], 3, tokens)
     original = make_token_sampler(1.0, STOP, sample_by_uniforms(numbers))
 
@@ -116,7 +113,7 @@ def test_sampler_and_trainer_agree_on_every_token():
     ids = [[completion.ids for completion in group] for group in found]
     assert len({len(own) for group in ids for own in group}) > 4
     with torch.no_grad():
-        logps, _ = per_token_logps(model, pack(rows, ids, model.config))
+        logps, _ = per_token_logps(model, tiny.pack(rows, ids, model.config))
     assert (logps - torch.cat([c.logps for group in found for c in group])).abs().max() <= 1e-12
 
 
@@ -126,7 +123,7 @@ def test_recurrent_states_take_the_estimated_memory():
     costs, sizes = MemoryEstimator(config), []
     for work in (BatchShape(2, 3, 10, 4, 5), BatchShape(2, 3, 10, 4, 50)):
         model = tiny.model_of(config)
-        packing = pack([tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 4)], text=4)] * 2, [[], []], config)
+        packing = tiny.pack([tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 4)], text=4)] * 2, [[], []], config)
         assert packing.layout.prompt_lengths == [14] * 2
         owner = torch.arange(2).repeat_interleave(3)
         with torch.no_grad():
@@ -148,13 +145,12 @@ def test_states_are_float32_or_wider(dtype):
     inject_adapters(model, LoRAOptions(r=2))
     init_adapters(model, 0)
     rows, completions = mixed_group()
-    packing = pack(rows[:2], completions[:2], model.config)
+    packing = tiny.pack(rows[:2], completions[:2], model.config)
     attention = GroupAttention(packing.layout, keep_keys=True)
     with torch.no_grad():
         model(packing, attention)
     assert {x.dtype for x in attention.layer_states[0]} == {dtype, torch.float32}
     [found] = sample_completions(model, rows[:1], 12)
     with torch.no_grad():
-        logps, _ = per_token_logps(model, pack(rows[:1], [[c.ids for c in found]], model.config))
-    difference = (logps - torch.cat([c.logps for c in found])).abs().max()
-    assert difference <= (1e-5 if dtype == torch.float32 else 0.2)
+        logps, _ = per_token_logps(model, tiny.pack(rows[:1], [[c.ids for c in found]], model.config))
+    assert (logps - torch.cat([c.logps for c in found])).abs().max() <= (1e-5 if dtype == torch.float32 else 0.2)

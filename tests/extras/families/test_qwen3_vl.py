@@ -76,7 +76,6 @@ def random_config(model_type: str, rng: random.Random, **more) -> ModelConfig:
 
 
 def random_prompt(model_config: ModelConfig, generator: torch.Generator, grids: list[tuple[int, int]]):
-    """Return a prompt with text, and with images whose grids are given in merged tokens."""
     vision, merge = model_config.vision_config, model_config.vision_config.spatial_merge_size
     # tiny.prompt assumes 2 x 2 patches per token
     prompt = tiny.prompt(generator, [(1, 2 * h, 2 * w) for h, w in grids])
@@ -136,7 +135,6 @@ def read_images(settings, where, *bounds):
     return read_image_processor(FAMILY.images | settings, where, *bounds)
 
 
-# values in Qwen3-VL's preprocessor_config.json
 PUBLISHED = {
     "size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16, "temporal_patch_size": 2,
     "merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
@@ -155,8 +153,7 @@ def test_pixels_equal_transformers(size, bounds):
     pixels, grid = read_images(settings, "folder", *bounds.values())(image)
     assert torch.equal(pixels, theirs["pixel_values"]) and list(grid) == theirs["image_grid_thw"][0].tolist()
     assert read_images(PUBLISHED, "folder").resize is RESIZE["torch"]
-    unsaid = read_images({}, "folder", *bounds.values())
-    assert unsaid == read_images(settings, "folder", *bounds.values())
+    assert read_images({}, "folder", *bounds.values()) == read_images(settings, "folder", *bounds.values())
 
 
 @pytest.mark.parametrize("model", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
@@ -208,9 +205,7 @@ def test_a_frame_may_have_its_own_size_bounds():
     assert frame_size(images, 8, 640, 640, max_pixels=64 * 64) == (64, 64)
     assert frame_size(images, 8, 32, 32, min_pixels=96 * 96, total_pixels=10**6) == (96, 96)
     assert frame_size(images, 8, 640, 640, total_pixels=8 * 640 * 640) == (640, 640)
-    with pytest.raises(
-        ValueError, match=r"8 frames cannot be resized .* Use at least 2 frames and a larger max_pixels"
-    ):
+    with pytest.raises(ValueError, match=r"8 frames cannot be resized .* Use at least 2 frames"):
         frame_size(images, 8, 64, 64, min_pixels=10**6)
 
 
@@ -255,8 +250,7 @@ def test_prompts_with_a_video_file_match_transformers(tmp_path, their_processor,
     prompt = row.prompt(video_processor(**size))
     assert prompt.image_grid_thw.tolist() == [[1, *grid[1:]]] * grid[0]
     assert digest(prompt.pixel_values) == expected
-    ids = their_ids(their_processor, row.messages, [], (grid, indices, rate))
-    assert torch.equal(prompt.input_ids, ids)
+    assert torch.equal(prompt.input_ids, their_ids(their_processor, row.messages, [], (grid, indices, rate)))
 
 
 def test_a_list_of_frames_beside_an_image_and_a_second_video(their_processor):
@@ -276,7 +270,6 @@ def test_a_list_of_frames_beside_an_image_and_a_second_video(their_processor):
 
 
 def film_prompt(generator: torch.Generator, image, *films) -> tuple[Prompt, dict]:
-    """Return a prompt with an image and videos of given grids, and the inputs for transformers."""
     grids, ids = [image], [torch.randint(3, 280, (4,), generator=generator)]
     parts = [[tiny.VISION_START, *[tiny.IMAGE] * (image[1] * image[2] // 4), tiny.VISION_END]]
     for t, h, w in films:
@@ -326,11 +319,8 @@ def test_video_settings_of_a_folder_are_read_and_saved(tmp_path, files):
     save_model(folder, *random_model(tmp_path / "model.json", shapes.tokenizer(), seed=0))
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
-    assert (
-        qwen3_vl.Videos()
-        != load_processor(folder).image_processor.videos
-        == qwen3_vl.Videos(4096, 25165824, {"fps": 2.0})
-    )
+    assert qwen3_vl.Videos() != load_processor(folder).image_processor.videos
+    assert load_processor(folder).image_processor.videos == qwen3_vl.Videos(4096, 25165824, {"fps": 2.0})
     save_model(tmp_path / "again", load_model(folder), load_processor(folder))
     again = json.loads((tmp_path / "again" / "video_preprocessor_config.json").read_text())
     assert again["size"] == HUB["size"] and again["video_processor_type"] == "Qwen3VLVideoProcessor"
@@ -348,10 +338,8 @@ def test_options_for_videos_are_saved_and_read(options, size):
     written = FAMILY.write_videos(images, options)
     assert (written["size"]["shortest_edge"], written["size"]["longest_edge"]) == size
     videos = FAMILY.read_videos(written, "", images)
-    sampling = {name: options[name] for name in options.keys() & {"fps", "nframes", "max_frames"}}
-    assert videos.sampling == sampling
-    again = FAMILY.write_videos(replace(images, videos=videos), {})
-    assert again == written
+    assert videos.sampling == {name: options[name] for name in options.keys() & {"fps", "nframes", "max_frames"}}
+    assert FAMILY.write_videos(replace(images, videos=videos), {}) == written
 
 
 @pytest.mark.parametrize(("message", "needed"), [

@@ -60,7 +60,6 @@ def edited(method: str, stage: str, cause: str, old: str, new: str, options: dic
     return InTRL(stage, cause, put_in, options or {}, kind)
 
 
-# options that reveal bugs
 OFF = {"num_iterations": 2, "rows": 4, "learning_rate": 2e-2, "at": 1}  # the second step is off-policy
 KL = {"beta": 0.5, **OFF}
 BY_SEQUENCE = {"importance_sampling_level": "sequence", "learning_rate": 3e-4}
@@ -70,15 +69,12 @@ FOUR_PAIRS = {
 }  # fmt: skip
 TELL = {"tools": ("tell",)}
 LATER = {"rows": 4, "at": 1}
-# texts in the source of TRL
 LABELS = "labels[:, :-logits_to_keep] = -100"
 MASK = "loss_mask = completion_mask"
 NO_NAN = "advantages = torch.nan_to_num(advantages, nan=0.0)"
 NORMALIZED = "advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-4)"
-TOTAL = "rewards = (rewards_per_func * self.reward_weights.to(device).unsqueeze(0)).nansum(dim=1)"
 MEANS = "mean_grouped_rewards.repeat_interleave(num_generations, dim=0)"
 REWARDS = "rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids_list)"
-STD = "std_rewards = std_rewards.repeat_interleave(num_generations, dim=0)"
 PARTS = "self.current_gradient_accumulation_steps"
 SUM = "loss = (per_token_loss * mask).sum()"
 KL_TERM = "per_token_loss + self.beta * per_token_kl"
@@ -97,7 +93,6 @@ PATCHES = "pixel_values[row_start:row_end]"
 IMAGES = f"{PATCHES}.unflatten(0, (len(image_grid_thw), -1))"  # (images, patches, patch_dim); all sizes are equal
 OLD = 'output["old_per_token_logps"] = old_per_token_logps'
 CLIPPED = "return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)"
-CREATED = "return self.optimizer"
 DIVIDED = "advantages / (std_rewards + 1e-4)"
 LOG_RATIO = "log_ratio = per_token_logps - old_per_token_logps"
 SMALLER = "-torch.min(per_token_loss1, per_token_loss2)"
@@ -113,18 +108,15 @@ optimizer, decay = partial(edited, "create_optimizer", "update"), partial(edited
 
 
 def rewards(cause: str, change: str, text: str = REWARDS) -> InTRL:
-    """Return a bug that changes a tensor of rewards, for example by ".clamp(max=1)"."""
     return score("advantages", cause, text, text + change)
 
 
 def weighted(cause: str, weight: str) -> InTRL:
-    """Return a bug that multiplies the terms of the loss by a weight."""
     return loss(cause, SUM, SUM.replace("* mask", f"* mask * {weight}"))
 
 
 # edits of GRPO trainers whose completions call tools
 loop, turns_loss = partial(edited, "_tool_call_loop", kind="turns"), partial(edited, "_compute_loss", kind="turns")
-turns_score = partial(score, kind="turns")
 
 
 def with_dropout(function, model, *arguments, **options):
@@ -160,13 +152,11 @@ def continue_by_axis(positions, places):
 
 
 def axes_apart(put, trainer):
-    """Continue each axis of the positions after its own maximum, in prompts that end with an image."""
     put(trainer.processing_class, "chat_template", ENDS_WITH_PICTURES)
     repositioned(continue_by_axis)(put, trainer)
 
 
 def clip_own(training_step, model, *arguments):
-    """Clip the gradients of each micro-batch before they are added to earlier gradients."""
     before = {p: p.grad for p in model.parameters()}
     model.zero_grad()
     loss = training_step(model, *arguments)
@@ -218,7 +208,6 @@ def equal_later(completions, trainer_state, **_):
 
 
 def two_missing_rewards(completions, **_):
-    """Return a reward per completion, but None for two completions."""
     return [None if i in (1, 6) else float(len(chat[0]["content"])) for i, chat in enumerate(completions)]
 
 
@@ -286,7 +275,6 @@ TRL_BUGS = {
         "learning_rate": 1e-5, "at": 1}),
     "clip_on_the_wrong_side": loss("the maximum of the clipped and the unclipped objective", "-torch.min(per",
         "-torch.max(per", OFF),  # PPO eq. 7
-    # bugs in the reference, the trained parameters and the optimizer
     # the policy is its own reference, as when an adapter is not disabled
     # huggingface/trl
     "reference_by_policy": forward("logps of reference", "weights of the policy", BEGIN,
@@ -307,11 +295,9 @@ TRL_BUGS = {
     "sft_mean_of_rows": sft_loss("each row of nll is averaged by itself",  # https://arxiv.org/abs/2604.23747
         "loss = per_token_loss.sum() / torch.as_tensor(num_tokens).clamp(min=1)",
         "loss = (per_token_loss.sum(1) / outputs.label_mask.sum(1)).mean()"),
-    # bugs whose reports name a quantity and a change
     "rewards_by_view": rewards("rewards of, repeat", ".view(4, -1, 2).transpose(0, 1).reshape(-1, 2)"),
     "policy_term_twice": loss("policy term, is doubled", KL_TERM, f"2 * {KL_TERM}", KL),
     "dpo_rejected_of_the_next_pair": dpo("rejected answer of the next pair", DELTA, f"{DELTA}.roll(-1, 0)", FOUR_PAIRS),
-    # bugs that affect only some modules, rows or tokens, or that round to a smaller dtype
     "merger_twice": InTRL("gradients", "", double_merger),
     "no_kl_for_negative_advantages": loss("the KL is left out, only for rows with negative advantages",
         "self.beta * per_token_kl", "self.beta * per_token_kl * (advantages > 0)", KL),
@@ -358,7 +344,6 @@ TRL_BUGS = {
     "advantages_min_max": score("advantages", "from 0 to 1 (min-max)", DIVIDED,
         "((groups := rewards.view(-1, num_generations)) - groups.amin(1, True)).div("
         "groups.amax(1, True) - groups.amin(1, True) + 1e-4).flatten()"),
-    # bugs in completions that call tools
     "tool_responses_in_the_sum": turns_loss("loss", "also counts tool responses, only in the sum", SUM,
         "loss = (per_token_loss * completion_mask).sum()", TELL),  # alibaba/ROLL/pull/444
     # huggingface/trl/pull/5521
@@ -380,7 +365,7 @@ TRL_BUGS = {
         images_of_the_next_row), FOUR_PAIRS, "dpo"),
     "dpo_reference_is_the_policy": InTRL("logps of reference", "weights of the policy",
         lambda put, trainer: put(trainer, "ref_model", trainer.model), LATER | {"learning_rate": 2e-2}, "dpo"),
-    "a_cut_completion_that_ended_a_turn": turns_score("mask", "an earlier turn ended", ENDED,
+    "a_cut_completion_that_ended_a_turn": partial(score, kind="turns")("mask", "an earlier turn ended", ENDED,
         ENDED.replace("ids[-1] not in eos_and_pad", "not set(ids) & set(eos_and_pad)"), TELL | {"ends": 0.2,
         "mask_truncated_completions": True}),
 }  # fmt: skip

@@ -14,7 +14,6 @@ X, LENGTHS = torch.arange(24.0).view(6, 4), torch.tensor([4, 1, 3, 2, 4, 1])
 
 
 def sums(rows):
-    """Return the summed gradient of some rows, and their number of tokens."""
     mask = torch.arange(4) < LENGTHS[rows, None]
     return (X[rows] * mask).sum(0), mask.sum()
 
@@ -25,7 +24,6 @@ def mean_over_tokens(parts):
 
 
 def mean_of_means(parts):
-    """Average the mean gradients of the parts; the result depends on the split."""
     return {"w": sum(total / count for total, count in map(sums, parts)) / len(parts)}
 
 

@@ -11,10 +11,8 @@ import a_package_that_does_not_exist as missing
 EPS = 1e-8
 raise RuntimeError("this file was imported")
 
-
 def masked_mean(x, mask, dim=None):
     return (x * mask).sum(dim) / (mask.sum(dim) + EPS)
-
 
 @missing.wrapped
 def seq_mean(x: missing.Tensor, mask, default=missing.compute()) -> missing.Tensor:
@@ -30,11 +28,9 @@ from .helpers import masked_mean
 
 logger = missing_logging.getLogger(__name__)
 
-
 def kl(log_probs, ref_log_probs):
     d = ref_log_probs - log_probs
     return d.exp() - d - 1
-
 
 @register("ppo")
 def policy_loss(old_log_prob, log_prob, advantages, response_mask, config: Optional[Config] = None, mode="mean"):
@@ -45,7 +41,6 @@ def policy_loss(old_log_prob, log_prob, advantages, response_mask, config: Optio
     terms = -torch.min(ratio * advantages, clipped * advantages)
     return H.seq_mean(terms, response_mask), {"ratio": ratio}
 
-
 def dual_clip_loss(logprobs, old_logprobs, advantages, mask, average: Literal["token", "row"], cliprange=0.2):
     assert average in ("token", "row")
     if average not in ("token", "row"):
@@ -54,11 +49,9 @@ def dual_clip_loss(logprobs, old_logprobs, advantages, mask, average: Literal["t
     terms = -torch.min(ratio * advantages, ratio.clamp(1 - cliprange, 1 + cliprange) * advantages)
     return masked_mean(torch.where(advantages < 0, torch.min(terms, -3 * advantages), terms), mask)
 
-
 @dataclass
 class Settings:
     clip_eps: float = 0.2
-
 
 class GRPOLoss(torch.nn.Module):
     def __init__(self, clip_eps_lo, clip_eps_hi, beta):
@@ -80,7 +73,6 @@ class GRPOLoss(torch.nn.Module):
     def average(self, terms, mask):
         return ((terms * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
 
-
 class PPOLoss:
     def __init__(self, clip_eps=0.1, policy_loss_type: str = "ppo", token_level=True):
         raise RuntimeError("objects are made without their constructor")
@@ -92,23 +84,18 @@ class PPOLoss:
         terms = -torch.min(ratio * advantages, ratio.clamp(1 - self.clip_eps, 1 + self.clip_eps) * advantages)
         return masked_mean(terms, action_mask, None if self.token_level else 1).mean()
 
-
 def dpo(policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps, beta):
     logits = (policy_chosen_logps - policy_rejected_logps) - (reference_chosen_logps - reference_rejected_logps)
     return -torch.nn.functional.logsigmoid(beta * logits).mean()
 
-
 def no_gradient(log_probs, advantages):
     return (log_probs * advantages).detach().sum()
-
 
 def reads_a_file(log_probs, advantages):
     return open("secret").read() * log_probs
 
-
 def without_helper(log_probs, advantages, mask):
     return not_in_the_folder(log_probs * advantages)
-
 
 def compute_advantages(rewards, values):
     return rewards - values
@@ -179,5 +166,4 @@ def test_names_have_meanings(name, found):
     ("clip_ratio_c", 3.0), ("loss_agg_mode", "token-mean"), ("verbose", None),
 ])  # fmt: skip
 def test_settings_have_values(name, value):
-    options = {"epsilon_low": 0.1, "epsilon_high": 0.3, "beta": 0.04}
-    assert Case({}, options, "tokens", False).by_name(name) == value
+    assert Case({}, {"epsilon_low": 0.1, "epsilon_high": 0.3, "beta": 0.04}, "tokens", False).by_name(name) == value

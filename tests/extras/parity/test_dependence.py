@@ -20,17 +20,14 @@ def trainer(model, change=lambda pictures, rows: pictures, grids_of=lambda grids
     def my_logps(ids, pixels, grids):
         inputs = {}
         if with_pictures:
-            pictures = list(pixels.split(grids.prod(1).tolist()))
-            inputs["pixel_values"] = torch.cat(change(pictures, len(ids)))
+            inputs["pixel_values"] = torch.cat(change(list(pixels.split(grids.prod(1).tolist())), len(ids)))
             inputs["image_grid_thw"] = grids_of(grids, len(ids))
-        kinds = (ids == tiny.IMAGE).long()
-        return logps_of(model(input_ids=ids, mm_token_type_ids=kinds, **inputs).logits, ids)
+        return logps_of(model(input_ids=ids, mm_token_type_ids=(ids == tiny.IMAGE).long(), **inputs).logits, ids)
 
     return my_logps
 
 
 def by_row(change):
-    """Apply `change` to the images of each row."""
     return lambda x, rows: [y for r in range(rows) for y in change(x[r * len(x) // rows :][: len(x) // rows])]
 
 
@@ -64,7 +61,6 @@ def block_mask(document, causal=True):
 
 
 def positions_in(document):
-    """Count the tokens of each text from 0, for documents whose texts follow each other."""
     starts = pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
     index = torch.arange(document.shape[1]).expand_as(document)
     return index - index.where(starts, 0).cummax(1).values
@@ -89,7 +85,6 @@ def one_document(document):
 
 
 def healthy_forwards():
-    """Yield (name, document, function that makes the forward pass)."""
     for name in ("eager", "sdpa"):
         yield f"{name}, packed", PACKED, lambda name=name: packed(text_model(name))
         yield f"{name}, padded on the right", PADDED_RIGHT, lambda name=name: padded(text_model(name), PADDED_RIGHT)
@@ -123,54 +118,34 @@ def unshifted(model):
 
 
 def shifted_twice(model):
-    return lambda ids: pad(
-        model(input_ids=ids).logits[:, :-2].log_softmax(-1).gather(2, ids[:, 2:, None])[..., 0], (1, 0)
-    )
+    logits = lambda ids: model(input_ids=ids).logits[:, :-2].log_softmax(-1)  # noqa: E731
+    return lambda ids: pad(logits(ids).gather(2, ids[:, 2:, None])[..., 0], (1, 0))
 
 
 def with_temperature(model):
     return lambda ids: (model(input_ids=ids).logits[:, :-1].gather(2, ids[:, 1:, None])[..., 0]) / 3
 
 
-# {fault: (document, forward of a model, beginning of a sentence)}
-FAULTS = {
-    "packed without a mask": (
-        PACKED[:1], lambda model: lambda ids: score(model, ids, position_ids=torch.arange(9)[None]),
-        "document 2 depends on document 1",
-    ),
-    "a causal mask that sees the padding": (
-        PADDED_LEFT, lambda model: lambda ids: score(model, ids), "padding moves a log-probability",
-    ),
-    "no causal mask": (
-        PACKED, lambda model: packed(model, attention_mask=block_mask(PACKED, causal=False)),
-        "a token depends on a later token",
-    ),
-    "rows in another order": (
-        one_document(PACKED), lambda model: lambda ids: padded(model, PACKED)(ids).roll(1, 0),
-        "a row depends on another row",
-    ),
-    "labels that are not shifted": (
-        one_document(PACKED[:1]), unshifted, "the probabilities of all values of a token do not add up to 1",
-    ),
-    "labels that are shifted twice": (
-        one_document(PACKED[:1]), shifted_twice, "a token does not move the log-probability of the next token",
-    ),
-    "logits instead of log-probabilities": (
-        one_document(PACKED[:1]), with_temperature, "the probabilities of all values of a token do not add up to 1",
-    ),
-    "a mask of the other row": (
-        PADDED_LEFT, lambda model: padded(model, PADDED_LEFT.flip(0)), "padding moves a log-probability",
-    ),
-    "an average over rows": (
-        one_document(PACKED[:1]).repeat(2, 1),
-        lambda model: lambda ids: score(model, ids) + 0.1 * score(model, ids).mean(0), "a row depends on another row",
-    ),
-}  # fmt: skip
+# (document, forward of a model, beginning of a sentence)
+FAULTS = [
+    (PACKED[:1], lambda model: lambda ids: score(model, ids, position_ids=torch.arange(9)[None]),
+     "document 2 depends on document 1"),
+    (PADDED_LEFT, lambda model: lambda ids: score(model, ids), "padding moves a log-probability"),
+    (PACKED, lambda model: packed(model, attention_mask=block_mask(PACKED, causal=False)),
+     "a token depends on a later token"),
+    (one_document(PACKED), lambda model: lambda ids: padded(model, PACKED)(ids).roll(1, 0),
+     "a row depends on another row"),
+    (one_document(PACKED[:1]), unshifted, "the probabilities of all values of a token do not add up to 1"),
+    (one_document(PACKED[:1]), shifted_twice, "a token does not move the log-probability of the next token"),
+    (one_document(PACKED[:1]), with_temperature, "the probabilities of all values of a token do not add up to 1"),
+    (PADDED_LEFT, lambda model: padded(model, PADDED_LEFT.flip(0)), "padding moves a log-probability"),
+    (one_document(PACKED[:1]).repeat(2, 1),
+     lambda model: lambda ids: score(model, ids) + 0.1 * score(model, ids).mean(0), "a row depends on another row"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_named(fault):
-    document, forward, expected = FAULTS[fault]
+@pytest.mark.parametrize(("document", "forward", "expected"), FAULTS)
+def test_planted_faults_are_named(document, forward, expected):
     sentences = depends(forward(text_model()), ids_like(document), document, vocabulary=VOCABULARY)
     assert any(sentence.startswith(expected) for sentence in sentences), sentences
 
@@ -178,7 +153,7 @@ def test_planted_faults_are_named(fault):
 UNUSED = "an image moves no later token of its document"
 EARLIER = "a token depends on a later token"
 OTHER_ROW = "a row depends on another row"
-IMAGE_FAULTS = {  # {fault: (arguments of `trainer`, beginning of a sentence)}
+IMAGE_FAULTS = {  # {fault: (arguments of `trainer`, beginning of a sentence)
     "pixel_values are not passed on": ({"with_pictures": False}, UNUSED),
     "placeholders keep their embeddings": ({}, UNUSED),
     "all pixels are 0": ({"change": lambda x, rows: [0 * picture for picture in x]}, UNUSED),
@@ -239,9 +214,7 @@ def test_completions_of_trl_depend_on_their_own_tokens(tmp_path):
     size = grpo_trainer.model.config.text_config.vocab_size
     assert depends(logps, ids_like(PADDED_LEFT), PADDED_LEFT, vocabulary=size, tolerance=1e-4) == []
     [expected] = depends(without_padding, ids_like(PADDED_LEFT), PADDED_LEFT, vocabulary=size, tolerance=1e-4)
-    assert expected.startswith(
-        "padding moves a log-probability (8 times; first: token 0 of row 1 moves token 3 of row 1)"
-    )
+    assert expected.startswith("padding moves a log-probability (8 times; first: token 0 of row 1 moves token 3")
 
 
 def test_depends_refuses_wrong_shapes():

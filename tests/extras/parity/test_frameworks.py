@@ -19,7 +19,6 @@ ONE_SHAPE |= {"whole_step": True, "tokens": 27}  # JAX compiles each operation f
 
 
 def numpy_of(framework):
-    """Return the framework's functions named as in NumPy."""
     return pytest.importorskip({"jax": "jax.numpy", "mlx": "mlx.core"}[framework])
 
 
@@ -160,8 +159,7 @@ def test_the_command_refuses_half_a_target_and_options_without_effect(capsys):
 
 
 def test_the_tolerance_of_the_command(tmp_path, capsys):
-    loss = "def loss(batch, options):\n    return batch['per_token_logps'].sum()\n"
-    (tmp_path / "my_loss.py").write_text(loss)
+    (tmp_path / "my_loss.py").write_text("def loss(batch, options):\n    return batch['per_token_logps'].sum()\n")
     words = [f"{tmp_path}/my_loss.py:loss", "--only", "kind=sft"]
     assert [main(words), main([*words, "--tolerance=inf"])] == [1, 0]
     assert "cases agree with TRL" in capsys.readouterr().out

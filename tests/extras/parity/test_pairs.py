@@ -18,7 +18,6 @@ def clipped(ratio, advantages, low, high):
 
 
 def maximum(ratio, advantages, low, high):
-    """Take the maximum for negative advantages."""
     other = torch.max(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
     return clipped(ratio, advantages, low, high).where(advantages >= 0, other)
 
@@ -90,8 +89,7 @@ def dapo(chosen):
 def dpo(chosen):
     def loss(batch, options):
         logps, ref = batch["per_token_logps"], batch["ref_per_token_logps"]
-        sums = (chosen["sum"](x, batch["mask"]) for x in (logps, chosen["reference"](logps, ref)))
-        policy, reference = sums
+        policy, reference = (chosen["sum"](x, batch["mask"]) for x in (logps, chosen["reference"](logps, ref)))
         margin = chosen["margin"](policy - reference)
         return -chosen["mean"](chosen["function"](chosen["beta"](options["beta"]) * margin))
 
@@ -99,7 +97,6 @@ def dpo(chosen):
 
 
 def random_pairs(table, count):
-    """Yield the functions of a loss with two mistakes in different quantities."""
     pairs = [
         {first: a, then: b}
         for first, then in itertools.combinations(table, 2)

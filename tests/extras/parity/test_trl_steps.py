@@ -27,9 +27,7 @@ def folder(tmp_path_factory):
     return trl_fixtures.write_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name in QUICK else SLOW) for name in BUGS
-])  # fmt: skip
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else SLOW) for name in BUGS])
 def test_a_bug_is_named(name, folder, tmp_path, monkeypatch):
     bug = BUGS[name]
     d = step_with([bug], folder, tmp_path, monkeypatch.setattr)
@@ -42,8 +40,7 @@ def test_a_bug_is_named(name, folder, tmp_path, monkeypatch):
 def test_a_k3_that_keeps_its_digits_agrees(folder, tmp_path, monkeypatch):
     """TRL's step agrees with the audit if TRL computes k3 with torch.expm1."""
     right = "torch.expm1(ref_per_token_logps - per_token_logps) - (ref_per_token_logps - per_token_logps)"
-    bug = bugs.loss("", bugs.K3, right, BUGS["k3_by_exp"].options)
-    d = step_with([bug], folder, tmp_path, monkeypatch.setattr)
+    d = step_with([bugs.loss("", bugs.K3, right, BUGS["k3_by_exp"].options)], folder, tmp_path, monkeypatch.setattr)
     findings = audit(d)
     assert all(finding.ok for finding in findings), report(findings, d)
     assert not d["advantages"].any() and d["ref_per_token_logps"].ne(d["per_token_logps"]).any()
@@ -72,9 +69,8 @@ def test_every_cause_can_be_computed_on_some_step(folder, tmp_path, monkeypatch)
     several, never = {"per_device_train_batch_size": 4, "rows": 8}, {}
     steps = [("turns", {"beta": 0.04, "weight_decay": 0.1, "at": 1, **OFF}), ("dpo", several), ("sft", {})]
     model = load_model(folder, torch.float64)
-    monkeypatch.setattr(
-        "minivlmrl.model.checkpoint.load_model", lambda *_: copy.deepcopy(model)
-    )  # a copy, because some causes change the model
+    # a copy, because some causes change the model
+    monkeypatch.setattr("minivlmrl.model.checkpoint.load_model", lambda *_: copy.deepcopy(model))
     monkeypatch.setattr(type(model), "__call__", lambda self, batch, select: torch.zeros(
         len(select), self.lm_head.in_features, dtype=torch.float64))  # fmt: skip
     for kind, options in steps:
@@ -109,8 +105,7 @@ def test_label_smoothing_is_rejected_and_the_sampler_is_compared(folder, tmp_pat
         trainer.train()
     d = read(tmp_path / "0")
     assert (d.about["top_k"], d.about["top_p"]) == (7, 1.0)
-    findings = audit(d)
-    assert [finding.stage for finding in findings if not finding.ok] == ["logps of sampler"]
+    assert [finding.stage for finding in audit(d) if not finding.ok] == ["logps of sampler"]
 
 
 OFF = {"num_iterations": 2, "rows": 8}  # the second step is off-policy
