@@ -27,19 +27,12 @@ MODELS = ("model", "tied", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe")
 FROZEN = "--model.freeze=[vision, merger]"
 
 
-@pytest.mark.parametrize(("model", "name"), [
-    *product(MODELS, ["sft", "grpo"]), ("model", "dpo"), ("model", "reward_model"), ("model", "ppo"),
+@pytest.mark.parametrize(("name", "options", "model"), [
+    *product(["sft", "grpo"], [[]], MODELS), *product(["dpo", "reward_model", "ppo"], [[]], ["model"]),
+    *product(["dpo", "grpo"], [[FROZEN], ["--model.freeze=[]"], ["--adapter.r=2"]], ["model"]),
 ])  # fmt: skip
-def test_healthy_steps_raise_no_alarm(stage, model, name):
-    run = stage(name, model=model)
-    run.next()
-    assert check_inputs(run.trainer, run.step) == []
-
-
-@pytest.mark.parametrize("name", ["dpo", "grpo"])
-@pytest.mark.parametrize("option", [FROZEN, "--model.freeze=[]", "--adapter.r=2"])
-def test_frozen_parts_and_adapters_raise_no_alarm(stage, name, option):
-    run = stage(name, option)
+def test_healthy_steps_raise_no_alarm(stage, name, options, model):
+    run = stage(name, *options, model=model)
     run.next()
     assert check_inputs(run.trainer, run.step) == []
 
