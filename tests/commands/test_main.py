@@ -9,16 +9,15 @@ import sys
 
 import pytest
 
-from minivlmrl import __main__ as start
-from minivlmrl import errors
+from minivlmrl import __main__, errors
 from minivlmrl.kernels import backend
 from minivlmrl.losses import grpo
 
 
 def test_every_command_exists_and_has_a_description():
-    for module, _, function in (target.partition(":") for target, _ in start.COMMANDS.values()):
+    for module, _, function in (target.partition(":") for target, _ in __main__.COMMANDS.values()):
         assert callable(getattr(importlib.import_module(module), function))
-    assert all(sentence for _, sentence in start.COMMANDS.values())
+    assert all(sentence for _, sentence in __main__.COMMANDS.values())
 
 
 ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -48,28 +47,28 @@ def test_environment_variables_of_torch_have_defaults(own, expected):
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]], ids=str)
 def test_the_list_of_commands(capsys, arguments):
-    assert start.main(arguments) == 0
+    assert __main__.main(arguments) == 0
     out = capsys.readouterr().out
-    assert out.startswith("usage: minivlmrl COMMAND") and all(f"\n  {tool} " in out for tool in start.COMMANDS)
+    assert out.startswith("usage: minivlmrl COMMAND") and all(f"\n  {tool} " in out for tool in __main__.COMMANDS)
 
 
 @pytest.mark.parametrize("tool", ["chat", "memory", "parity"])
 def test_commands_have_a_help_page(capsys, tool):
     with pytest.raises(SystemExit, match="0"):
-        start.main([tool, "--help"])
+        __main__.main([tool, "--help"])
     assert f"usage: minivlmrl {tool}" in capsys.readouterr().out
 
 
 def test_a_mistake_is_one_line(capsys):
-    assert start.main(["memoryd"]) == start.main(["memory", "--model", "nowhere"]) == 2
+    assert __main__.main(["memoryd"]) == __main__.main(["memory", "--model", "nowhere"]) == 2
     expected = "\n'memoryd' is not one of these commands; did you mean memory?\n"
     expected += "minivlmrl memory: nowhere: this folder does not exist"
     assert capsys.readouterr().err.startswith(expected)
 
 
 def test_too_little_memory_is_one_line(capsys, monkeypatch):
-    monkeypatch.setitem(start.COMMANDS, "report", ("tests.commands.test_main:fill", ""))
-    assert start.main(["report"]) == 2
+    monkeypatch.setitem(__main__.COMMANDS, "report", ("tests.commands.test_main:fill", ""))
+    assert __main__.main(["report"]) == 2
     message = "minivlmrl report: not enough memory; reduce the sizes in the recipe or in the model's files\n"
     assert capsys.readouterr().err == message
 

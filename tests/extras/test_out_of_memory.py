@@ -14,8 +14,7 @@ from minivlmrl.distributed import saving
 from minivlmrl.errors import is_out_of_memory
 from minivlmrl.extras.memory.out_of_memory import OutOfMemory, cures
 from minivlmrl.generation import generate
-from minivlmrl.run import checkpoint_files, setup
-from minivlmrl.run import evaluate as evaluate_file
+from minivlmrl.run import checkpoint_files, evaluate, setup
 from minivlmrl.trainers.base import Trainer
 from tests.helpers.links import ROOT
 from tests.helpers.runs import LETTERS, metrics
@@ -82,7 +81,7 @@ PLACES = {
     "load": (Trainer, "__init__", 1),
     "sampling": (generate, "inverse_cdf", 2),
     "forward": (Trainer, "training_loss", 2),
-    "evaluation": (evaluate_file, "generate_and_score", 3),
+    "evaluation": (evaluate, "generate_and_score", 3),
     "save": (saving, "save_tensors", 3),
 }
 
@@ -119,7 +118,7 @@ def test_a_run_continues_from_an_earlier_state(interrupted, tmp_path, place, opt
 
 
 def test_before_the_first_step_nothing_is_lost(interrupted, tmp_path):
-    message = interrupted(evaluate_file, "generate_and_score", 0)
+    message = interrupted(evaluate, "generate_and_score", 0)
     assert message.startswith("sft step 0, phase evaluation: ")
     assert "saved" not in message
 

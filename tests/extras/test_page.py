@@ -10,7 +10,6 @@ from pytest import approx
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.extras import report
-from minivlmrl.extras import report as report_file
 from minivlmrl.extras.report import TEMPLATE, collect_run
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.loop import run_training
@@ -128,7 +127,7 @@ def test_the_page_of_two_runs_opens_at_a_common_stage(trained, tmp_path):
 def watched(home, tmp_path, monkeypatch):
     """Return a function that trains three steps of 61 seconds each, and calls `look` before each step."""
     now = [0]
-    monkeypatch.setattr(report_file, "clock", lambda: now[0])
+    monkeypatch.setattr(report, "clock", lambda: now[0])
 
     class Look(Callback):
         def on_step_begin(self, *_):

@@ -22,9 +22,7 @@ from typing import Any
 import triton
 
 from minivlmrl.kernels import decode_attention as decoding
-from minivlmrl.kernels import nf4_unpack
-from minivlmrl.kernels import selective_log_softmax as log_softmax
-from minivlmrl.kernels import window_attention as windows
+from minivlmrl.kernels import nf4_unpack, selective_log_softmax, window_attention
 
 DTYPES = ("bf16", "fp32")
 # (longest window in tokens, head_dim); Qwen2.5-VL has 16 heads with 80 columns, windows up to 64 tokens
@@ -55,8 +53,8 @@ def log_softmax_builds() -> list[Build]:
     results = same("*fp32", "logps", "entropies", "tops", "totals")
     whole = {"parts": None, "FIRST": True, "LAST": True}
     middle = dict.fromkeys(results) | {"FIRST": False, "LAST": False}
-    forward, forward_warps = log_softmax._score_kernel, log_softmax.FORWARD_WARPS
-    backward, backward_warps = log_softmax._differentiate_kernel, log_softmax.BACKWARD_WARPS
+    forward, forward_warps = selective_log_softmax._score_kernel, selective_log_softmax.FORWARD_WARPS
+    backward, backward_warps = selective_log_softmax._differentiate_kernel, selective_log_softmax.BACKWARD_WARPS
     builds = []
     for dtype in DTYPES:
         name = f"log-softmax forward {dtype}"
@@ -76,7 +74,7 @@ def log_softmax_builds() -> list[Build]:
 
 
 def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
-    rows, columns = windows.block_sizes(longest, head_dim)
+    rows, columns = window_attention.block_sizes(longest, head_dim)
     sizes = {"H": 16, "D": head_dim, "ROWS": rows, "COLUMNS": columns}
     about = f"{dtype} {longest}x{head_dim}"
     given = same(f"*{dtype}", "q", "k", "v") | {"cu_seqlens": "*i32"}
@@ -84,8 +82,8 @@ def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
     forward = given | {"out": f"*{dtype}"}
     backward = given | same(f"*{dtype}", "grad", "grad_q", "grad_k", "grad_v")
     return [
-        Build(f"window_attention forward {about}", windows._forward_kernel, forward, sizes, rows // 16),
-        Build(f"window_attention backward {about}", windows._backward_kernel, backward, sizes, rows // 16),
+        Build(f"window_attention forward {about}", window_attention._forward_kernel, forward, sizes, rows // 16),
+        Build(f"window_attention backward {about}", window_attention._backward_kernel, backward, sizes, rows // 16),
     ]
 
 

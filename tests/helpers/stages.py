@@ -19,8 +19,7 @@ from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run import loop
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.tasks import shapes
-from minivlmrl.trainers import grpo as grpo_file
-from minivlmrl.trainers import registry
+from minivlmrl.trainers import grpo, registry
 from minivlmrl.trainers.rollout import RolloutTrainer
 from tests.helpers.runs import metrics
 from tests.helpers.tiny import RUN_MODEL, RUN_QWEN3, RUN_QWEN3_MOE, RUN_QWEN35, RUN_QWEN35_MOE, recipe
@@ -112,7 +111,7 @@ def stage(folder, lively):
 def loss_calls(monkeypatch):
     """Return a list to which grpo_loss calls append their arguments."""
     calls = []
-    original = grpo_file.grpo_loss
+    original = grpo.grpo_loss
 
     @functools.wraps(original)
     def spy(per_token_logps, advantages, mask, **given):
@@ -120,7 +119,7 @@ def loss_calls(monkeypatch):
         calls.append(SimpleNamespace(logps=per_token_logps, advantages=advantages, mask=mask, **given))
         return original(per_token_logps, advantages, mask, **given)
 
-    monkeypatch.setattr(grpo_file, "grpo_loss", spy)
+    monkeypatch.setattr(grpo, "grpo_loss", spy)
     return calls
 
 

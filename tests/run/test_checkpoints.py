@@ -25,9 +25,7 @@ from minivlmrl.extras import report
 from minivlmrl.extras.agents import tool_sampler
 from minivlmrl.generation import generate
 from minivlmrl.rewards.registry import REWARDS
-from minivlmrl.run import checkpoint_files, loop
-from minivlmrl.run import checkpoints as resume_file
-from minivlmrl.run import evaluate as evaluate_file
+from minivlmrl.run import checkpoint_files, checkpoints, evaluate, loop
 from minivlmrl.run.lock import locked
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.recipe_changes import changes, fingerprints
@@ -103,7 +101,7 @@ PLACES = {
     "before the tensors of a state": (checkpoint_files, "save_tensors", {"before": kill}),
     "after the tensors of a state": (checkpoint_files, "save_tensors", {"after": kill}),
     "before the rename": (Path, "rename", {"before": kill}),
-    "between the rename and the cleanup": (resume_file, "flush_file", {"after": kill}),
+    "between the rename and the cleanup": (checkpoints, "flush_file", {"after": kill}),
     "in the cleanup": (shutil, "rmtree", {"before": kill}),
     "while resuming": (loop, "load_checkpoint", {"after": kill}),
 }
@@ -350,7 +348,7 @@ def test_a_resume_shortens_no_log_next_to_a_link_to_the_states(recipe, finished,
 
 
 def test_a_signal_in_the_first_evaluation_ends_the_run_at_once(recipe, uninterrupted, tmp_path, capfd):
-    place = evaluate_file, "generate_and_score", {"before": stop}
+    place = evaluate, "generate_and_score", {"before": stop}
     options = ["--stages=[sft]", "--sft.max_steps=2", "--checkpoint_minutes=10", "--data.eval_rows=2"]
     assert attempt(recipe, tmp_path, *options, die=place) == [PREEMPTED]
     assert "preempted: no checkpoint was saved yet: start the run again\n" in capfd.readouterr().out
@@ -401,7 +399,7 @@ def cut(file):
 def rewrite(state, name, content):
     """Replace a file of a checkpoint, and correct its checksum."""
     (state / name).write_bytes(content)
-    sums = json.loads((state / "complete.json").read_text()) | {name: resume_file.checksum(state / name)}
+    sums = json.loads((state / "complete.json").read_text()) | {name: checkpoints.checksum(state / name)}
     (state / "complete.json").write_text(json.dumps(sums))
 
 
@@ -434,7 +432,7 @@ def test_a_damaged_checkpoint_is_skipped(recipe, copy, capsys, monkeypatch, name
 
 
 @pytest.mark.parametrize(("owner", "name", "number", "message"), [
-    (resume_file, "checksum", errno.EIO, r"000002 cannot be read \(.*error.*\)\. Try again, or continue from an"),
+    (checkpoints, "checksum", errno.EIO, r"000002 cannot be read \(.*error.*\)\. Try again, or continue from an"),
     (checkpoint_files, "save_tensors", errno.ENOSPC,
      r"000003 could not be written .*No space left(.|\n)*--resume=auto continues from .*000002"),
 ], ids=["a read that fails once", "a full disk"])  # fmt: skip
@@ -570,7 +568,7 @@ def test_a_best_evaluation_of_something_else_is_forgotten(recipe, copy, tmp_path
     """The earlier run's best score, 5, is above all accuracies, so it would keep best/ as it is."""
     state = read_trainer_state(copy / "states" / "000003")
     state.best, state.recipe["best_metric"] = 5.0, "eval/accuracy_sampled"
-    monkeypatch.setattr(resume_file, "select_checkpoint", lambda *_: (copy / "states" / "000003", state, {}))
+    monkeypatch.setattr(checkpoints, "select_checkpoint", lambda *_: (copy / "states" / "000003", state, {}))
     monkeypatch.setattr(loop, "load_checkpoint", lambda *_: None)
     for folder, expected in ((copy, has_best), (tmp_path / "new", True)):
         (copy / "best").mkdir(exist_ok=True)
@@ -581,8 +579,8 @@ def test_a_best_evaluation_of_something_else_is_forgotten(recipe, copy, tmp_path
 def test_checkpoints_are_saved_every_ten_minutes(recipe, finished, tmp_path, monkeypatch):
     """The clock of the run advances by four minutes at the start, at each step and after each checkpoint."""
     minutes = itertools.count(0, 4)
-    monkeypatch.setattr(resume_file, "clock", lambda: 60 * next(minutes))
-    monkeypatch.setattr(resume_file, "NUM_KEPT_STATES", 9)
+    monkeypatch.setattr(checkpoints, "clock", lambda: 60 * next(minutes))
+    monkeypatch.setattr(checkpoints, "NUM_KEPT_STATES", 9)
     resume(recipe, tmp_path, "--checkpoint_minutes=10", "--grpo.max_steps=7")
     assert states(tmp_path) == ["000003", "000006", "000007"]
     assert RunConfig().checkpoint_minutes == 10
@@ -680,7 +678,7 @@ def test_stages_may_be_added_and_the_checkpoint_interval_stays(recipe, copy):
     assert states(copy) == ["000003", "000005"]
     config = RunConfig(checkpoint_steps=3, checkpoint_minutes=0)
     manager = SimpleNamespace(config=config, world=ONE, saved_steps=2, saved_time=0.0)
-    due = [resume_file.CheckpointManager.is_due(manager, steps, stage_ends=False) for steps in (2, 3, 4)]
+    due = [checkpoints.CheckpointManager.is_due(manager, steps, stage_ends=False) for steps in (2, 3, 4)]
     assert due == [False, True, True]  # is due at step 4 if step 3 was within a rollout
 
 

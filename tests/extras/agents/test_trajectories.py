@@ -24,12 +24,8 @@ from minivlmrl.losses.advantages import leave_one_out
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack_turns
+from tests.extras.agents import test_tool_sampler as eye
 from tests.extras.agents.scripted import model_of, sample_script
-from tests.extras.agents.test_tool_sampler import END as EYE_END
-from tests.extras.agents.test_tool_sampler import EYE
-from tests.extras.agents.test_tool_sampler import PROCESSOR as TOOLS
-from tests.extras.agents.test_tool_sampler import TEXTS as EYE_TEXTS
-from tests.extras.agents.test_tool_sampler import row as eye_row
 from tests.helpers.runs import metrics, summary
 from tests.helpers.stages import ONE
 from tests.helpers.talk import CHATML, IMAGE_PART, text, user
@@ -189,8 +185,8 @@ def site():
 
 def tools():
     """Return scripts with tool calls whose results are images, texts, both, or errors."""
-    scripts = [[*TOOLS.tokenizer.encode(words), EYE_END] for words in (*EYE_TEXTS, "<look>two</look>so")]
-    return {"scripts": scripts, "environment": EYE, "rows": [eye_row(problem="P")], "processor": TOOLS}
+    scripts = [[*eye.PROCESSOR.tokenizer.encode(words), eye.END] for words in (*eye.TEXTS, "<look>two</look>so")]
+    return {"scripts": scripts, "environment": eye.EYE, "rows": [eye.row(problem="P")], "processor": eye.PROCESSOR}
 
 
 TASKS = {"site": site, "tools": tools}
