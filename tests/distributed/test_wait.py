@@ -204,10 +204,7 @@ def test_a_rank_that_hangs_in_reading_an_image(home, lively, tmp_path, early_not
         process_group.longest_wait = lambda _: timedelta(0, 1)
 
     def begin(rank):
-        if rank == 1:
-            hook_call(Batches, "wait_for", 3, wait_for_the_end_of_rank_0)
-        else:
-            hook_call(Batches, "wait_for", 3, wait_for_a_second)
+        hook_call(Batches, "wait_for", 3, wait_for_the_end_of_rank_0 if rank == 1 else wait_for_a_second)
         try:
             return train(home, tmp_path)
         finally:

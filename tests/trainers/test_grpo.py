@@ -15,8 +15,7 @@ def ratios(loss_calls):
 def test_stored_log_probabilities(stage, loss_calls, samples):
     """A rollout feeds two steps and is trained on twice, so the ratio is exactly 1 only in the first step."""
     run = stage("grpo", "--grpo.num_iterations=2", "--grpo.steps_per_generation=2", dtype=torch.float32)
-    ends = []
-    lines = []
+    ends, lines = [], []
     for _ in range(8):
         run.next()
         ends.append(run.step.ends_rollout)
