@@ -142,9 +142,9 @@ def test_a_tower_that_checkpointing_cuts_off_is_named_and_stays_cut_off(folder, 
     check = InputCheck()
     kept = {}
     options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    options |= {"max_steps": 2, "learning_rate": 1e-2}
     for callbacks in ([check], []):
         torch.manual_seed(0)
-        options |= {"max_steps": 2, "learning_rate": 1e-2}
         trainer = build(folder, tmp_path, name, mostly_frozen(folder), callbacks, **options)
         trainer.train()
         kept[bool(callbacks)] = {name: p.detach() for name, p in trainer.model.named_parameters()}

@@ -148,8 +148,8 @@ def test_grpo_is_equal(both, far, beta):
     old, ref = noisy(package, far, 1), noisy(package, 0.4, 2)
     advantages = tensor(1.5, -0.5, 1.0, -2.0)
     given = {"beta": beta, "epsilon_high": 0.28, "old_per_token_logps": old, "ref_per_token_logps": ref}
-    given |= {"loss_type": "grpo", "use_bias_correction_kl": False}
-    loss, metrics = grpo_loss(package, advantages, mask.double(), **given)
+    others = {"loss_type": "grpo", "use_bias_correction_kl": False}
+    loss, metrics = grpo_loss(package, advantages, mask.double(), **given, **others)
     assert [metrics[f"clip_ratio/{side}_mean"] > 0.05 for side in ("low", "high")] == [far > 0] * 2
     check_gradients(both, minimal.grpo_loss(ours, advantages, mask, **given), loss)
 
