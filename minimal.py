@@ -4,19 +4,19 @@
     python minimal.py FOLDER rows.jsonl        # GRPO on your images, with a Hugging Face folder
     python minimal.py FOLDER rows.jsonl --sft  # rows need "completion"; --dpo: "chosen", "rejected"
 
-A row is {"image": "cat.jpg", "problem": "How many cats are there?", "solution": "2"}. minimal.py
-adds a sentence to this question, which asks for an answer in the form <think>...</think>
-<answer>...</answer>: only this form earns a reward. SFT imitates given answers; a model that never
-writes the form needs it first. GRPO samples several answers to a question, and makes those with
-more reward more likely. DPO makes a chosen answer more likely than a rejected one.
+A row is {"image": "cat.jpg", "problem": "How many cats are there?", "solution": "2"}. A sentence
+added to the question asks for <think>...</think><answer>...</answer>: only this form earns a
+reward. SFT imitates given answers; a model that never writes the form needs SFT first. GRPO samples
+several answers to a question, and makes those with more reward more likely. DPO makes a chosen
+answer more likely than a rejected one.
 
-On a GPU, Qwen2.5-VL-3B needs 70 GB for SFT, 72 GB for GRPO and 79 GB for DPO, and Qwen2.5-VL-7B
-needs 149 GB, 153 GB and 168 GB, as benchmarks/minimal_memory.py counts them.
+GPU memory for SFT, GRPO and DPO, counted by benchmarks/minimal_memory.py: 70, 72 and 79 GB for
+Qwen2.5-VL-3B; 149, 153 and 168 GB for Qwen2.5-VL-7B.
 
-Read from top to bottom, to the line "# ==== You have read it all"; the rest reads and writes files.
-A line such as "# ---- A -> B" says that the next part takes A and returns B. Each page of
-docs/papers/ shows the lines that a method such as DAPO, GSPO or PPO changes. The package takes the
-same steps faster and with less memory, and has LoRA, several GPUs, videos and resume: README.md.
+Read down to "# ==== You have read it all"; the rest reads and writes files. "# ---- A -> B" starts
+a part that takes A and returns B. Pages in docs/papers/ show the lines that DAPO, GSPO, PPO and
+other methods change. The package takes the same steps faster and with less memory, and has LoRA,
+several GPUs, videos and resume: README.md.
 """
 
 import argparse
@@ -47,15 +47,15 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-# Letters in shapes: an image has P patches in h rows and w columns, n sequences have L tokens, and
-# a prompt has G completions, the longest with T tokens. The decoder has width E and H heads of
-# width D, and the vocabulary has V tokens. In the published models, a patch has 1176 values:
-# 3 channels x 2 frames x 14 x 14 pixels.
+# Letters in shapes
+#   P patches in h rows and w columns; 1176 values each: 3 channels x 2 frames x 14 x 14 pixels
+#   n sequences with L tokens; G completions, the longest with T tokens
+#   E decoder width, H heads with width D, V vocabulary size
 
 
 # ---- Image file -> patches (P, 1176), as Qwen2-VL reads them (arXiv 2409.12191, section 2.1)
 
-MEAN = np.float32([0.48145466, 0.4578275, 0.40821073])  # mean red, green and blue in CLIP's images
+MEAN = np.float32([0.48145466, 0.4578275, 0.40821073])  # red, green, blue in CLIP's training images
 STD = np.float32([0.26862954, 0.26130258, 0.27577711])
 
 
@@ -87,43 +87,43 @@ def smart_resize(height, width, factor, min_pixels, max_pixels) -> tuple[int, in
 
 
 def patchify(image, patch, merge, min_pixels, max_pixels) -> tuple[Tensor, int, int]:
-    """Cut an image into patches (P, 3 * 2 * patch * patch), which lie in h rows and w columns.
+    """Cut an image into patches (P, 3 * 2 * patch * patch), in h rows and w columns.
 
-    The vision tower later joins merge x merge neighboring patches, which are consecutive rows of
-    the result, into one vector: an image token, which takes the place of one text token.
+    The vision tower joins merge x merge neighboring patches, consecutive in the result, to an image
+    token, which takes the place of one text token.
     """
     height, width = smart_resize(image.height, image.width, patch * merge, min_pixels, max_pixels)
     image = image.resize((width, height), PIL.Image.Resampling.BICUBIC)
     pixels = np.asarray(image) / 255  # (height, width, 3), from 0 to 1
     pixels = (pixels.astype(np.float32) - MEAN) / STD
-    # A patch covers two frames of a video; those of an image are equal.
+    # two video frames per patch, equal for an image
     frames = np.stack([pixels, pixels])  # (2, height, width, 3)
     h = height // patch
     w = width // patch
     x = frames.reshape(
-        2,  # axis 0: the frame
-        h // merge,  # 1: row of the image token
-        merge,  # 2: row of the patch in its token
-        patch,  # 3: y of the pixel in its patch
-        w // merge,  # 4: column of the image token
-        merge,  # 5: column of the patch in its token
-        patch,  # 6: x of the pixel in its patch
-        3,  # 7: the channel
+        2,  # axis 0: frame
+        h // merge,  # 1: token row
+        merge,  # 2: patch row in the token
+        patch,  # 3: pixel y in the patch
+        w // merge,  # 4: token column
+        merge,  # 5: patch column in the token
+        patch,  # 6: pixel x in the patch
+        3,  # 7: channel
     )
-    # The patches of an image token become consecutive, with values ordered as the tower's weights.
+    # patches by token; values ordered as in the tower's weights
     x = x.transpose(1, 4, 2, 5, 7, 0, 3, 6)  # (h/merge, w/merge, merge, merge, 3, 2, patch, patch)
     patches = x.reshape(h * w, -1)
     return torch.from_numpy(patches), h, w
 
 
-# ---- Row -> prompt: token ids (L,), M-RoPE positions (3, L), and the patches of its images
+# ---- Row -> prompt: token ids (L,), M-RoPE positions (3, L), image patches
 
 
 @dataclass
 class Prompt:
     ids: Tensor  # (L,)
-    positions: Tensor  # (3, L), the time, row and column of each token
-    images: list[tuple[Tensor, int, int]]  # patches (P, 1176), rows and columns of each image
+    positions: Tensor  # (3, L): time, row, column
+    images: list[tuple[Tensor, int, int]]  # patches (P, 1176), h, w
 
 
 def to_ids(tokenizer, text) -> list[int]:
@@ -131,10 +131,10 @@ def to_ids(tokenizer, text) -> list[int]:
 
 
 def render(tokenizer, problem, image_lengths) -> list[int]:
-    r"""Return the token ids (L,) of a question in the chat template of Qwen2.5-VL.
+    r"""Return the token ids (L,) of a question in Qwen2.5-VL's chat template.
 
-    Each <image> in the question becomes an image; without <image>, the images come first. An
-    image of 3 tokens and "What?" give the ids of this text, which is wrapped here:
+    <image> in the question becomes an image; without <image>, the images come first. An image of
+    3 tokens and "What?" give the ids of this text, without its line breaks:
         <|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n
         <|vision_start|><|image_pad|><|image_pad|><|image_pad|><|vision_end|>What?<|im_end|>\n
         <|im_start|>assistant\n
@@ -143,40 +143,25 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
         problem = "<image>" * len(image_lengths) + problem
     first, *texts = problem.split("<image>")
 
-    def control(name):
-        """Return [id of a control token]; `load` keeps it out of the ids of texts."""
+    def control(name):  # `load` keeps control tokens out of texts
         return [tokenizer.token_to_id(f"<|{name}|>")]
 
     start = control("im_start")
-    end = control("im_end")
-    pieces = [
-        start,  # the system turn
-        "system\nYou are a helpful assistant.",
-        end,
-        "\n",
-        start,  # the user turn; the loop adds images and text
-        f"user\n{first}",
-    ]
+    end = control("im_end") + to_ids(tokenizer, "\n")
+    ids = start + to_ids(tokenizer, "system\nYou are a helpful assistant.") + end
+    ids += start + to_ids(tokenizer, f"user\n{first}")
     for length, text in zip(image_lengths, texts, strict=True):
-        pieces.append(control("vision_start"))
-        pieces.append(control("image_pad") * length)  # the vision tower fills these places
-        pieces.append(control("vision_end"))
-        pieces.append(text)
-    pieces += [end, "\n", start, "assistant\n"]
-    ids = []
-    for piece in pieces:
-        if isinstance(piece, str):
-            piece = to_ids(tokenizer, piece)
-        ids += piece
-    return ids
+        ids += control("vision_start")
+        ids += control("image_pad") * length  # places of the vision tower's outputs
+        ids += control("vision_end") + to_ids(tokenizer, text)
+    return ids + end + start + to_ids(tokenizer, "assistant\n")
 
 
 def mrope_positions(ids, grids, image_token) -> Tensor:
-    """Return each token's position in time, row and column: (3, L) (arXiv 2409.12191, figure 3).
+    """Return token positions in time, row and column: (3, L) (arXiv 2409.12191, figure 3).
 
-    For text, the three are equal, as if there were one position, and the text after an image begins
-    at the image's largest position plus 1. For example, two text tokens, an image of 2 x 3 tokens
-    and one more text token have the positions
+    Text has three equal positions; after an image, text begins at the largest position plus 1.
+    Example: two text tokens, an image with 2 x 3 tokens and one more text token have
         time   0 1 | 2 2 2 2 2 2 | 5
         row    0 1 | 2 2 2 3 3 3 | 5
         column 0 1 | 2 3 4 2 3 4 | 5
@@ -186,7 +171,7 @@ def mrope_positions(ids, grids, image_token) -> Tensor:
     position = 0
     done = 0
     while done < len(ids):
-        rows, columns = 1, 1  # a text token is like an image of 1 x 1
+        rows, columns = 1, 1  # text token: like an image with 1 x 1 tokens
         if ids[done] == image_token:
             rows, columns = next(grids)
         time = torch.zeros(1, dtype=torch.long)
@@ -198,11 +183,11 @@ def mrope_positions(ids, grids, image_token) -> Tensor:
 
 
 def make_prompt(model, row) -> Prompt:
-    """Convert the images and the question of a row to the inputs of the model."""
+    """Convert a row to model inputs."""
     vision = model.config["vision_config"]
     patch = vision["patch_size"]
     merge = vision["spatial_merge_size"]
-    min_pixels, max_pixels = model.pixels  # smallest and largest area of an image
+    min_pixels, max_pixels = model.pixels  # image area
     device = model.lm_head.weight.device
     images = []
     grids = []  # rows and columns of image tokens
@@ -216,12 +201,12 @@ def make_prompt(model, row) -> Prompt:
     return Prompt(torch.tensor(ids, device=device), positions.to(device), images)
 
 
-# ---- What the vision tower and the language model share; modules are named as in checkpoints
+# ---- Shared by vision tower and language model; modules are named as in checkpoints
 
 
 def run(layer, x, *arguments):
-    """Run a layer, on a GPU with gradient checkpointing: only its inputs are kept for backward."""
-    if x.is_cuda and torch.is_grad_enabled():  # no random state to restore: there is no dropout
+    """Run a layer; on a GPU, keep only its inputs for backward (gradient checkpointing)."""
+    if x.is_cuda and torch.is_grad_enabled():  # no dropout, so no random state to restore
         return checkpoint(layer, x, *arguments, use_reentrant=False, preserve_rng_state=False)
     return layer(x, *arguments)
 
@@ -241,15 +226,15 @@ class MLP(nn.Module):
 
 
 def frequencies(count, theta, device) -> Tensor:
-    """Return the frequencies of rotary embeddings, from 1 to about 1 / theta: (count,)."""
+    """Return rotary frequencies from 1 to about 1 / theta: (count,)."""
     exponents = torch.arange(count, dtype=torch.float32, device=device) / count
     return 1.0 / theta**exponents
 
 
 def rotate(x, angles) -> Tensor:
-    """Rotate each pair (x_i, x_{i+D/2}) of x (..., L, D) by angles (L, D/2) (arXiv 2104.09864).
+    """Rotate pairs (x_i, x_{i+D/2}) in x (..., L, D) by angles (L, D/2) (arXiv 2104.09864).
 
-    The dot product of a rotated query and key depends only on the difference of their positions.
+    Rotated queries and keys have dot products that depend only on position differences.
     """
     a, b = x.chunk(2, -1)
     cos = angles.cos()
@@ -257,7 +242,7 @@ def rotate(x, angles) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
-# ---- Vision tower: patches of an image (P, 1176) -> its tokens (P / 4, E) (arXiv 2502.13923)
+# ---- Vision tower: patches (P, 1176) -> image tokens (P / 4, E) (arXiv 2502.13923)
 
 
 class VisionBlock(nn.Module):
@@ -266,9 +251,8 @@ class VisionBlock(nn.Module):
         width = config["hidden_size"]
         self.heads = config["num_heads"]
         self.norm1 = nn.RMSNorm(width, 1e-6)
-        self.attn = nn.ModuleDict()
-        self.attn["qkv"] = nn.Linear(width, 3 * width)
-        self.attn["proj"] = nn.Linear(width, width)
+        projections = {"qkv": nn.Linear(width, 3 * width), "proj": nn.Linear(width, width)}
+        self.attn = nn.ModuleDict(projections)
         self.norm2 = nn.RMSNorm(width, 1e-6)
         self.mlp = MLP(width, config["intermediate_size"], bias=True)
 
@@ -290,37 +274,35 @@ class Vision(nn.Module):
         self.config = config
         width = config["hidden_size"]
         merged = width * config["spatial_merge_size"] ** 2
-        # One linear layer for all patches, which checkpoints store as a Conv3d
+        # a linear layer, stored as Conv3d in checkpoints
         kernel = (2, config["patch_size"], config["patch_size"])
-        self.patch_embed = nn.ModuleDict()
-        self.patch_embed["proj"] = nn.Conv3d(3, width, kernel, kernel, bias=False)
+        proj = nn.Conv3d(3, width, kernel, kernel, bias=False)
+        self.patch_embed = nn.ModuleDict({"proj": proj})
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config["depth"]))
-        self.merger = nn.ModuleDict()
-        self.merger["ln_q"] = nn.RMSNorm(width, 1e-6)
-        self.merger["mlp"] = nn.Sequential(
-            nn.Linear(merged, merged), nn.GELU(), nn.Linear(merged, config["out_hidden_size"])
-        )
+        out_width = config["out_hidden_size"]
+        mlp = nn.Sequential(nn.Linear(merged, merged), nn.GELU(), nn.Linear(merged, out_width))
+        self.merger = nn.ModuleDict({"ln_q": nn.RMSNorm(width, 1e-6), "mlp": mlp})
 
     def forward(self, patches, h, w):
         merge = self.config["spatial_merge_size"]
         kernels = self.patch_embed["proj"].weight.flatten(1)  # (width, 1176)
         x = F.linear(patches.to(kernels.dtype), kernels)  # (P, width)
-        x = x.to(kernels.dtype)  # autocast gave bfloat16, but the blocks add to x in float32
+        x = x.to(kernels.dtype)  # bfloat16 from autocast -> float32, in which blocks add to x
 
-        # The row and the column of each patch, in the order of the patches
+        # (P, 2) row and column of patches
         places = torch.cartesian_prod(torch.arange(h), torch.arange(w)).to(x.device)
         places = places.view(h // merge, merge, w // merge, merge, 2)
-        places = places.transpose(1, 2).reshape(h * w, 2)  # (P, 2)
+        places = places.transpose(1, 2).reshape(h * w, 2)
 
-        # Half of a patch's rotary angles come from its row, half from its column.
+        # rotary angles: half from the row, half from the column
         head_width = self.config["hidden_size"] // self.config["num_heads"]
         steps = frequencies(head_width // 4, 10000.0, x.device)
         angles = (places[..., None] * steps).flatten(1)  # (P, D/2)
 
-        # In most blocks, a patch attends only to patches in its window of the image, because the
-        # cost of attending to all grows with P^2. (This mask has the result, but not the speed.)
+        # Most blocks attend only within windows, as full attention costs P^2. (This mask gives the
+        # result, not the speed.)
         side = self.config["window_size"] // self.config["patch_size"]  # in patches
-        side = side // merge * merge  # a token's patches are in one window
+        side = side // merge * merge  # one window for a token's patches
         windows = places // side
         same_window = (windows[:, None] == windows).all(-1)  # (P, P)
 
@@ -332,7 +314,7 @@ class Vision(nn.Module):
         return self.merger["mlp"](x)
 
 
-# ---- Language model: token ids (n, L) -> states (n, L, E), and the cache of keys and values
+# ---- Language model: token ids (n, L) -> states (n, L, E), KV cache
 
 
 class Layer(nn.Module):
@@ -342,11 +324,14 @@ class Layer(nn.Module):
         self.D = width // config["num_attention_heads"]
         self.queries_per_key = config["num_attention_heads"] // config["num_key_value_heads"]
         self.input_layernorm = nn.RMSNorm(width, config["rms_norm_eps"])
-        self.self_attn = nn.ModuleDict()
-        self.self_attn["q_proj"] = nn.Linear(width, width)
-        self.self_attn["k_proj"] = nn.Linear(width, width // self.queries_per_key)
-        self.self_attn["v_proj"] = nn.Linear(width, width // self.queries_per_key)
-        self.self_attn["o_proj"] = nn.Linear(width, width, bias=False)
+        key_width = width // self.queries_per_key
+        projections = {
+            "q_proj": nn.Linear(width, width),
+            "k_proj": nn.Linear(width, key_width),
+            "v_proj": nn.Linear(width, key_width),
+            "o_proj": nn.Linear(width, width, bias=False),
+        }
+        self.self_attn = nn.ModuleDict(projections)
         self.post_attention_layernorm = nn.RMSNorm(width, config["rms_norm_eps"])
         self.mlp = MLP(width, config["intermediate_size"], bias=False)
 
@@ -359,11 +344,11 @@ class Layer(nn.Module):
         q = rotate(self.project("q_proj", normed), angles)
         k = rotate(self.project("k_proj", normed), angles)
         v = self.project("v_proj", normed)
-        if past is not None:  # the cache of a prompt has one row, shared by all n completions
+        if past is not None:  # prompt cache: one row for all n completions
             past_k, past_v = past
             k = torch.cat([past_k.expand(len(x), -1, -1, -1), k], 2)
             v = torch.cat([past_v.expand(len(x), -1, -1, -1), v], 2)
-        # Several query heads share one head of keys and values (arXiv 2305.13245).
+        # query heads share key and value heads (arXiv 2305.13245)
         shared_k = k.repeat_interleave(self.queries_per_key, 1)
         shared_v = v.repeat_interleave(self.queries_per_key, 1)
         out = F.scaled_dot_product_attention(q, shared_k, shared_v, mask)  # (n, H, L, D)
@@ -376,23 +361,25 @@ class Layer(nn.Module):
 class QwenVL(nn.Module):
     def __init__(self, config):
         super().__init__()
-        # `load` adds: tokenizer; pixels, the smallest and largest area of an image; template, the
-        # text around each question; and files, what a saved folder has beside the weights.
+        # `load` adds: tokenizer; pixels (smallest and largest image area); template (text around
+        # questions); files (to save beside the weights)
         self.config = config
-        self.updates = 0  # optimizer steps since the model was loaded
+        self.updates = 0  # optimizer steps
         width = config["hidden_size"]
         layers = [Layer(config) for _ in range(config["num_hidden_layers"])]
         self.visual = Vision(config["vision_config"])
-        self.model = nn.ModuleDict()
-        self.model["layers"] = nn.ModuleList(layers)
-        self.model["embed_tokens"] = nn.Embedding(config["vocab_size"], width)
-        self.model["norm"] = nn.RMSNorm(width, config["rms_norm_eps"])
+        modules = {
+            "layers": nn.ModuleList(layers),
+            "embed_tokens": nn.Embedding(config["vocab_size"], width),
+            "norm": nn.RMSNorm(width, config["rms_norm_eps"]),
+        }
+        self.model = nn.ModuleDict(modules)
         self.lm_head = nn.Linear(width, config["vocab_size"], bias=False)
 
     def forward(self, ids, positions, cache=None, images=()):
         """Return the hidden states of ids (n, L) at positions (3, L), and the new KV cache.
 
-        `cache` holds the keys and values of earlier tokens. If there are images, n must be 1.
+        `cache`: keys and values of earlier tokens. With images, n must be 1.
         """
         x = self.model["embed_tokens"](ids)  # (n, L, E)
         if images:
@@ -400,15 +387,14 @@ class QwenVL(nn.Module):
             is_image = (ids == self.config["image_token_id"])[..., None]
             x = x.masked_scatter(is_image, tokens.to(x.dtype))  # <|image_pad|> places in order
 
-        # With M-RoPE sections [4, 6, 6], the first 4 rotary frequencies turn with a token's
-        # position in time, the next 6 with its row, and the last 6 with its column.
+        # M-RoPE sections [4, 6, 6]: 4 rotary frequencies for time, 6 for rows, 6 for columns
         sections = torch.tensor(self.config["mrope_section"], device=x.device)
         axis = torch.arange(3, device=x.device).repeat_interleave(sections)  # (D/2,)
         steps = frequencies(len(axis), self.config["rope_theta"], x.device)
         angles = positions[axis].T * steps  # (L, D/2)
 
-        # Example: with 2 cached tokens and 2 new ones, the causal mask has the rows 1110 and 1111.
-        before = cache[0][0].shape[2] if cache else 0  # keys have the shape (n, heads, L, D)
+        # causal mask; 2 cached and 2 new tokens: rows 1110 and 1111
+        before = cache[0][0].shape[2] if cache else 0  # keys: (n, heads, L, D)
         L = ids.shape[1]
         mask = torch.ones(L, before + L, dtype=torch.bool, device=x.device).tril(before)
 
@@ -420,27 +406,26 @@ class QwenVL(nn.Module):
         return self.model["norm"](x), new_cache
 
 
-# ---- Prompt -> completions (G, T), and their log-probabilities (G, T)
+# ---- Prompt -> completions (G, T) and log-probabilities (G, T)
 
-# H100, H200, B200: PyTorch would take cuDNN's attention, whose gradients can be NaN with a mask
-# (pytorch 196678), and which plans anew for each number of keys, so for each sampled token.
+# H100, H200, B200: no cuDNN attention: NaN gradients with a mask (pytorch 196678), and a new plan
+# for each number of keys, so for each sampled token
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def in_bfloat16(prompt):
     """On a GPU, compute products in bfloat16, and log_softmax in float32.
 
-    Weights stay float32: bfloat16 has 8 significant bits, and would round most updates to nothing.
+    Weights stay float32: in bfloat16 (8 significant bits), most updates would round to nothing.
     """
     return torch.autocast("cuda", torch.bfloat16, enabled=prompt.ids.is_cuda)
 
 
 @torch.no_grad()
 def sample(model, prompt, G, max_new_tokens) -> tuple[Tensor, Tensor]:
-    """Sample G completions of a prompt. Return ids and mask, both (G, T).
+    """Sample G completions of a prompt; return ids and mask, both (G, T).
 
-    The mask of a completion is True for its tokens up to the first end token, which is included,
-    and False for all later tokens.
+    The mask is True up to and including the first end token.
     """
     ends = [model.tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")]
     ends = torch.tensor(ends, device=prompt.ids.device)
@@ -449,7 +434,7 @@ def sample(model, prompt, G, max_new_tokens) -> tuple[Tensor, Tensor]:
     mask = []
     with in_bfloat16(prompt):
         states, cache = model(prompt.ids[None], prompt.positions, images=prompt.images)
-        states = states.expand(G, -1, -1)  # the prompt is computed once for all G completions
+        states = states.expand(G, -1, -1)  # one prompt pass for all completions
         for t in range(max_new_tokens):
             logits = model.lm_head(states[:, -1])  # (G, V)
             probabilities = logits.float().softmax(-1)
@@ -465,19 +450,19 @@ def sample(model, prompt, G, max_new_tokens) -> tuple[Tensor, Tensor]:
 
 
 def log_probabilities(model, prompt, completions) -> Tensor:
-    """Return the log-probability of each token in completions (G, T), given the tokens before it.
+    """Return the log-probabilities of completion tokens, given the tokens before them: (G, T).
 
-    All G completions share one forward pass of the prompt, because no prompt token attends to a
-    completion. Gradients flow back into the prompt through its keys and values. The padding after a
-    short completion needs no mask: earlier tokens do not attend to it, and the losses leave it out.
+    One forward pass of the prompt is enough for G completions, as prompt tokens do not attend to
+    completions. Gradients reach the prompt through its keys and values. Padding after a short
+    completion needs no mask: no earlier token attends to it, and the losses leave it out.
     """
     G, T = completions.shape
     with in_bfloat16(prompt):
         states, cache = model(prompt.ids[None], prompt.positions, images=prompt.images)
-        begin = prompt.positions.max() + 1  # the position of the first token of a completion
+        begin = prompt.positions.max() + 1  # position of the first completion token
         positions = begin + torch.arange(T, device=completions.device)
         after, _ = model(completions, positions.expand(3, T), cache)
-        # The last token of the prompt predicts the first token of a completion.
+        # the last prompt token predicts the first completion token
         last = states[:, -1:].expand(G, -1, -1)
         states = torch.cat([last, after[:, :-1]], 1)  # (G, T, E)
         logits = model.lm_head(states)  # (G, T, V)
@@ -486,7 +471,7 @@ def log_probabilities(model, prompt, completions) -> Tensor:
 
 
 def decode(model, completions, mask) -> list[str]:
-    """Return the texts of completions, without their end-of-sequence tokens."""
+    """Return completion texts without end tokens."""
     texts = []
     for row, kept in zip(completions, mask, strict=True):
         text = model.tokenizer.decode(row[kept].tolist(), skip_special_tokens=False)
@@ -495,7 +480,7 @@ def decode(model, completions, mask) -> list[str]:
 
 
 def tokenize_answers(model, texts) -> tuple[Tensor, Tensor]:
-    """Tokenize G given answers, pad them, and return their ids and mask, both (G, T)."""
+    """Tokenize and pad G answers; return ids and mask, both (G, T)."""
     device = model.lm_head.weight.device
     end = model.tokenizer.token_to_id("<|im_end|>")  # trains the model to stop
     ids = []
@@ -508,24 +493,23 @@ def tokenize_answers(model, texts) -> tuple[Tensor, Tensor]:
 
 # ---- Completions -> rewards and advantages (G,); log-probabilities (G, T) -> loss
 
-# The model is also called the policy, and pi(o) is its probability of a completion o. The gradient
-# of the expected reward is the mean of reward * grad log pi(o) over completions that the policy
-# sampled (docs/policy_gradients.md has five lines of proof). The mean of grad log pi(o) alone is 0,
-# because all probabilities add up to 1. So a number may be subtracted from all rewards: with the
-# mean reward of the group, the gradient stays right on average, and is far less noisy. So GRPO is
-# SFT on sampled completions, each weighted by its advantage A: how far its reward is above the mean
-# of its group, in standard deviations. Equal rewards teach nothing: A is 0.
+# The model, also called policy, writes a completion o with the probability pi(o). The gradient of
+# the expected reward is the mean of reward * grad log pi(o) over sampled completions (proof:
+# docs/policy_gradients.md). The mean of grad log pi(o) alone is 0, because probabilities add up to
+# 1. So a number may be subtracted from all rewards: with the group's mean reward, the gradient
+# stays right on average, and is far less noisy. GRPO is therefore SFT on sampled completions,
+# weighted by advantages A: reward minus group mean, in standard deviations. Equal rewards teach
+# nothing: A is 0.
 
-# The question must ask for this form: a model that never writes it earns 0, and learns nothing.
+# questions must ask for this form: a model that never writes it earns 0, and learns nothing
 ANSWER = re.compile(r"<think>.+?</think>\s*<answer>(.+?)</answer>", re.DOTALL)
 
 
 def plain(solution) -> str:
-    """Normalize an answer or a solution for comparison.
+    """Normalize an answer or a solution for comparison: case, blanks, final full stops and tags.
 
-    Case, repeated blanks, final full stops and tags do not count: "Green  square.", "green square"
-    and "<answer> green square </answer>" are equal, and so are the number 2.0 and "2". Of several
-    answers, the last one counts.
+    "Green  square.", "green square" and "<answer> green square </answer>" are equal, as are the
+    number 2.0 and "2". The last of several answers counts.
     """
     if isinstance(solution, float):
         solution = np.format_float_positional(solution, trim="-")  # 2.0 -> "2", 1e-5 -> "0.00001"
@@ -533,7 +517,7 @@ def plain(solution) -> str:
     if "<answer>" in text:
         text = text.rpartition("<answer>")[2].partition("</answer>")[0]
     text = " ".join(text.split())
-    text = unicodedata.normalize("NFC", text)  # an accent and its letter are one character
+    text = unicodedata.normalize("NFC", text)  # letter and accent: one character
     return text.rstrip(". ").casefold()
 
 
@@ -548,15 +532,15 @@ def reward(text, solution) -> float:
 
 
 def group_advantages(rewards, num_generations) -> Tensor:
-    """Return (reward - mean) / standard deviation of each group (arXiv 2402.03300, section 4.1.2).
+    """Return (reward - mean) / standard deviation, by group (arXiv 2402.03300, section 4.1.2).
 
-    The rewards (n,) are those of n / num_generations groups. Rewards 1, 1, 0, 0 of a group have
-    the standard deviation 0.58 (with n - 1) and the advantages 0.87, 0.87, -0.87, -0.87. Adding
-    1e-4 to the standard deviation avoids 0 / 0 for equal rewards.
+    The rewards (n,) belong to n / num_generations groups. A group with rewards 1, 1, 0, 0 has the
+    standard deviation 0.58 (with n - 1) and the advantages 0.87, 0.87, -0.87, -0.87. Adding 1e-4
+    to the standard deviation avoids 0 / 0 for equal rewards.
     """
     groups = rewards.view(-1, num_generations)
-    # Equal rewards become exactly 0. Otherwise, equal rewards of 0.1 would have advantages of about
-    # 1e-4, because their mean is rounded, and AdamW divides a gradient by its size.
+    # exact zeros for equal rewards: with a rounded mean, rewards of 0.1 would have advantages near
+    # 1e-4, and AdamW divides a gradient by its size
     groups = groups - groups.amax(1, keepdim=True)
     centered = groups - groups.mean(1, keepdim=True)
     advantages = centered / (groups.std(1, keepdim=True) + 1e-4)
@@ -574,61 +558,58 @@ def grpo_loss(
     old_per_token_logps=None,
     ref_per_token_logps=None,
 ) -> Tensor:
-    """Compute the loss -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta KL of GRPO.
+    """Compute GRPO's loss -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta KL.
 
-    A is the advantage, and r is the ratio pi / pi_old of the current policy to the policy that
-    sampled the completions. The KL keeps the policy near pi_ref, the policy before training. The
-    loss is averaged over the tokens of each completion, and then over completions. GRPO's loss is
-    defined in equations 3 and 4 of DeepSeekMath (arXiv 2402.03300).
+    A is the advantage, and r the ratio pi / pi_old to the policy that sampled. The KL keeps the
+    policy near pi_ref, the policy before training. The loss is averaged over completion tokens,
+    then over completions. Source: DeepSeekMath (arXiv 2402.03300), equations 3 and 4.
 
-    Clipping stops the gradient of a token when r > 1 + epsilon_high and A > 0, or
-    r < 1 - epsilon_low and A < 0: the policy has moved far enough from the one that sampled. With
-    one update per sample, as in minimal.py, nothing has moved yet: r is 1, and nothing is clipped.
-    Then the loss is about 0, because the advantages of a group add up to 0. Its gradient is not 0:
-    the gradient of r at 1 is the gradient of log pi, so each completion is pushed by its A. That
-    is why the ratio is computed although it is 1, and why the printed number is the mean reward.
+    Clipping stops a token's gradient when r > 1 + epsilon_high and A > 0, or r < 1 - epsilon_low
+    and A < 0: the policy has moved far enough. With one update per sample, as in minimal.py, r is
+    1, and nothing is clipped. Then the loss is about 0, because a group's advantages add up to 0,
+    but its gradient is not: the gradient of r at 1 is that of log pi, so completions are pushed by
+    their A. So the ratio is computed although it is 1, and the mean reward is printed.
     """
     if old_per_token_logps is None:
         old_per_token_logps = per_token_logps.detach()
-    advantages = advantages[:, None]  # (G, 1): all tokens of a completion have the same one
+    advantages = advantages[:, None]  # (G, 1): one for all tokens of a completion
     ratio = (per_token_logps - old_per_token_logps).exp()  # (G, T)
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     loss = -torch.min(ratio * advantages, clipped * advantages)
     if beta:
-        # The plain estimate log(pi/pi_ref) of KL(pi || pi_ref) is right on average, but its
-        # gradient is grad log pi, which is 0 on average, so it would hold nothing back. Schulman's
-        # estimate k3, pi_ref/pi - log(pi_ref/pi) - 1, is also right on average, and pulls
-        # each token back to the reference (John Schulman, "Approximating KL divergence").
+        # The estimate log(pi/pi_ref) of KL(pi || pi_ref) is right on average, but holds nothing
+        # back: its gradient grad log pi is 0 on average. The estimate k3, pi_ref/pi -
+        # log(pi_ref/pi) - 1, is also right on average, and pulls tokens back to the reference
+        # (John Schulman, "Approximating KL divergence").
         log_ref_ratio = ref_per_token_logps - per_token_logps
         loss = loss + beta * (log_ref_ratio.expm1() - log_ref_ratio)
-    lengths = mask.sum(1).clamp(min=1)  # a completion without tokens has the loss 0, not 0 / 0
+    lengths = mask.sum(1).clamp(min=1)  # no 0 / 0 for completions without tokens
     per_completion = (loss * mask).sum(1) / lengths  # (G,)
     return per_completion.mean()
 
 
 def dpo_loss(per_token_logps, mask, *, beta=0.1, ref_per_token_logps) -> Tensor:
-    """Compute the loss of DPO (arXiv 2305.18290, eq. 7) for pairs of chosen and rejected answers.
+    """Compute the DPO loss (arXiv 2305.18290, eq. 7) for pairs of chosen and rejected answers.
 
-    The log-probabilities are (..., 2, T), with any number of pairs. The loss is small if
-    log(pi / pi_ref) is larger for the chosen answer than for the rejected one. With a larger beta,
-    the model stays nearer to the reference.
+    Log-probabilities are (..., 2, T), for any number of pairs. The loss is small if
+    log(pi / pi_ref) is larger for the chosen answer than for the rejected one. A larger beta keeps
+    the model nearer to the reference.
     """
     log_ratios = (per_token_logps - ref_per_token_logps) * mask
-    chosen, rejected = log_ratios.sum(-1).unbind(-1)  # log pi / pi_ref of the whole answers
+    chosen, rejected = log_ratios.sum(-1).unbind(-1)  # log pi / pi_ref of whole answers
     return -F.logsigmoid(beta * (chosen - rejected)).mean()
 
 
 def sft_loss(per_token_logps, mask, *, num_tokens=None) -> Tensor:
-    """Return minus the sum of log-probabilities, divided by the number of tokens in the step."""
+    """Return minus the sum of log-probabilities, divided by num_tokens, the tokens in a step."""
     if num_tokens is None:
         num_tokens = mask.sum()
     return -(per_token_logps * mask).sum() / num_tokens
 
 
-# ---- Rows -> losses: GRPO, DPO and SFT are generators. They yield the loss and a metric of one
-# row; `train` computes its gradient, which frees its memory, and asks for the next row. GRPO
-# samples all groups of a step first: a method such as DAPO looks at all of their rewards. The
-# options are those of the command line, at the end of this file.
+# ---- Rows -> losses: generators of a loss and a metric per row; `train` computes the gradient,
+# which frees memory, before the next row. GRPO samples all groups of a step first, as methods such
+# as DAPO need all rewards. `options`: see the command line below.
 
 
 def grpo(model, reference, rows, options):
@@ -659,7 +640,7 @@ def grpo(model, reference, rows, options):
 
 
 def dpo(model, reference, rows, options):
-    """Train the policy to prefer the chosen answer more strongly than the reference does."""
+    """Make the policy prefer chosen answers more strongly than the reference does."""
     for row in rows:
         prompt = make_prompt(model, row)
         answers, mask = tokenize_answers(model, [row["chosen"], row["rejected"]])
@@ -677,17 +658,17 @@ def sft(model, reference, rows, options):
     for row, (ids, mask) in zip(rows, answers, strict=True):
         logps = log_probabilities(model, make_prompt(model, row), ids)  # (1, T)
         loss = sft_loss(logps, mask, num_tokens=num_tokens)
-        yield loss, loss.detach() * len(rows)  # the mean of these metrics is the loss of the step
+        yield loss, loss.detach() * len(rows)  # mean over rows: loss of the step
 
 
 # ---- Losses -> optimizer steps
 
 
 def make_reference(model) -> QwenVL:
-    """Return a copy of the model, which stays as it is while the model is trained.
+    """Return a frozen copy of the model.
 
-    On a GPU, the matrices of the copy are kept in bfloat16, which takes half of the memory. Matrix
-    products are in bfloat16 anyway, so the log-probabilities are the same.
+    On a GPU, its matrices are in bfloat16, with half the memory and the same log-probabilities:
+    matrix products are in bfloat16 anyway.
     """
     reference = copy.deepcopy(model).requires_grad_(False)
     for module in reference.modules():
@@ -697,13 +678,13 @@ def make_reference(model) -> QwenVL:
 
 
 def endless(rows):
-    """Yield all rows in a random order, and then again in another order, without end."""
+    """Yield all rows in random order, again and again."""
     while True:
         yield from random.sample(rows, len(rows))
 
 
 def train(model, rows, stage, options):
-    """Run optimizer steps; each step computes the gradients of its rows one after the other."""
+    """Run optimizer steps; a step adds up the gradients of its rows, one after the other."""
     reference = None
     if options.beta:
         reference = make_reference(model)
@@ -711,17 +692,17 @@ def train(model, rows, stage, options):
         model.parameters(),
         betas=(0.9, 0.99),
         weight_decay=0.0,
-        fused=True,  # otherwise, a step makes temporary tensors as large as all weights
+        fused=True,  # no temporary tensors as large as all weights
     )
     stream = endless(rows)
     for step in range(options.max_steps):
         batch = [next(stream) for _ in range(options.prompts_per_step)]
         metrics = []
         for loss, metric in stage(model, reference, batch, options):
-            loss.backward()  # gradients add up over all rows of the step
+            loss.backward()  # adds to the gradients of earlier rows
             metrics.append(metric)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-        # The learning rate rises during the warmup, and then falls to a tenth of its maximum.
+        # learning rate: rises during the warmup, then falls to a tenth of its maximum
         rise = (step + 1) / max(1, options.warmup_steps)
         left = (options.max_steps - step) / max(1, options.max_steps - options.warmup_steps)
         factor = min(rise, 0.1 + 0.9 * left)
@@ -737,7 +718,7 @@ def train(model, rows, stage, options):
 
 
 def report(stage, step, max_steps, metrics):
-    """Print the mean of a step's metrics: rewards for GRPO, and losses for SFT and DPO."""
+    """Print the mean metric of a step: reward for GRPO, loss for SFT and DPO."""
     values = torch.stack(metrics)  # rewards (rows, G) or losses (rows,)
     text = f"{stage.__name__} step {step} of {max_steps}: {values.mean():.3f}"
     if stage is grpo and (values == values[:, :1]).all():
@@ -745,12 +726,12 @@ def report(stage, step, max_steps, metrics):
     print(text, flush=True)
 
 
-# ---- Folder in Hugging Face's format -> model with tokenizer, and back
+# ---- Hugging Face folder -> model with tokenizer, and back
 
-# files that a trained model keeps from its folder
+# files to save beside trained weights
 KEPT = ["config.json", "generation_config.json", "*processor_config.json", "chat_template.*"]
 KEPT += ["tokenizer*.json", "*_tokens*.json", "vocab.json", "merges.txt"]
-# values that transformers leaves out of a saved vision_config, because they are its defaults
+# transformers leaves these defaults out of a saved vision_config
 VISION_DEFAULTS = {
     "depth": 32,
     "intermediate_size": 3420,
@@ -761,7 +742,7 @@ VISION_DEFAULTS = {
     "window_size": 112,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
-# the only values that minimal.py computes; with others, it would train another model
+# supported values; with others, minimal.py would train another model
 ONLY = {
     "hidden_act": "silu",
     "use_sliding_window": False,
@@ -795,7 +776,7 @@ def write_json(file, values):
 
 
 def read_config(folder) -> dict:
-    """Read config.json. transformers 5 writes the language model's options into text_config."""
+    """Read config.json; transformers 5 writes language model options into text_config."""
     config = read_json(Path(folder, "config.json"))
     is_qwen = config.get("model_type") == "qwen2_5_vl"
     require(is_qwen, f"{folder} is not a Qwen2.5-VL folder; train.py reads other families")
@@ -809,7 +790,7 @@ def read_config(folder) -> dict:
 
 
 def read_files(folder) -> dict[str, bytes]:
-    """Read the files that match KEPT. Links may lead into the folder or to the Hub's blobs."""
+    """Read files that match KEPT; links may lead into the folder or to the Hub's blobs."""
     files = {}
     for pattern in KEPT:
         for file in folder.glob(pattern):
@@ -817,7 +798,7 @@ def read_files(folder) -> dict[str, bytes]:
             is_own = target.parent == folder.resolve() or target.parent.name == "blobs"
             require(is_own, f"{file} is a link to {target}; replace it with a copy of the file")
             files[file.name] = content = file.read_bytes()
-            # a file of its own, or in tokenizer_config.json; `render` writes Qwen2.5-VL's
+            # chat template in its own file or tokenizer_config.json; `render` writes Qwen2.5-VL's
             if file.name.startswith("chat_template") or b'"chat_template": "' in content:
                 message = f"{file}: train.py reads other chat templates than Qwen2.5-VL's"
                 require(b"You are a helpful assistant." in content, message)
@@ -825,7 +806,7 @@ def read_files(folder) -> dict[str, bytes]:
 
 
 def read_images(folder, files, max_pixels) -> dict:
-    """Read the settings of images; max_pixels replaces their largest area, also in `files`."""
+    """Read image settings; max_pixels replaces the largest area, also in `files`."""
     name = "processor_config.json"  # written by transformers 5
     content = json.loads(files.get(name, "{}"))
     images = content.get("image_processor")
@@ -842,7 +823,7 @@ def read_images(folder, files, max_pixels) -> dict:
 
 
 def read_weights(folder, device, dtype) -> dict[str, Tensor]:
-    """Read the tensors of a folder from one file, or from the files that its index names."""
+    """Read weights from one file, or from the files in the index."""
     names = ["model.safetensors"]
     if not (folder / names[0]).exists():
         index = read_json(folder / "model.safetensors.index.json")
@@ -850,7 +831,7 @@ def read_weights(folder, device, dtype) -> dict[str, Tensor]:
     weights = {}
     for file in names:
         for name, weight in load_file(folder / file, str(device)).items():
-            # names in transformers' modules -> names in files of the Hub
+            # transformers' module names -> names in files on the Hub
             name = name.replace("model.visual.", "visual.").replace("language_model.", "")
             weights[name] = weight.to(dtype)
     return weights
@@ -867,7 +848,7 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
             message = f"{folder}: {key} is {settings.get(key)!r}, but minimal.py computes {only!r}"
             require(settings.get(key) in (None, only), message)
 
-    # In a row, control tokens are ordinary text; other added tokens, as <|box_start|>, stay tokens.
+    # control tokens in rows are ordinary text; other added tokens, as <|box_start|>, stay tokens
     control = ("<|im", "<|vision", "<|video", "<|endoftext")
     content = read_json(folder / "tokenizer.json")
     for token in content["added_tokens"]:
@@ -877,12 +858,12 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
     has_image = tokenizer.token_to_id("<|image_pad|>") == config["image_token_id"]
     require(has_image, f"{folder}: image_token_id in config.json is not the id of <|image_pad|>")
 
-    with torch.device("meta"):  # no memory for weights, which the files contain
+    with torch.device("meta"):  # no memory for weights yet
         model = QwenVL(config)
     model.tokenizer = tokenizer
     model.files = files
     model.pixels = images["min_pixels"], images["max_pixels"]
-    model.template = "{problem}"  # text around each question
+    model.template = "{problem}"
     weights = read_weights(folder, device, dtype)
     is_tied = config["tie_word_embeddings"]  # one matrix is lm_head and embed_tokens
     if is_tied:
@@ -900,7 +881,7 @@ def save(model, folder):
     weights = model.state_dict()
     if model.config["tie_word_embeddings"]:
         del weights["lm_head.weight"]
-    new = folder / "model.safetensors.new"  # an earlier model stays until this file is complete
+    new = folder / "model.safetensors.new"  # keep an earlier model until this file is complete
     try:
         save_file(weights, new, {"format": "pt"})
         new.replace(folder / "model.safetensors")
@@ -929,7 +910,7 @@ ASK += "between <answer> and </answer>."
 
 
 def read_row(line, answers, folder) -> dict:
-    """Read and check a row in JSON. Of its images, only the headers are read."""
+    """Read and check a JSON row, and its image headers."""
     row = json.loads(line)
     require(isinstance(row, dict), f"a row is an object {{...}}, but this is {row!r:.80}")
     row = {field: value for field, value in row.items() if value is not None}
@@ -942,7 +923,6 @@ def read_row(line, answers, folder) -> dict:
         else:
             is_text = isinstance(value, str) and (value.strip() or field == "problem")
         require(is_text, f"{field!r} must be a text with letters or digits in {row!r}")
-    require("<video>" not in row["problem"], "'problem' has <video>; train.py reads videos")
 
     has_one = ("image" in row) != ("images" in row)
     require(has_one, f"the row has {[*row]}, but it needs either 'image' or 'images'")
@@ -950,7 +930,7 @@ def read_row(line, answers, folder) -> dict:
     row["images"] = [Path(folder, name) for name in names]
     for path in row["images"]:
         with PIL.Image.open(path) as image:
-            # Pillow would make nearly all pixels of 16 or 32 bits white or black.
+            # 16 or 32 bits: Pillow would make nearly all pixels white or black
             require(image.mode[0] not in "IF", f"{path}: save the image with 8 bits per color")
             is_long = max(image.size) > 200 * min(image.size)
             require(not is_long, f"{path} is more than 200 times as long as wide")
@@ -961,9 +941,9 @@ def read_row(line, answers, folder) -> dict:
 
 
 def read_rows(file, answers) -> tuple[list[dict], str]:
-    """Read rows from JSON Lines, and return them with the template of their questions.
+    """Read rows from JSON Lines; return them and their question template.
 
-    Image paths are relative to the file. Questions ask for tags if all answers have them.
+    Image paths are relative to the file. Questions ask for tags if all answers have tags.
     """
     rows = []
     for number, line in enumerate(Path(file).read_bytes().splitlines(), 1):
@@ -981,7 +961,7 @@ def read_rows(file, answers) -> tuple[list[dict], str]:
     return rows, "{problem}" + ask
 
 
-# ---- The built-in task: name the object in a small image. There are 12 answers.
+# ---- Built-in task: name the object in a small image (12 answers)
 
 COLORS = {
     "red": (220, 50, 47),
@@ -1034,7 +1014,7 @@ def tagged(label) -> str:
 
 
 def draw_object(color, shape) -> PIL.Image.Image:
-    """Draw a square or a triangle at a random place on a light background."""
+    """Draw a square or triangle at a random place on a light background."""
     background = tuple(random.choices(range(200, 256), k=3))
     image = PIL.Image.new("RGB", (56, 56), background)
     side = random.randint(32, 52)
@@ -1051,13 +1031,13 @@ def draw_object(color, shape) -> PIL.Image.Image:
 
 
 def draw_row(wrong=0.0) -> dict:
-    """Draw a random object; with probability `wrong`, the demonstrated label is also random."""
+    """Draw a random object; with probability `wrong`, its completion names a random label."""
     label = random.choice(LABELS)
     other = random.choice([name for name in LABELS if name != label])
     image = draw_object(*label.split())
     right = tagged(label)
     completion = tagged(random.choice(LABELS)) if random.random() < wrong else right
-    # A rejected answer names another object (maybe only in <answer>), or lacks up to 4 letters.
+    # rejected: names another object (maybe only in <answer>), or lacks up to 4 letters
     cut = random.randrange(1, len(right))
     damaged = right[:cut] + right[cut + 4 :]
     rejected = random.choice([tagged(other), right.replace(label, other), damaged])
@@ -1072,7 +1052,7 @@ def draw_row(wrong=0.0) -> dict:
 
 
 def make_tokenizer() -> Tokenizer:
-    """Train a small tokenizer on the texts of the built-in task."""
+    """Train a small tokenizer on texts of the built-in task."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -1085,7 +1065,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def make_folder(folder):
-    """Write a Hugging Face folder with 0.74 million random weights and a small tokenizer."""
+    """Write a Hugging Face folder: 0.74 million random weights, a small tokenizer."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
@@ -1114,7 +1094,7 @@ def make_folder(folder):
 
 
 def accuracy(model, rows) -> float:
-    """Sample two completions of each row, and return the share of right answers."""
+    """Sample two completions per row; return the share of right answers."""
     right = []
     for row in rows:
         completions, mask = sample(model, make_prompt(model, row), 2, 20)
@@ -1123,7 +1103,7 @@ def accuracy(model, rows) -> float:
 
 
 def train_tiny(model, options):
-    """Teach the form of an answer with 96 demonstrations, half of them random; then GRPO or DPO."""
+    """Teach the answer's form with 96 demonstrations, half with random labels; then run a stage."""
     held_out = [draw_row() for _ in range(128)]
     demonstrations = [draw_row(wrong=0.5) for _ in range(96)]
     first = {"max_steps": 40, "prompts_per_step": 32, "learning_rate": 3e-3, "warmup_steps": 10}
@@ -1156,12 +1136,12 @@ def read_options() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--output_dir", default="runs/minimal", help="folder for the trained model")
     options = parser.parse_args()
-    if not options.folder:  # the model is tiny, and its weights are nearly random
+    if not options.folder:  # tiny model with nearly random weights
         parser.set_defaults(max_steps=160, learning_rate=3e-4, warmup_steps=5)
         parser.set_defaults(max_new_tokens=20, beta=0.02)
     if options.stage is dpo:
         parser.set_defaults(beta=0.1 if options.folder else 1.0)
-    options = parser.parse_args()  # parse again, with this run's defaults
+    options = parser.parse_args()  # again, with these defaults
     if options.folder and not options.rows:
         parser.error("name a file of rows after the folder")
     if min(options.max_steps, options.prompts_per_step, options.max_new_tokens) < 1:
@@ -1180,18 +1160,18 @@ def read_options() -> argparse.Namespace:
 
 
 def check_space(model, folder):
-    """Refuse a model that cannot be trained on its GPU, or be saved in the folder at the end."""
+    """Refuse a model that its GPU cannot train, or the folder cannot hold."""
     size = sum(weight.nbytes for weight in model.parameters()) / 1e9
     if model.lm_head.weight.is_cuda:  # weights, gradients and AdamW's two states
         gpu = torch.cuda.mem_get_info()[1] / 1e9
-        lora = "recipes/own_data_one_card.yaml needs less, because train.py trains with LoRA"
-        require(4 * size < gpu, f"training needs over {4 * size:.0f} GB of {gpu:.0f} GB; {lora}")
+        message = f"training needs over {4 * size:.0f} GB of {gpu:.0f} GB; use LoRA, as in "
+        require(4 * size < gpu, message + "recipes/own_data_one_card.yaml, with train.py")
     free = shutil.disk_usage(folder).free / 1e9
     require(size < free, f"{folder} has {free:.3f} GB free, but the model needs {size:.3f} GB")
 
 
 def save_last(model, options):
-    """Save the model in its folder, or else among temporary files, and print the next command."""
+    """Save the model in its folder, or among temporary files, and print the next command."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     folder = options.output_dir
@@ -1212,16 +1192,16 @@ def main():
     options = read_options()
     random.seed(options.seed)
     torch.manual_seed(options.seed)
-    # The output folder is made before the first step, so that no step is lost.
+    # before the first step: fail if the folder cannot be written
     Path(options.output_dir).mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=options.output_dir).close()  # fails if the folder cannot be written
+    tempfile.TemporaryFile(dir=options.output_dir).close()
     if options.folder:
         rows, template = read_rows(options.rows, ANSWERS[options.stage])
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = load(options.folder, device, max_pixels=options.max_pixels)
         model.template = template
     else:
-        torch.set_num_threads(1)  # the tensors are too small for more threads
+        torch.set_num_threads(1)  # tensors are too small for more
         make_folder(f"{options.output_dir}/random")
         model = load(f"{options.output_dir}/random")
     check_space(model, options.output_dir)
@@ -1233,7 +1213,7 @@ def main():
             train_tiny(model, options)
     except KeyboardInterrupt:
         sys.exit("stopped with Ctrl-C or SIGTERM")
-    finally:  # even after an error, no finished step is lost
+    finally:  # keep finished steps after an error
         if model.updates:
             save_last(model, options)
 

@@ -124,7 +124,7 @@ def _(patchify):
     in one piece by to_ids. In a user's question, the text "<|im_end|>" stays text, so that nobody can inject a turn.
     """,
     {
-        "the line feeds after <|im_end|> are missing": ("in pieces:", 'in [x for x in pieces if x != "\\n"]:'),
+        "the line feeds after <|im_end|> are missing": (' + to_ids(tokenizer, "\\n")', ""),
         "your control tokens are text, which is split into several tokens; use tokenizer.token_to_id":
             ('[tokenizer.token_to_id(f"<|{name}|>")]', 'to_ids(tokenizer, f"<|{name}|>")'),
         "each image needs as many <|image_pad|> as it has tokens": (" * length", ""),
