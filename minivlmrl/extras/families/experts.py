@@ -72,9 +72,9 @@ class Experts(nn.Module):
             sum_over_ranks: with sharded weights, sums token counts over ranks (distributed/fsdp.py).
         """
         logits = self.gate(x)
-        probabilities, ids = choose_experts(logits, self.top_k)
-        weights = probabilities.gather(1, ids)
-        weights = (weights / weights.sum(-1, keepdim=True)).to(logits.dtype)  # (N, k)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        weights, ids = logits.softmax(-1, wide).topk(self.top_k)  # (N, k) most probable experts
+        weights = (weights / weights.sum(-1, keepdim=True)).to(logits.dtype)
         order = ids.flatten().argsort(stable=True)  # (N k,) indices sorted by expert, then by token
         back = order.argsort()
         copies = Reorder.apply(x.repeat_interleave(self.top_k, 0), order, back)  # sorted tokens, (N k, D)
@@ -99,16 +99,6 @@ class Experts(nn.Module):
         if ids.is_meta:  # memory estimates assign all tokens to the first expert
             return [ids.numel()] + [0] * (len(self.experts) - 1)
         return ids.flatten().bincount(minlength=len(self.experts)).tolist()
-
-
-def choose_experts(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Select the k most probable experts per token from router logits (N, E).
-
-    Returns:
-        probabilities (N, E) in float32 or wider, and ids (N, k).
-    """
-    probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    return probabilities, probabilities.topk(top_k, dim=-1).indices
 
 
 def place_experts(layer: DecoderLayer, model_config: ExpertsConfig, index: int):
