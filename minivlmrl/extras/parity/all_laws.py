@@ -1,7 +1,6 @@
-"""Check properties that every correct loss has, without recorded numbers or a reference loss.
+"""Check laws, properties of every correct loss, without recorded numbers or a reference loss.
 
-A law is a property of correct losses: for example, padding changes nothing. Small batches are tried first, so a finding
-shows the smallest batch with the error.
+Example: padding changes nothing. Small batches come first, so a finding shows the smallest batch with the error.
 
     all losses       NaN, masked tokens, padding, row order, micro-batches       common_laws.py
     policy losses    advantages, ratios and their bounds, averages, KL           policy_laws.py
@@ -25,9 +24,9 @@ NEEDS = POLICY_NEEDS | DPO_NEEDS
 
 @dataclass
 class LawReport:
-    """Results of checking a loss, by law."""
+    """Result of checking a loss."""
 
-    findings: dict[str, list[Finding]]  # findings by tested law
+    findings: dict[str, list[Finding]]  # by tested law
 
     def sentences(self, kind: str) -> list[str]:
         return [finding.says for found in self.findings.values() for finding in found if finding.kind == kind]
@@ -63,7 +62,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
         kind: grpo, dpo or sft.
         tolerance: maximum rounding error; float32 losses need 1e-5.
         framework: torch, jax or mlx, see `check`.
-        options: loss options, such as loss_type="dapo". If loss_type is given, its average and bounds are also checked.
+        options: loss options, such as loss_type="dapo", which also checks its average and bounds.
 
     Raises:
         AssertionError: laws are broken; the message describes each one with the smallest batch.
@@ -79,7 +78,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
 def examine(
     my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options
 ) -> LawReport:
-    """Like `laws`, but return a report that includes notes and untested laws."""
+    """Like `laws`, but return a report with notes and untested laws."""
     if kind not in LAWS:
         raise UserError(f"kind is {kind!r}, but it must be one of {', '.join(LAWS)}")
     for name in options:

@@ -13,7 +13,7 @@ from minivlmrl.extras.parity.step import read
 
 
 def assert_step(folder):
-    """Assert that all numbers in a recorded step equal the recomputed ones.
+    """Assert equal recorded and recomputed numbers for a step.
 
     Raises ValueError if the folder does not contain a step, or nothing could be compared.
     """
@@ -23,14 +23,13 @@ def assert_step(folder):
 
 
 def assert_split_invariant(gradients, rows: int, tolerance: float = 1e-6, sizes=None):
-    """Assert that a gradient does not depend on the split into micro-batches, or ranks.
+    """Assert equal gradients for all splits into micro-batches, or ranks.
 
     Args:
-        gradients: function that gets one list of row indices per part, accumulates gradients as your trainer does, and
-            returns {name: tensor}.
+        gradients: function (list of row indices per part) -> {name: tensor}, accumulated as in your trainer.
         rows: number of rows in the step, at least 2.
-        tolerance: maximum difference, relative to the largest gradient in the whole step.
-        sizes: numbers of parts to try, default 2, rows - 1 and rows.
+        tolerance: maximum difference, relative to the largest gradient of the whole step.
+        sizes: numbers of parts, default 2, rows - 1 and rows.
     """
     __tracebackhide__ = True
     assert rows > 1, f"rows is {rows}, but at least 2 rows are needed to compare different splits"
@@ -43,7 +42,7 @@ def assert_split_invariant(gradients, rows: int, tolerance: float = 1e-6, sizes=
     _, whole_gradients = split(1)
     unit = max(gaps(x, 0.0, 1.0).max() for x in whole_gradients.values())
     assert unit > 0, "all gradients are zero, so nothing was compared; use rows with a nonzero loss"
-    # 8 rows in 7 parts: one part has two rows, so weighting parts equally changes the gradient
+    # 8 rows in 7 parts: one part has two rows, so equal weights for parts change the gradient
     for size in sizes or (2, rows - 1, rows):
         parts, split_gradients = split(size)
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())
@@ -90,9 +89,9 @@ def accumulated(gradient: Callable, batch: dict[str, torch.Tensor], parts: list[
 
 
 def assert_step_split_invariant(folder, my_loss: Callable, tolerance: float = 1e-6):
-    """Assert that a loss, replayed on a recorded GRPO step, does not depend on the split into micro-batches.
+    """Assert equal gradients of a loss for all splits of a recorded GRPO step into micro-batches.
 
-    With 1, 2, n - 1 and n micro-batches, gradients must have the same sum, or the same mean over rows.
+    1, 2, n - 1 and n micro-batches must give the same gradient sum, or the same mean over rows.
 
     Args:
         my_loss: loss as in `check`, called with whole_step=False and the totals for the step.

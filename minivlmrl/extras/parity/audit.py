@@ -1,6 +1,6 @@
-"""Recompute a recorded optimizer step, and name bugs that explain differences.
+"""Recompute a recorded optimizer step, and explain differences with bugs.
 
-The loss is recomputed from recorded advantages, so wrong advantages do not affect it.
+The loss is recomputed from recorded advantages, even wrong ones.
 """
 
 import math
@@ -27,7 +27,7 @@ from minivlmrl.extras.parity.search import (
 )
 from minivlmrl.extras.parity.step import DAMAGES, Dump, read
 
-# stages that must be correct before a stage is compared
+# stages to pass before a stage is compared
 WITHOUT = {"mask": {"tokens"}, "gradients": {"logps"}}
 SECONDS = 30.0  # search time per stage, for the command `parity`
 
@@ -39,18 +39,18 @@ class Finding:
     stage: str
     error: float
     numbers: int
-    where: Sequence[str] = ()  # text lines: how many numbers differ, then examples
+    where: Sequence[str] = ()  # number of differences, then examples
     explained: Sequence[Bug] = ()
-    again: bool = False  # whether an earlier stage has the same bug
-    groups: int = 0  # number of rows or groups with wrong numbers
-    has_ended: bool = False  # whether the search reached its time limit
+    again: bool = False  # same bug as in an earlier stage
+    groups: int = 0  # rows or groups with wrong numbers
+    has_ended: bool = False  # search time limit reached
 
     @property
     def ok(self) -> bool:
         return self.error <= TOLERANCE
 
     def doubts(self) -> list[str]:
-        """Return warnings, for example if several bugs explain the wrong numbers equally well."""
+        """Return warnings, for example about several bugs with the same numbers."""
         if self.ok or self.again:
             return []
         unit = "group of completions" if self.stage == "advantages" else "row"
@@ -66,7 +66,7 @@ class Finding:
 def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
     """Recompute a step stage by stage, and compare with the recorded numbers.
 
-    The search for causes takes at most `seconds` CPU seconds per stage.
+    seconds: search limit per stage, in CPU seconds.
 
     Raises ValueError if a tensor or field has a wrong type or shape.
     """
@@ -99,10 +99,10 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
 
 
 def look_for_bugs(finding: Finding, d: Dump, differing: dict[str, Finding], seconds: float = math.inf):
-    """Search for bugs that explain a stage's wrong numbers."""
+    """Search for bugs behind wrong numbers in a stage."""
     names = names_of(finding.stage, d)
     for earlier in differing.values():
-        # try bugs from earlier stages: one bug is likelier than two
+        # first bugs from earlier stages: one bug is likelier than two
         known = [bug for bug in earlier.explained if names & bug.of.stage_names()]
         finding.explained = [again for bug in known for again in fits(finding.stage, d, bug)]
         if finding.explained:
@@ -115,7 +115,7 @@ def look_for_bugs(finding: Finding, d: Dump, differing: dict[str, Finding], seco
 
 
 def where(answer: dict) -> list[str]:
-    """Describe where tensors differ, with at most 4 examples per tensor."""
+    """Describe differences, with at most 4 examples per tensor."""
     wrong_counts = []
     lines = []
     for name, (theirs, ours, unit) in answer.items():
@@ -134,7 +134,7 @@ def where(answer: dict) -> list[str]:
 
 
 def report(findings: list[Finding], d: Dump) -> str:
-    """Return the text that `parity` prints about a recorded step."""
+    """Format the findings for the terminal."""
     lines = []
     for finding in findings:
         lines += finding_lines(finding)
@@ -199,7 +199,7 @@ def checked(folder, seconds: float = math.inf) -> tuple[list[Finding], Dump]:
 
 
 def as_json(findings: list[Finding], d: Dump) -> dict:
-    """Return the results per stage as a JSON object; later versions may only add fields."""
+    """Return results by stage as a JSON object; later versions may only add fields."""
     stages = []
     for finding in findings:
         explained = []

@@ -1,4 +1,4 @@
-"""Call a loss, and record its value, its gradient and the arguments that it reads."""
+"""Call a loss; record its value, its gradient and the arguments it reads."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -11,11 +11,11 @@ from minivlmrl.config.loss_forms import takes_batch
 from minivlmrl.errors import UserError, truncate
 from minivlmrl.losses.grpo import LossNormalizer
 
-OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # case options that grpo_loss does not accept
+OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # case options unknown to grpo_loss
 
 
 class Arguments(dict):
-    """Dict of loss arguments; `read` collects the names that the loss reads."""
+    """Dict of loss arguments; `read` collects the names of read arguments."""
 
     def __init__(self, values: dict, read: set[str]):
         super().__init__(values)
@@ -30,7 +30,7 @@ class Arguments(dict):
         return super().get(name, default)
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over names; without this method, `**arguments` would not call __getitem__."""
+        """Without this method, `**arguments` would not call __getitem__."""
         return super().__iter__()
 
     def items(self):
@@ -48,21 +48,19 @@ def loss_and_gradient(
 
     Args:
         my_loss: loss in a form from config/loss_forms.py.
-        read: set that collects the names of tensors and options that the loss reads.
+        read: collects the names of read tensors and options.
 
     Raises:
         ValueError: `my_loss` does not return a scalar tensor.
     """
     logps = batch["per_token_logps"].detach().requires_grad_()
-    # pass copies: the loss may change its arguments in place
+    # copies: the loss may change its arguments in place
     copies = {name: x.clone() for name, x in (batch | {"per_token_logps": logps}).items()}
     try:
         loss = call(my_loss, Arguments(copies, read), Arguments(options, read))
     except Exception as error:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
-        kind = options["kind"]
-        others = " or ".join(f"kind={name}" for name in ("grpo", "dpo", "sft") if name != kind)
-        error.add_note(f"my_loss got a batch of kind={kind}: {shapes}; --only {others} has others")
+        error.add_note(f"my_loss got a batch of kind={options['kind']}: {shapes}; kinds: grpo, dpo, sft (--only kind=)")
         raise
     # + 0 * logps: autograd would fail for a loss without a gradient
     [gradient] = torch.autograd.grad(loss + 0 * logps.sum(), logps)
@@ -72,7 +70,7 @@ def loss_and_gradient(
 def call(my_loss: Callable, batch: dict, options: dict) -> Any:
     """Call a loss in a form from config/loss_forms.py, and drop its metrics.
 
-    As in training, a loss like grpo_loss gets only the arguments that it has parameters for.
+    As in training, a loss like grpo_loss gets only arguments for its parameters.
     """
     if "advantages" not in batch or takes_batch(my_loss):
         returned = my_loss(batch, options)
@@ -86,8 +84,9 @@ def call(my_loss: Callable, batch: dict, options: dict) -> Any:
             length = options["max_completion_length"]
             given["normalizer"] = LossNormalizer(len(batch["mask"]), options["tokens"], length)
         returned = my_loss(batch["per_token_logps"], batch["advantages"], batch["mask"], **given)
-    has_metrics = isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], dict)
-    loss = returned[0] if has_metrics else returned
-    if getattr(loss, "shape", None) != ():
-        raise UserError(f"my_loss returned {truncate(loss, 60)}, but it must return a tensor of shape ()")
-    return loss
+    match returned:
+        case [loss, {}]:  # loss and metrics
+            returned = loss
+    if getattr(returned, "shape", None) != ():
+        raise UserError(f"my_loss returned {truncate(returned, 60)}, but it must return a tensor of shape ()")
+    return returned

@@ -34,14 +34,13 @@ class Change(dict):
         self.d = d
 
     def __call__(self, name: str, x: Any, place=None, **values) -> Any:
-        """Return the quantity `name` as a trainer with the bug computes it; `x` is the correct value.
+        """Return the quantity `name` of a trainer with the bug; `x` is the correct value.
 
-        A replacement is one of:
+        Replacements:
             - a value;
             - a formula, such as `lambda s: s.x / 2`;
-            - (kind, part, None) to reorder x, for example by "the next row in its group";
-            - (kind, part, formula) to change only `s.region`: a mask or, for models, a function that
-              tests parameter names.
+            - (kind, part, None): reorder x, for example by "the next row in its group";
+            - (kind, part, formula): change only `s.region`, a mask.
         """
         if name not in self:
             return x

@@ -1,7 +1,7 @@
-"""Check the losses in another project's code: `minivlmrl parity FOLDER` or `minivlmrl parity FOLDER:NAME`.
+"""Check losses in another project's code: `minivlmrl parity FOLDER` or `minivlmrl parity FOLDER:NAME`.
 
-A function may be a loss if it takes log-probs and advantages, or sums of chosen and rejected log-probs. Arguments are
-recognized by name and passed in common layouts. compile_alone.py says which code is executed.
+Possible losses take log-probs and advantages, or sums of chosen and rejected log-probs. Arguments are recognized by
+name and passed in common layouts. Executed code: see compile_alone.py.
 """
 
 import ast
@@ -22,13 +22,13 @@ from minivlmrl.extras.parity.frameworks import FRAMEWORKS, as_torch
 from minivlmrl.extras.parity.loss import SETTINGS, CloseLoss, cases, closest_losses, compare, judge
 
 TOLERANCE = 1e-5  # many projects compute in float32
-TRIED = 2  # number of closest TRL losses to compare a function with
-# advantage shape, and whether the mask is boolean. The last three are tried only if the first two do not fit
+TRIED = 2  # closest TRL losses to compare a function with
+# (advantage shape, boolean mask); the last three only if the first two do not fit
 LAYOUTS = (("tokens", False), ("rows", False), ("tokens", True), ("rows", True), ("column", False))
 
 LOGPS = r"log_?p(?!ol)|log_?prob"
 EPSILON = r"(eps|epsilon|clip|clip_?eps(ilon)?|clip_?range(_ratio)?|clip_?ratio|clip_?param|epsilon_clip|eps_clip)"
-# meanings of argument, attribute and key names, by regex; the first match counts
+# regex for argument, attribute and key names -> meaning; the first match counts
 TENSORS = (
     (r"estimat|norm|type|entrop|topk|teacher|student|reward|value|return|level", None),
     (rf"(?=.*ref)(?=.*chosen)({LOGPS}|ref)", "ref_chosen"),
@@ -125,7 +125,7 @@ class Case:
 
 @dataclass
 class Candidate:
-    """Function or method (of class `owner`) that may be a loss."""
+    """Possible loss: a function, or a method of the class `owner`."""
 
     names: Names
     node: ast.FunctionDef
@@ -153,7 +153,7 @@ class Candidate:
         return getattr(instance, self.node.name)
 
     def loss(self, layout: tuple[str, bool]) -> Callable:
-        """Return a loss f(batch, options) that calls the function with arguments in this layout."""
+        """Return a loss (batch, options), which calls the function with arguments in this layout."""
         choices = {x.arg: first_choice(x) for x in ast.walk(self.node.args) if isinstance(x, ast.arg)}
 
         def loss(batch: dict, options: dict):
@@ -177,7 +177,7 @@ class Candidate:
 
 
 def first_choice(argument: ast.arg) -> str | int | None:
-    """Choose a value for an argument: 0 if it is numeric, "token" for Literal["token", "seq"]."""
+    """Choose an argument: 0 for a number, "token" for Literal["token", "seq"]."""
     annotation = ast.unparse(argument.annotation) if argument.annotation else ""
     if annotation in ("float", "int", "bool"):
         return 0
@@ -197,7 +197,7 @@ def scalar(result, mask, options: dict):
 
 
 def candidates(clone: Clone) -> Iterator[Candidate]:
-    """Yield functions and methods whose parameters look like a loss."""
+    """Yield functions and methods with a loss's parameters."""
     for names in clone.files:
         for node in names.tree.body:
             methods = node.body if isinstance(node, ast.ClassDef) else [node]
@@ -238,7 +238,7 @@ class Audited:
 
 
 def audit_clone(folder: Path, name: str = "") -> Iterator[Audited]:
-    """Compare functions in a folder with TRL losses; `name` selects functions whose name contains it."""
+    """Compare functions in a folder with TRL losses; `name`: part of the function names."""
     for candidate in candidates(Clone(folder)):
         if name in candidate.node.name:
             with contextlib.redirect_stdout(open(os.devnull, "w")):
@@ -305,9 +305,6 @@ def is_named(candidate: Candidate, options: dict) -> bool:
 
 def summary(folder: Path, found: list[Audited]) -> str:
     """Return one line with counts for a folder, for CI."""
-    counts = Counter(x.result for x in found)
-    parts = [f"{counts[result]} {result}" for result in RESULTS if counts[result]]
+    counts = sorted(Counter(x.result for x in found).items())
+    parts = [f"{count} {result}" for result, count in counts]
     return f"{folder}: {pluralize(len(found), 'function')}: {', '.join(parts)}"
-
-
-RESULTS = ("agrees", "design", "differs", "broken law", "mistake", "not bound")

@@ -1,7 +1,7 @@
 """`minivlmrl parity TARGET`: check a loss, a recorded step or the losses in a clone, and name mistakes.
 
-Exit status: 0 if all numbers agree and all laws hold, 1 if not, 2 if nothing could be compared. For a clone, 1 means a
-mistake or a broken law in a loss.
+Exit status: 0 if all numbers agree and all laws hold, 1 if not (for a clone: a mistake or a broken law), 2 if nothing
+could be compared.
 """
 
 import argparse
@@ -22,12 +22,14 @@ from minivlmrl.extras.parity.loss import judge
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the arguments, and reject options that would have no effect."""
+    """Parse arguments; reject options without effect."""
     says = "Check losses against TRL's recorded numbers, or recompute a recorded step of any trainer."
     p = argparse.ArgumentParser("minivlmrl parity", description=says)
-    target = "FILE.py:FUNCTION: (batch, options) -> loss, or a loss for a recipe; the folder of a recorded step; or a "
-    target += "folder of code, or FOLDER:NAME for its functions whose names contain NAME"
-    p.add_argument("target", help=target)
+    p.add_argument(
+        "target",
+        help="FILE.py:FUNCTION: (batch, options) -> loss, or a loss for a recipe; the folder of a recorded step; or a "
+        "folder of code, or FOLDER:NAME for its functions whose names contain NAME",
+    )
     p.add_argument(
         "--only", nargs="*", default=[], metavar="NAME=VALUE", help="options of a loss's test cases, such as kind=dpo"
     )
@@ -69,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def check_loss(options: argparse.Namespace) -> int:
-    """Print the verdict on a loss function; return the exit status."""
+    """Print the verdict on a loss; return the exit status."""
     only = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in options.only)}
     framework = options.framework or "torch"
     only |= {"framework": framework, "tolerance": options.tolerance or 1e-6}
@@ -88,7 +90,7 @@ def check_loss(options: argparse.Namespace) -> int:
 
 
 def check_clone(folder: Path, name: str) -> int:
-    """Check the losses in a code folder, and print one line for each; return the exit status."""
+    """Check the losses in a code folder, print a line for each; return the exit status."""
     found = []
     for audited in audit_clone(folder, name):
         print(audited, flush=True)

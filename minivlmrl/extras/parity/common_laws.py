@@ -11,7 +11,7 @@ from minivlmrl.extras.parity.examined import MASKS, Examined, Finding, Law, cont
 
 
 def numbers_are_finite(loss: Examined) -> Iterator[Finding]:
-    """Check that loss and gradient are finite."""
+    """Require a finite loss and gradient."""
     for batch, options in loss.batches():
         value, slope = loss(batch, **options)
         if not (value.isfinite() and slope.isfinite().all()):
@@ -26,7 +26,7 @@ def changed_by(loss: Examined, vary: Callable, says: str) -> Iterator[Finding]:
     """Yield a finding if changing a batch with `vary` changes its loss or gradient.
 
     Args:
-        vary: yields (changed batch, function that restores its gradient's layout, description).
+        vary: yields (changed batch, function to restore the gradient's layout, description).
     """
     for batch, options in loss.batches():
         value, slope = loss(batch, **options)
@@ -43,7 +43,7 @@ def changed_by(loss: Examined, vary: Callable, says: str) -> Iterator[Finding]:
 
 
 def masked_tokens_are_inert(loss: Examined) -> Iterator[Finding]:
-    """Check that masked tokens have no gradient and do not change the loss."""
+    """Require no gradient and no influence of masked tokens."""
     for batch, options in loss.batches():
         slope = loss.gradient(batch, **options)
         if loss.differ(slope * (1 - batch["mask"]), torch.zeros_like(slope)):
@@ -62,7 +62,7 @@ def other_masked_tokens(batch: dict) -> Iterator[tuple]:
 
 
 def padding_changes_nothing(loss: Examined) -> Iterator[Finding]:
-    """Check that more padding does not change the loss."""
+    """Require the same loss with more padding."""
     yield from changed_by(loss, padded, "padding changes the loss")
 
 
@@ -73,7 +73,7 @@ def padded(batch: dict) -> Iterator[tuple]:
 
 
 def rows_have_no_order(loss: Examined) -> Iterator[Finding]:
-    """Check that reordering the rows does not change the loss."""
+    """Require the same loss for any row order."""
     yield from changed_by(loss, in_reverse, "the order of the rows changes the loss")
 
 
@@ -82,9 +82,9 @@ def in_reverse(batch: dict) -> Iterator[tuple]:
 
 
 def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
-    """Check that the sum or mean over micro-batch gradients is the step gradient.
+    """Require the step gradient as sum or mean of micro-batch gradients.
 
-    Losses divided by a count over the whole step need the sum; losses divided by their own rows need the mean.
+    Sum: losses divided by a count over the whole step. Mean: losses divided by their own rows.
     """
     if loss.given.get("whole_step"):
         return  # the user's loss only supports whole steps
@@ -95,7 +95,7 @@ def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
         if not error:
             continue
         says = f"micro-batches change the gradient. Smallest batch: {described(batch, options)}; {error}"
-        # without step totals, which DAPO must use, this is no error: trainers may weight micro-batches later
+        # no error without step totals (except DAPO): trainers may weight micro-batches later
         parts = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(len(batch["mask"]))]
         reads_totals = any(
             loss.differ(loss.gradient(part, **options), loss.gradient(part, **options, **step)) for part in parts

@@ -1,7 +1,7 @@
 """Compile single functions from another project's code, without importing its files.
 
 Global names resolve to functions, classes and literal constants in the folder, also compiled alone, and to packages in
-IMPORTED. No other code is executed.
+IMPORTED. No other code runs.
 """
 
 import __future__
@@ -23,7 +23,7 @@ DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
 
 
 class Unknown:
-    """Placeholder for a global name that the folder does not define, such as a logger."""
+    """Placeholder for a global name not in the folder, such as a logger."""
 
     def __init__(self, name: str):
         self._name = name
@@ -109,7 +109,7 @@ def walk(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def bound_names(node: ast.stmt) -> list[str]:
-    """Return the names that a statement defines, [] if it must not be executed."""
+    """Return the names defined by a statement, [] if it must not run."""
     if isinstance(node, DEFINITIONS):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):

@@ -1,4 +1,4 @@
-"""Check which log-probs in a forward pass depend on which tokens and images."""
+"""Check dependences of log-probs on tokens and images in a forward pass."""
 
 from collections.abc import Callable
 
@@ -22,23 +22,22 @@ def depends(
     tolerance: float = 1e-9,
     only_images: bool = False,
 ) -> list[str]:
-    """Change one token or image at a time, and report log-probs that change but should not.
+    """Change one token or image at a time, and report wrong changes of log-probs.
 
     A token may change only its own and later log-probs in its document, and must change the next one. An image may
-    change only later log-probs in its document, and must change at least one. The probabilities of all values for a
-    token must add up to 1. `depends` therefore finds leaks between packed documents, rows, and the answers in a pair,
-    masks that show later tokens or padding, unshifted labels, and unused or exchanged images.
+    change only later log-probs in its document, and must change at least one. The probabilities of all values of a
+    token must add up to 1. `depends` finds leaks between packed documents, rows and the answers in a pair, wrong
+    attention masks, unshifted labels, and unused or exchanged images.
 
-    The check needs a forward pass per token and per vocabulary entry, so use a tiny model. With only_images=True, a
-    pass per image is enough, and the model may have any size.
+    Cost: a forward pass per token and vocabulary entry, so use a tiny model; with only_images=True, a pass per image.
 
     Args:
-        logps: function (ids) -> (B, K), log-probabilities of the last K tokens per row, in nats, as your trainer
-            computes them; with images, (ids, pixel_values, image_grid_thw) -> (B, K). K = T - 1 checks all tokens.
+        logps: your trainer's function (ids) -> (B, K), log-probabilities of the last K tokens in rows, in nats; with
+            images, (ids, pixel_values, image_grid_thw) -> (B, K). K = T - 1 checks all tokens.
         ids: (B, T), token ids.
-        document: (B, T), document number per token, 0 for padding. A document is a prompt with its answer, or one of
-            several texts in a packed row.
-        pixel_values: (P, D), patches of all images, one image after the other.
+        document: (B, T), document numbers, 0 for padding. A document is a prompt with its answer, or one of several
+            texts in a packed row.
+        pixel_values: (P, D), patches of all images.
         image_grid_thw: (N, 3), grid per image.
         image_token_id: placeholder id of images; placeholders are not changed.
         vocabulary: number of token ids, 0 = largest id + 1.
@@ -46,15 +45,11 @@ def depends(
         only_images: change only images.
 
     Returns:
-        A sentence per fault, with its first position; empty if there are none.
+        one sentence per fault, with its first position
 
     Raises:
-        ValueError: ids, document, log-probs or images have inconsistent shapes.
+        ValueError: log-probs or images have wrong shapes.
     """
-    if ids.dim() != 2 or ids.shape != document.shape:
-        raise UserError(
-            f"ids have the shape {tuple(ids.shape)} and document {tuple(document.shape)}; both must be (B, T)"
-        )
     pictures = () if pixel_values is None else (pixel_values, image_grid_thw)
     forward = Forward(logps, ids, document, pictures, tolerance)
     values = [value for value in range(vocabulary or int(ids.max()) + 1) if value != image_token_id]
@@ -88,7 +83,7 @@ def placeholders(is_picture: Tensor) -> list[tuple[int, int, int]]:
 
 
 class Forward:
-    """A trainer's forward pass, called again with changed token ids and images, and its faults."""
+    """Forward pass to call with changed token ids and images, and its faults."""
 
     def __init__(self, logps: Callable[..., Tensor], ids: Tensor, document: Tensor, pictures: tuple, tolerance: float):
         self.logps = logps
@@ -97,7 +92,7 @@ class Forward:
         self.pictures = pictures
         self.tolerance = tolerance
         self.faults: dict[str, list[str]] = {}  # places in the batch, by fault description
-        # (B, T), tokens with a log-prob: not padding, and not the first in their document
+        # (B, T) tokens with a log-prob: no padding, no first tokens of documents
         self.is_scored = (document != 0) & (document == pad(document, (1, -1)))
         self.usual = self(ids, *pictures)
 
@@ -122,7 +117,7 @@ class Forward:
         return [f"{says} ({pluralize(len(where), 'time')}; first: {where[0]})" for says, where in self.faults.items()]
 
     def allowed_moves(self, place: Place, says: str, *inputs: Tensor) -> list[Place]:
-        """Return tokens that change with the input at `place`. Record a fault if they must not change."""
+        """Return tokens moved by the input at `place`; record forbidden moves as faults."""
         row, token = place
         number = int(self.document[place])
         is_same = (self(*inputs) - self.usual).abs() <= self.tolerance  # NaN counts as a change
@@ -167,8 +162,8 @@ class Forward:
             self.add("an image moves no later token of its document", says)
 
     def judge_probabilities(self, is_picture: Tensor, values: list[int]):
-        """Check that the probabilities of all token ids add up to 1, at the last possible position per row."""
-        # image placeholders are not tried, as they need pixels, but may have some probability
+        """Require probabilities with the sum 1 over token ids, at the last possible position in rows."""
+        # image placeholders need pixels, so they are not tried, but may have some probability
         missing = 0.5 if self.pictures else 0.0
         rounding = max(1e-6, len(values) * self.tolerance)
         could_change = self.is_scored & ~is_picture

@@ -1,4 +1,4 @@
-"""Code shared by all laws: the loss with its options, batches from small to large, and findings."""
+"""Shared by all laws: the loss with its options, batches from small to large, findings."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minivlmrl.extras.parity.calling import loss_and_gradient
 
-SHOWN_NUMBERS = 12  # larger tensors are described by their shapes
+SHOWN_NUMBERS = 12  # larger tensors: only the shape
 # batch masks from small to large, with right padding; some also mask other tokens
 MASKS = (
     [[1]],
@@ -34,27 +34,27 @@ DEFAULTS = {
     "sft": {"loss_type": "nll"},
 }
 OPTIONS = {kind: {*defaults} for kind, defaults in DEFAULTS.items()}
-OPTIONS["grpo"] |= {"delta"}  # TRL's dual clip, only for losses that have it
+OPTIONS["grpo"] |= {"delta"}  # TRL's dual clip, only for losses with it
 # CISPO: epsilon_high is the largest weight; EXO takes the logarithm of the label smoothing
 DEFAULTS_OF = {"cispo": {"epsilon_high": 5.0}, "exo_pair": {"label_smoothing": 0.1}}
 
 
 class Finding(NamedTuple):
-    """Sentence about a loss; a "note" describes a property that some losses have on purpose."""
+    """Sentence about a loss; "note": a property of some losses on purpose."""
 
     says: str
     kind: Literal["broken", "note", "not tested"] = "broken"
 
 
 class Examined:
-    """Loss with options; calling it returns value and gradient for a batch."""
+    """Loss with options: batch -> value and gradient."""
 
     def __init__(self, my_loss: Callable, kind: str, given: dict, tolerance: float = 1e-6):
         self.my_loss = my_loss
         self.kind = kind
         self.tolerance = tolerance
-        self.given = given  # options given by the user, such as loss_type="dapo"
-        self.read = set()  # names of options and tensors that the loss has read
+        self.given = given  # user's options, such as loss_type="dapo"
+        self.read = set()  # names of read options and tensors
         loss_type = given.get("loss_type", DEFAULTS[kind]["loss_type"])
         self.loss_type = loss_type if isinstance(loss_type, str) else loss_type[0]
         self.options = {"kind": kind, **DEFAULTS[kind], **DEFAULTS_OF.get(self.loss_type, {}), **given}
@@ -62,7 +62,7 @@ class Examined:
             self.options["loss_type"] = [self.loss_type]  # DPO's loss_type is a list, as in TRL
 
     def __call__(self, batch: dict[str, Tensor], **options) -> tuple[Tensor, Tensor]:
-        """Return the detached loss and its gradient for a batch."""
+        """Return the detached loss and its gradient."""
         options = {**self.options, **options}
         if self.kind == "grpo":
             options.setdefault("tokens", int(batch["mask"].sum()))
@@ -91,11 +91,10 @@ Law = Callable[[Examined], Iterator[Finding]]
 
 
 def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[str, Tensor]:
-    """Return a random batch, in the form that `check` in loss.py describes.
+    """Return a random batch, see `check` in loss.py.
 
     Args:
-        rows: (B, T) mask, 1 for tokens to train on. In pairs, rejected answers have the chosen answers' masks in
-            reverse order.
+        rows: (B, T) mask, 1 for trained tokens; in pairs, rejected answers have the chosen answers' masks in reverse.
         off_policy: standard deviation of log pi - log pi_old, in nats.
     """
     generator = torch.Generator().manual_seed(0)
@@ -113,7 +112,7 @@ def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[st
     if kind == "grpo":
         batch["old_per_token_logps"] = logps - off_policy * normal(*mask.shape)
         advantages = normal(len(mask))
-        batch["advantages"] = advantages + 0.3 * advantages.sign()  # advantages not near 0: all tokens have a gradient
+        batch["advantages"] = advantages + 0.3 * advantages.sign()  # not near 0: a gradient for all tokens
     return batch
 
 
@@ -140,7 +139,7 @@ def numbers(x: Tensor, digits: int = 3) -> str:
 
 
 def contrast(wrong: Tensor, right: Tensor) -> list[str]:
-    """Format two tensors with at least three digits, and enough to show the difference."""
+    """Format two tensors with at least three digits, more if they look equal."""
     texts = []
     for digits in range(3, 16):
         texts = [numbers(x, digits) for x in (wrong, right)]

@@ -1,4 +1,4 @@
-"""Tensor functions that imitate trainer bugs, such as gradient clipping."""
+"""Tensor functions for simulated trainer bugs, such as gradient clipping."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch.nn.utils import get_total_norm
 
 
 def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x to a dtype, rounding halfway values up or down as `theirs` does."""
+    """Round x to a dtype; halfway values are rounded as in `theirs`."""
     unit = torch.finfo(dtype).eps * x.abs()
     is_rounded = theirs == theirs.to(dtype)
     return theirs.where(is_rounded & ((theirs - x).abs() <= 0.501 * unit), x.to(dtype).double())
@@ -24,7 +24,7 @@ def clipped(gradients: dict[str, Tensor], max_norm: float | None, norm: float | 
 
 
 def first(x: Tensor) -> Tensor:
-    """Select the first of consecutive True values in a mask (n, S): [0, 1, 1, 0, 1] gives [0, 1, 0, 0, 1]."""
+    """Select the first of consecutive True values in (n, S): [0, 1, 1, 0, 1] gives [0, 1, 0, 0, 1]."""
     return x & ~pad(x, (1, -1))
 
 
@@ -34,9 +34,9 @@ def last(x: Tensor) -> Tensor:
 
 
 def distance(ours: Tensor, expected: Tensor) -> float:
-    """Compute the largest difference between two tensors, relative to max(1, largest |expected|).
+    """Compute the largest difference, relative to max(1, largest |expected|).
 
-    The result is inf if the shapes or the positions of NaN differ.
+    inf: shapes or NaN positions differ.
     """
     ours, expected = ours.double(), expected.double()
     if ours.shape != expected.shape or not torch.equal(ours.isnan(), expected.isnan()):

@@ -1,6 +1,6 @@
 """Check your own loss against values and gradients recorded from TRL 1.16, without installing TRL.
 
-In a clone, `pytest tests/parity` compares all losses and options in minivlmrl with the installed TRL.
+In a clone, `pytest tests/parity` compares minivlmrl's losses and options with the installed TRL.
 """
 
 import statistics
@@ -21,15 +21,14 @@ from minivlmrl.extras.parity.progress import with_bar
 from minivlmrl.extras.parity.step import Dump
 from minivlmrl.extras.parity.vectors import read_cases, read_options
 
-CASES = "cases", "cases (JAX compiles my_loss for each shape)"  # progress bar title
-SHOWN = 4  # maximum differing cases to print
-SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options that select a TRL loss
+SHOWN = 4  # differing cases to print
+SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options to select a TRL loss
 
 
 def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str = "torch", **only) -> int:
     """Compare a loss with values and gradients recorded from TRL; return the number of test cases.
 
-    `my_loss` gets a batch of B completions or pairs with T tokens, as a dict of float64 tensors:
+    `my_loss` gets a batch of B completions or pairs with T tokens, a dict of float64 tensors:
 
         per_token_logps      (B, T); dpo: (B, 2, T), with the chosen answer first
         mask                 the same shape; 1 for completion tokens
@@ -37,29 +36,28 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
         old_per_token_logps  (B, T), for grpo
         advantages           (B,), for grpo
 
-    Some test batches have log-ratios of 25 nats, or completions without tokens, which still count in the mean over
-    completions. `options` is a dict with these loss arguments:
+    Some batches have log-ratios of 25 nats, or completions without tokens, which still count in the mean over
+    completions. `options` is a dict with:
 
         grpo  loss_type, importance_sampling_level, beta, epsilon_low, epsilon_high,
-              use_bias_correction_kl, whole_step (True if the batch is the whole step, and not a micro-batch), and the
-              divisors tokens (of the whole step, for dapo) and max_completion_length (for dr_grpo); delta=3.0
-              selects cases with TRL's dual clip
+              use_bias_correction_kl, whole_step (False for a micro-batch), and the divisors tokens (of the whole step,
+              for dapo) and max_completion_length (for dr_grpo); delta=3.0 selects cases with TRL's dual clip
         dpo   loss_type (a list with one name), beta, label_smoothing
         sft   loss_type: nll or dft
 
     Args:
         my_loss: function (batch, options), or one like grpo_loss, as for grpo.loss_type in recipes; returns the loss,
-            or loss and metrics. Its gradient with respect to per_token_logps is also compared.
-        tolerance: maximum error in value and gradient, relative to max(1, TRL's largest absolute value); float32 losses
-            need 1e-5.
+            or loss and metrics. The gradient with respect to per_token_logps is also compared.
+        tolerance: maximum error in value and gradient, relative to max(1, TRL's largest absolute value); 1e-5 for
+            float32 losses.
         kind: grpo, dpo or sft.
-        framework: "torch", "jax" or "mlx"; a JAX or MLX loss gets float64 arrays in its framework.
+        framework: "torch", "jax" or "mlx"; JAX and MLX losses get float64 arrays.
         only: required case options, for example loss_type="dapo" and whole_step=True.
 
     Raises:
         ValueError: no case has these options; the message lists the recorded values.
-        AssertionError: some cases differ from TRL, or the loss lacks a property of every correct loss (all_laws.py)
-        that the cases do not test. The message lists cases, and mistakes or deliberate variants that explain them.
+        AssertionError: cases differ from TRL, or the loss breaks a law (all_laws.py) not tested by the cases. The
+        message lists cases, and mistakes or deliberate variants to explain them.
     """
     __tracebackhide__ = True
     verdict = judge(my_loss, tolerance, kind, framework, **only)
@@ -70,18 +68,18 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
 
 @dataclass
 class Verdict:
-    """Result of comparing a user's loss with TRL's loss.
+    """Comparison of a user's loss with TRL's loss.
 
-    A finding is a "design" (deliberate variant) if all gradients agree, or if a public project does the same on
-    purpose. Other findings are mistakes.
+    A finding is a "design" (deliberate variant) if all gradients agree, or if a public project has the same on purpose;
+    else a "mistake".
     """
 
     cases: int
     differences: list[str]  # one line per differing case
     kinds: Sequence[str] = ()  # "mistake" or "design" per finding
     names: Sequence[str] = ()  # lines to print about the findings
-    broken: Sequence[str] = ()  # sentences about broken laws, if the cases reveal no mistake
-    untested: Sequence[str] = ()  # properties that no case or law tests, if cases agree
+    broken: Sequence[str] = ()  # broken laws, if the cases reveal no mistake
+    untested: Sequence[str] = ()  # properties without a case or law, if cases agree
 
     @property
     def agrees(self) -> bool:
@@ -89,25 +87,25 @@ class Verdict:
 
     def __str__(self) -> str:
         differing = len(self.differences)
+        lines = [f"all {self.cases} cases agree with TRL in value and gradient"]
+        if differing:
+            lines = [f"{differing} of {self.cases} cases differ from TRL", *self.differences[:SHOWN]]
+        if differing > SHOWN:
+            lines.append(f"... and {differing - SHOWN} more")
         laws = [f"broken law: {says}" for says in self.broken]
-        if not differing:
-            untested = [f"not tested: {says}" for says in self.untested]
-            return "\n".join([f"all {self.cases} cases agree with TRL in value and gradient", *laws, *untested])
-        head = f"{differing} of {self.cases} cases differ from TRL"
-        more = [f"... and {differing - SHOWN} more"] if differing > SHOWN else []
-        return "\n".join([head, *self.differences[:SHOWN], *more, *self.names, *laws])
+        return "\n".join([*lines, *self.names, *laws, *(f"not tested: {says}" for says in self.untested)])
 
 
 def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str = "torch", **only) -> Verdict:
-    """Compare a loss with losses recorded from TRL, and name mistakes that explain the differences."""
+    """Compare a loss with losses recorded from TRL, and explain differences with mistakes."""
     my_loss = as_torch(my_loss, framework)
-    recorded = with_bar(CASES[framework == "jax"], [*cases(kind=kind, **only)])
+    recorded = with_bar("cases", [*cases(kind=kind, **only)])
     results = [compare(my_loss, tolerance, *case) for case in recorded]
     first = results[0].options
     varied = [name for name in first if any(result.options.get(name) != first[name] for result in results)]
     verdict = Verdict(len(results), [result.says(varied) for result in results if result.error > tolerance])
     if not verdict.differences:
-        report = laws_of(my_loss, tolerance, kind, only)  # laws may find mistakes that the cases miss
+        report = laws_of(my_loss, tolerance, kind, only)  # laws may find more mistakes
         verdict.broken, verdict.untested = report.sentences("broken"), report.sentences("not tested")
         return verdict
     verdict.kinds, verdict.names = names_without_search(results, tolerance)
@@ -129,7 +127,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
 
 @dataclass
 class Comparison:
-    """A user's loss compared with TRL's for a recorded batch."""
+    """User's loss and TRL's for a recorded batch."""
 
     case: str
     options: dict
@@ -143,7 +141,7 @@ class Comparison:
         return max(self.loss_error, self.gradient_error)
 
     def says(self, varied: list[str]) -> str:
-        """Describe the errors; `varied` are options that differ between cases."""
+        """Describe the errors; `varied`: options with several values in the cases."""
         chosen = ", ".join(f"{name}={self.options.get(name)}" for name in varied)
         where = f"{self.case} ({chosen})" if chosen else self.case
         return f"{where}: value differs by {self.loss_error:.1e}, gradient by {self.gradient_error:.1e}"
@@ -164,7 +162,7 @@ def compare(
 
 
 def names_without_search(results: list[Comparison], tolerance: float) -> tuple[list[str], list[str]]:
-    """Classify a loss that has no gradient, or correct gradients but different values; return kinds and lines."""
+    """Return kinds and lines for a loss without gradient, or with correct gradients and wrong values."""
     if all(result.gradient_error <= tolerance for result in results):
         constants = [result.constant for result in results]
         says = "the values differ, but the gradients are equal in all cases"
@@ -177,7 +175,7 @@ def names_without_search(results: list[Comparison], tolerance: float) -> tuple[l
 
 
 def laws_of(my_loss, tolerance: float, kind: str, only: dict) -> LawReport:
-    """Check a loss against laws that every correct loss obeys, with the user's options in `only`."""
+    """Check a loss against laws, with the user's options in `only`."""
     known = {name: x for name, x in only.items() if name in OPTIONS[kind]}
     return examine(my_loss, kind, tolerance, **known)
 
@@ -186,9 +184,9 @@ def laws_of(my_loss, tolerance: float, kind: str, only: dict) -> LawReport:
 class CloseLoss:
     """TRL loss to compare a user's loss with."""
 
-    only: dict  # options that select this TRL loss
-    cases: list[int]  # indices of the test cases with these options
-    share: float  # fraction of cases that differ
+    only: dict  # options of this TRL loss
+    cases: list[int]  # indices of test cases with these options
+    share: float  # fraction of differing cases
 
     def __str__(self) -> str:
         return " ".join(f"{name}={x}" for name, x in self.only.items() if name != "kind")
@@ -215,10 +213,7 @@ def closest_losses(results: list[Comparison], settings: list[str], tolerance: fl
 
 
 def find_names_by_loss(steps: list[Dump], closest: CloseLoss) -> tuple[list[str], list[str]]:
-    """Search for mistakes in all test cases, then in those of the closest TRL loss.
-
-    The first search is skipped for a loss that does not read loss_type.
-    """
+    """Search for mistakes in all test cases (if the loss reads loss_type), then in those of the closest TRL loss."""
     kinds, names = [], []
     is_all = len(closest.cases) == len(steps)
     if is_all or steps[0].reads("loss_type"):
@@ -236,27 +231,17 @@ def find_names_by_loss(steps: list[Dump], closest: CloseLoss) -> tuple[list[str]
 
 
 def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor]]:
-    """Yield (name, options, batch, loss, gradient) per recorded TRL loss with the given options.
+    """Yield (name, options, batch, loss, gradient) of recorded TRL losses with the given options.
 
     Raises:
         ValueError: no case has these options; the message lists the recorded values.
     """
-    recorded = [*read_options().values()]
-    known = set().union(*recorded)
-    for name in sorted(only.keys() - known):
-        hint = "; TRL's epsilon is epsilon_low and epsilon_high" if name == "epsilon" else ""
-        raise UserError(f"no recorded case has the option {name!r}; the options are {', '.join(sorted(known))}{hint}")
     chosen = read_cases(**only)
     if not chosen:
-        kind = [options for options in recorded if options["kind"] == only["kind"]]
-        recorded_values = {}
-        for key in only:
-            values = [str(options.get(key)) for options in kind or recorded]
-            recorded_values[key] = list(dict.fromkeys(values))
-        hint = "; GSPO is importance_sampling_level=sequence" if only.get("loss_type") == "gspo" else ""
-        raise UserError(
-            f"no recorded case has all of the options {only} together; the recorded values are {recorded_values}{hint}"
-        )
+        recorded = [*read_options().values()]
+        values = {name: sorted({str(options.get(name)) for options in recorded}) for name in only}
+        known = ", ".join(sorted(set().union(*recorded)))
+        raise UserError(f"no recorded case has all of {only} together; recorded values: {values}; options: {known}")
     for case in chosen:
         batch = {name: torch.from_numpy(x) for name, x in case.batch.items()}
         loss = torch.tensor(case.loss, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Search for known mistakes that explain how a user's loss function differs from TRL's."""
+"""Search for known mistakes between a user's loss function and TRL's."""
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
@@ -34,19 +34,19 @@ DIVIDED_BY_0 = Bug(
     replace(RATE, effect="a completion without tokens makes the loss NaN"),
 )
 NO_NAME = "no name: no known mistake or deliberate variant reproduces the loss in all cases"
-SEARCHED = 32  # approximate number of cases to search; all others only test the result
+SEARCHED = 32  # approximate number of cases to search; others only test the result
 
 
 def as_step(
     batch: dict, options: dict, value: Tensor, gradient: Tensor, tolerance: float = 1e-6, read: set[str] | None = None
 ) -> Dump:
-    """Convert a loss test case to a recorded step, in which `parity` can search for bugs.
+    """Convert a loss test case to a recorded step, to search for bugs.
 
     Args:
-        value: loss from the checked function.
-        gradient: loss gradient with respect to the log-probs.
+        value: user's loss.
+        gradient: its gradient with respect to log-probs.
         tolerance: maximum error in value and gradient.
-        read: tensors and options that the function has read, None = all.
+        read: tensors and options read by the function, None = all.
     """
     rows = {}
     for name, x in {**batch, "logps_gradient": gradient}.items():
@@ -66,14 +66,11 @@ def as_step(
 
 
 def case_of(my_loss: Callable, batch: dict, options: dict, tolerance: float) -> Dump:
-    """Call a loss for one test case, and return the case as a searchable step.
-
-    The step's function `simpler` returns simpler variants of the case.
-    """
+    """Call a loss for a test case; return a searchable step, whose `simpler` returns simpler variants."""
     read = set()
     value, gradient = loss_and_gradient(my_loss, batch, options, read)
     d = as_step(batch, options, value, gradient, tolerance, read)
-    # beta=0 does not remove the KL if the loss has a fixed beta
+    # with a fixed beta in the loss, beta=0 does not remove the KL
     can_leave_out_kl = "beta" in read or "ref_per_token_logps" not in read
     d.simpler = lambda: [
         case_of(my_loss, *variant, tolerance) for variant in simpler_variants(batch, options, can_leave_out_kl)
@@ -82,7 +79,7 @@ def case_of(my_loss: Callable, batch: dict, options: dict, tolerance: float) -> 
 
 
 def without_value(step: Dump) -> Dump:
-    """Return a case without its loss value, to compare only gradients."""
+    """Return a case without loss value, to compare only gradients."""
     d = copy(step)
     del d["loss"]
     d.usual_answers = {}
@@ -95,10 +92,7 @@ def is_finite(step: Dump) -> bool:
 
 
 def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iterator[tuple[dict, dict]]:
-    """Yield variants of a test case that reveal only some bugs, simplest first.
-
-    If a loss has several bugs, each variant reveals one more.
-    """
+    """Yield variants of a test case, simplest first: every variant reveals more of a loss's bugs."""
     logps = batch["per_token_logps"]
     if options["kind"] == "grpo":
         without_kl = options | {"beta": 0.0} if can_leave_out_kl else options
@@ -122,11 +116,11 @@ def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iter
 
 
 def find_parts(steps: list[Dump]) -> list[list[Bug]]:
-    """Find bugs, such as a wrong sign and a wrong mask, that together explain a loss; [] if there are none.
+    """Explain a loss with several bugs, such as a wrong sign and a wrong mask; [] = no explanation.
 
-    Returns one list per bug: the bug, then alternatives that give the same loss.
+    Returns one list per bug: the bug, then alternatives with the same loss.
     """
-    # NaN for completions without tokens is a separate bug, and must not hide others
+    # NaN for completions without tokens: a separate bug, must not hide others
     finite = [step for step in steps if is_finite(step) or step["completion_mask"].any(1).all()]
     agrees = all(explains(step, {}) for step in finite)
     parts = [] if agrees else parts_of(finite)
@@ -134,7 +128,7 @@ def find_parts(steps: list[Dump]) -> list[list[Bug]]:
 
 
 def parts_of(steps: list[Dump]) -> list[list[Bug]]:
-    """Search a few test cases, and add more until the result explains all."""
+    """Search a few test cases; add more until the result explains all."""
     searched = steps[:: max(1, len(steps) // SEARCHED)]
     searched += [step for step in steps if not explains(step, {})][:1]
     by_size = sorted(searched, key=lambda step: len(step.all_rows))
@@ -150,22 +144,22 @@ def parts_of(steps: list[Dump]) -> list[list[Bug]]:
 
 
 def explains(step: Dump, change: dict | None) -> bool:
-    """Return whether TRL's loss with the bug `change` equals my_loss in a test case."""
+    """Return whether my_loss equals TRL's loss with the bug `change`."""
     return error(computed("loss", step, change)) <= step.tolerance
 
 
 class Combination:
-    """Find a few bugs that together explain a loss.
+    """Explain a loss with a few bugs.
 
     Args:
         steps: test cases to explain.
-        variants: simpler test cases, simplest first; they lead the search from one bug to the next.
+        variants: simpler test cases, simplest first, to find one bug after the other.
     """
 
     def __init__(self, steps: list[Dump], variants: list[Dump]):
         self.steps = [*variants, *steps]
         self.num_variants = len(variants)
-        # use the test case with the most rows: with two rows, "next row" and "previous row" are the same
+        # most rows: with two rows, "next row" and "previous row" are the same
         self.bugs = by_kind(possible_bugs("loss", max(steps, key=lambda step: len(step.all_rows))))
         self.deviation = {}
         self.parts = []
@@ -187,14 +181,14 @@ class Combination:
         return bug is part[0] or self.are_explained(self.agreements(change))
 
     def are_explained(self, agrees: list[bool]) -> bool:
-        """Return whether the loss agrees in all test cases, not counting variants."""
+        """Return whether all test cases agree, without variants."""
         return all(agrees[self.num_variants :])
 
     def agreements(self, change: dict | None) -> list[bool]:
         return [explains(step, change) for step in self.steps]
 
     def next_part(self) -> list[Bug]:
-        """Return the bugs that explain the most test cases."""
+        """Return bugs for the most test cases."""
         left = [
             Search("loss", d, self.deviation) for d, agrees in zip(self.steps, self.agrees, strict=True) if not agrees
         ]
@@ -207,19 +201,19 @@ class Combination:
         def plain_bugs(searches: Iterable[Search]) -> Iterator[Iterable[Bug]]:
             return ([*search.tried(plain), *search.factors()] for search in searches)
 
-        # fitting a number, such as a clip bound, is slow: do it late, and with few cases
+        # fitting a number, such as a clip bound, is slow: late, and with few cases
         phases = (
             plain_bugs(chosen),
             (search.fitted(fitted) for search in chosen),
             [most.tried(scoped)],
-            # if the loss always uses beta = 0.1, other bugs show best in test cases with beta = 0.1
+            # for a loss with a fixed beta = 0.1, test cases with beta = 0.1 are best
             plain_bugs(search for search in left if search not in chosen),
         )
         return next(filter(None, map(self.best_of, phases)), [])
 
     def best_of(self, tables: Iterable[Iterable[Bug]]) -> list[Bug]:
-        """Return the bugs that explain the most test cases. Stop after a table with a bug that explains all."""
-        counts = {}  # bug and number of test cases it explains, by description
+        """Return bugs for the most test cases; stop after a table with a bug for all."""
+        counts = {}  # {description: (explained test cases, bug)}
         for bugs in tables:
             for bug in bugs:
                 now = self.agreements(composed(self.deviation, bug.change))
@@ -237,7 +231,7 @@ def simplicity(bug: Bug) -> tuple:
 
 
 def find_names(steps: list[Dump]) -> tuple[list[str], list[str]]:
-    """Return the kind per bug, "mistake" or "design", and the lines to print."""
+    """Return kinds of bugs, "mistake" or "design", and lines to print."""
     parts = find_parts(steps)
     of_value = []
     if not parts:
@@ -250,5 +244,5 @@ def find_names(steps: list[Dump]) -> tuple[list[str], list[str]]:
 
 
 def examples(steps: list[Dump]) -> list[str]:
-    """Return lines about the test case with the most wrong numbers."""
+    """Describe the test case with the most wrong numbers."""
     return [f"  {text}" for text in where(max((computed("loss", step, {}) for step in steps), key=count_wrong))]

@@ -1,12 +1,12 @@
-"""Known bugs in training steps, listed by target: the quantity that a bug changes, such as the mask.
+"""Known bugs in training steps, by target: the changed quantity, such as the mask.
 
-bugs.json has the targets, with constants that replace the correct value, such as the KL estimator k1. Other bugs are
-formulas: for "rewards", `lambda s: s.x / 2` simulates a trainer that halves all rewards. Attributes of s:
+bugs.json has the targets, with wrong constants, such as the KL estimator k1. Other bugs are formulas: for "rewards",
+`lambda s: s.x / 2` simulates a trainer with halved rewards. Attributes of s:
 
     x         correct value
-    c         unknown number that the search fits, such as a clip bound
+    c         number to fit, such as a clip bound
     region    part of the step with the bug, such as the first turn
-    others    tensors in the recorded step, and loss options, such as s.advantages and s.beta
+    others    tensors of the recorded step, and loss options, such as s.advantages and s.beta
 """
 
 import math
@@ -25,14 +25,12 @@ from minivlmrl.json_files import read_json
 from minivlmrl.losses.grpo import row_mean
 from minivlmrl.losses.preference import DPO_LOSSES
 
-PATH = Path(__file__).with_name("bugs.json")
-
 
 class Scoped(NamedTuple):
     """Bug in only some rows or tokens, for example in truncated completions."""
 
-    kinds: str  # attributes of a recorded step that list the parts, separated by spaces
-    formula: Callable | None = None  # formula of the bug, None = a wrong order of rows or tokens
+    kinds: str  # attributes of Dump with the possible parts, separated by spaces
+    formula: Callable | None = None  # None = wrong order of rows or tokens
 
 
 regions = partial(Scoped, "regions")
@@ -40,11 +38,6 @@ BOTH = "policy", "reference"  # log-probs
 
 
 # functions used in formulas
-
-
-def is_positive(s):
-    """Return a mask (n, 1) or (n, S) for positive advantages."""
-    return s.advantages.view(len(s.completion_mask), -1) > 0
 
 
 def shifted(x, by):
@@ -73,7 +66,7 @@ def normalized_again(s, correction: int, epsilon: float):
 
 
 def of_answers(column: int) -> dict[str, Callable]:
-    """Return bugs that affect only the chosen (0) or rejected (1) answer."""
+    """Return bugs in only the chosen (0) or rejected (1) answer."""
     wrong = torch.eye(2)[column]
     answer = ("chosen", "rejected")[column]
     return {
@@ -82,7 +75,7 @@ def of_answers(column: int) -> dict[str, Callable]:
     }
 
 
-# bugs that any quantity may have, such as a wrong sign; tried after specific bugs
+# bugs in any quantity, such as a wrong sign; tried after specific bugs
 GENERAL: dict[str, dict[str, Callable]] = {
     "signed": {"has the wrong sign": lambda s: -s.x, "is left out": lambda s: 0 * s.x},
     "scaled": {"is doubled": lambda s: 2 * s.x, "is halved": lambda s: s.x / 2},
@@ -115,7 +108,7 @@ GENERAL: dict[str, dict[str, Callable]] = {
 }
 GENERAL_FORMULAS = {formula for table in GENERAL.values() for formula in table.values()}
 
-# computations that a bug may be limited to, such as the token count
+# computations for a limited bug, such as the token count
 SCOPES = [("grpo", ["the policy's term", "the KL"], ""), ("grpo, sft", ["the sum", "the count", "the ratio"], "mask")]
 
 # formulas by target and effect, then by bug
@@ -212,7 +205,7 @@ FORMULAS: dict[str, dict[str, Any]] = {
             s.terms.sum(1) / s.mask.sum(1, keepdim=True).clamp(min=1)
         ).mean() / len(s.micro_batches),
         "the mean divides only by tokens of rows with a positive advantage":
-            lambda s: s.terms.sum() / (s.completion_mask * is_positive(s)).sum().clamp(min=1),
+            lambda s: s.terms.sum() / (s.completion_mask * (s.advantages.view(s.num_rows, -1) > 0)).sum().clamp(min=1),
     },
     "mean: padding is trained": {
         "luspo's loss is not masked, but averaged over all columns": {
@@ -274,7 +267,7 @@ FORMULAS: dict[str, dict[str, Any]] = {
     },
     "terms: the update is different": {
         "sapo's gate is not divided by its temperature":
-            lambda s: s.x * torch.where(is_positive(s), s.sapo_temperature_pos, s.sapo_temperature_neg),
+            lambda s: s.x * torch.where(s.advantages > 0, s.sapo_temperature_pos, s.sapo_temperature_neg),
         "cispo's weight multiplies the ratio instead of the log-probability":
             lambda s: -s.ratio.clamp(max=s.epsilon_high).detach() * s.gain * s.ratio,
     },
@@ -455,28 +448,28 @@ FORMULAS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """Quantity that a trainer may compute wrongly, such as rewards or learning rate; see bugs.json."""
+    """Quantity of a trainer, such as rewards or learning rate, and its mistakes; see bugs.json."""
 
     name: str
-    effect: str  # how these mistakes affect training
+    effect: str  # effect on training
     stages: str = ""  # stages and loss kinds, separated by commas
     source: str = ""  # code line, paper, issue or pull request
     about: str = ""  # topic: clipping or padding
     needs: str = "input_ids"  # required tensor
-    used_by: str = ""  # projects that do this on purpose, with their option
+    used_by: str = ""  # projects with this on purpose, and their option
     threshold: float = 0.0  # a smaller fitted number is a mistake
-    unread: str = ""  # option or tensor that a deliberate variant does not read
-    read: str = ""  # option or tensor that a loss with these mistakes must read
-    values: dict = field(default_factory=dict)  # constants that replace the correct value, "{c}" = fitted
-    instead: dict[str, dict] = field(default_factory=dict)  # quantities that a bug uses instead of others
+    unread: str = ""  # option or tensor not read by a deliberate variant
+    read: str = ""  # option or tensor read by a loss with these mistakes
+    values: dict = field(default_factory=dict)  # wrong constants, "{c}" = fitted
+    instead: dict[str, dict] = field(default_factory=dict)  # {bug: {quantity: wrong quantity}}
     orders: dict[str, str] = field(default_factory=dict)  # wrong orders of rows or tokens by bug, see units.py
-    general: dict[str, str] = field(default_factory=dict)  # which general bugs a quantity may have, as keys of GENERAL
+    general: dict[str, str] = field(default_factory=dict)  # {quantity: keys of GENERAL}
 
     def stage_names(self) -> set[str]:
         return set(self.stages.split(", "))
 
     def bugs(self) -> dict[str, Any]:
-        """Return the bugs in bugs.json, as {description: replacement}."""
+        """Return bugs in bugs.json: {description: replacement}."""
         result = dict(self.values)
         for says, names in self.instead.items():
             result[says] = {name: attrgetter(other) for name, other in names.items()}
@@ -487,5 +480,8 @@ class Target:
         return result
 
 
-TARGETS = {key: Target(*key.split(": ", 1), **values) for key, values in read_json(PATH).items()}
+TARGETS = {
+    key: Target(*key.split(": ", 1), **values)
+    for key, values in read_json(Path(__file__).with_name("bugs.json")).items()
+}
 BUGS = {key: FORMULAS.get(key, {}) | target.bugs() for key, target in TARGETS.items()}

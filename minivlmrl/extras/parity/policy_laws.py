@@ -1,8 +1,7 @@
 """Laws for policy losses: advantages, ratios and their bounds, averages and the KL.
 
 Most laws use a token's gradient divided by minus its advantage: the token's weight in the average, times a gradient
-factor that depends on the ratio. PPO's factor is the ratio itself, or 0 where clipping stops the
-gradient.
+factor, a function of the ratio. PPO's factor is the ratio itself, or 0 where clipping stops the gradient.
 """
 
 import math
@@ -29,11 +28,11 @@ from minivlmrl.losses.grpo_variants import RATIOS
 
 CLIPPED = ("grpo", "dapo", "dr_grpo", "bnpo", "luspo", "rloo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
-LOGP = -2.0  # log-prob of the token in one-token batches
+LOGP = -2.0  # log-prob in one-token batches
 
 
 def asked_type(loss: Examined) -> str | None:
-    """Return the loss_type given by the user, None if TRL does not have it."""
+    """Return the user's loss_type, None if unknown to TRL."""
     return loss.loss_type if "loss_type" in loss.given and loss.loss_type in LOSS_TYPES else None
 
 
@@ -45,7 +44,7 @@ def one_token(ratio: float = 1.0, advantage: float = 1.0, ref: float = LOGP, log
 
 
 def of_one_token(loss: Examined, beta: float = 0.0, **token: float) -> tuple[float, float]:
-    """Return value and gradient for a single token, whose weight is 1 in every average."""
+    """Return value and gradient of a single token, with weight 1 in every average."""
     value, slope = loss(one_token(**token), beta=beta, max_completion_length=1)
     return value.item(), slope.item()
 
@@ -72,7 +71,7 @@ def use_its_own_numbers(loss: Examined):
 
 
 def token_weights(loss: Examined, batch: dict[str, Tensor], beta: float = 0.0) -> Tensor:
-    """Measure token weights in the loss average, (B, T), from on-policy gradients at advantage 1."""
+    """Measure token weights in the loss average: (B, T), from on-policy gradients with advantage 1."""
     return -loss.gradient(on_policy(batch, torch.ones(len(batch["mask"]))), beta=beta)
 
 
@@ -80,7 +79,7 @@ def token_weights(loss: Examined, batch: dict[str, Tensor], beta: float = 0.0) -
 
 
 def tokens_follow_their_advantage(loss: Examined) -> Iterator[Finding]:
-    """Check that, on policy, only positive advantages make tokens likelier, and 0 changes nothing."""
+    """Require, on policy, likelier tokens for positive advantages, and no change for 0."""
     for mask in MASKS:
         for shift in range(3):
             advantages = torch.tensor([1.0, -1.0, 0.0, 0.5]).roll(shift)[: len(mask)]
@@ -101,7 +100,7 @@ def tokens_follow_their_advantage(loss: Examined) -> Iterator[Finding]:
 
 
 def one_token_has_the_gradient_of_its_advantage(loss: Examined) -> Iterator[Finding]:
-    """Check that the on-policy gradient for a single token is minus its advantage."""
+    """Require minus the advantage as on-policy gradient of a single token."""
     for advantage in (1.0, -0.5):
         _, slope = of_one_token(loss, advantage=advantage)
         if abs(slope + advantage) > loss.tolerance:
@@ -113,7 +112,7 @@ def one_token_has_the_gradient_of_its_advantage(loss: Examined) -> Iterator[Find
 
 
 def advantages_act_alone(loss: Examined) -> Iterator[Finding]:
-    """Check that an advantage does not change gradients in other rows."""
+    """Require gradients independent of other rows' advantages."""
     for mask in MASKS:
         batch = random_batch("grpo", mask)
         if len(mask) == 1:
@@ -136,12 +135,12 @@ def advantages_act_alone(loss: Examined) -> Iterator[Finding]:
 
 @dataclass
 class GradientFactor:
-    """Factor of a token's gradient, as a function of its ratio and advantage."""
+    """Factor of a token's gradient: a function of ratio and advantage."""
 
     says: str
     weight: Callable[[Tensor, Tensor], Tensor]  # (ratio, advantage) -> gradient / -advantage
     loss_types: tuple[str, ...] = ()  # loss types with this factor
-    variant_of: tuple[str, ...] = ()  # loss types to which some projects give this factor
+    variant_of: tuple[str, ...] = ()  # loss types with this factor in some projects
 
 
 def clip(low: float, high: float, cap: float = math.inf) -> Callable[[Tensor, Tensor], Tensor]:
@@ -168,16 +167,16 @@ def vespo(ratio, advantage):
 
 
 def measured_tokens(loss: Examined) -> Tensor:
-    """Measure gradients for single tokens, with ratios on both sides of all bounds.
+    """Measure gradients of single tokens, with ratios on both sides of all bounds.
 
-    Returns (3, n) ratios, advantages and weights: gradients / -advantage, relative to ratio 1.
+    Returns (3, n): ratios, advantages, weights (gradients / -advantage, relative to ratio 1).
     """
     low, high = loss.options["epsilon_low"], loss.options["epsilon_high"]
     bounds = [1 - low, 1 + low, 1 - high, 1 + high, math.exp(-low), math.exp(high)]
     near = [bound + step for bound in bounds for step in (-0.01, 0.01)]
     ratios = {1e-3, 0.3, 0.61, 0.95, 1.0, 1.05, 1.65, 2.5, 3.5, 7.0, 12.0, 50.0, *near}
     tokens = []
-    # advantages other than 1 show whether clipping acts on the ratio, or on ratio * advantage
+    # not only 1: clipping may act on the ratio, or on ratio * advantage
     for advantage in (1.0, -1.0, 0.5, -2.0):
         _, unit = of_one_token(loss, advantage=advantage)
         for ratio in sorted(ratio for ratio in ratios if ratio > 0):
@@ -232,7 +231,7 @@ def known_factors(loss: Examined, tokens: Tensor) -> list[GradientFactor]:
 
 
 def edge(loss: Examined, outside: float, advantage: float = 1.0) -> float:
-    """Find the ratio between 1 and `outside` where the token gradient becomes 0."""
+    """Find the ratio between 1 and `outside` with a token gradient of 0."""
     inside = 1.0
     for _ in range(40):
         middle = (inside + outside) / 2
@@ -242,7 +241,7 @@ def edge(loss: Examined, outside: float, advantage: float = 1.0) -> float:
 
 
 def misfits(factor: GradientFactor, tokens: Tensor, tolerance: float) -> list[list[float]]:
-    """Return [ratio, advantage, weight, expected weight] per token that contradicts the factor. NaN is ignored."""
+    """Return [ratio, advantage, weight, expected weight] of tokens against the factor; NaN is ignored."""
     ratios, advantages, weights = tokens
     expected = factor.weight(ratios, advantages)
     is_wrong = (weights - expected).abs() > tolerance * expected.abs().clamp(min=1)
@@ -250,7 +249,7 @@ def misfits(factor: GradientFactor, tokens: Tensor, tolerance: float) -> list[li
 
 
 def right_and_fitting_factor(loss: Examined) -> tuple[GradientFactor, GradientFactor | None, Tensor]:
-    """Return the expected factor (PPO's unless loss_type is given), the one that fits or None, and the tokens."""
+    """Return the expected factor (default: PPO's), the fitting one or None, and the tokens."""
     tokens = measured_tokens(loss)
     factors = known_factors(loss, tokens)
     right = next(factor for factor in factors if (asked_type(loss) or "grpo") in factor.loss_types)
@@ -259,11 +258,11 @@ def right_and_fitting_factor(loss: Examined) -> tuple[GradientFactor, GradientFa
 
 
 def the_ratio_acts_within_its_bounds(loss: Examined) -> Iterator[Finding]:
-    """Check that token gradients scale with their ratios, and stop at the right clip bounds."""
+    """Require gradients in proportion to ratios, up to the right clip bounds."""
     right, fitting, tokens = right_and_fitting_factor(loss)
     asked = asked_type(loss)
     if fitting is None:
-        # try epsilon_low as both bounds, which may explain more tokens
+        # epsilon_low as both bounds may explain more tokens
         one_bound = replace(right, weight=clip(1 - loss.options["epsilon_low"], 1 + loss.options["epsilon_low"]))
         factors = [right, one_bound] if right.loss_types == CLIPPED else [right]
         wrong = [(factor, misfits(factor, tokens, loss.tolerance)) for factor in factors]
@@ -275,7 +274,7 @@ def the_ratio_acts_within_its_bounds(loss: Examined) -> Iterator[Finding]:
 
 
 def sentences(right: GradientFactor, wrong: list[list[float]]) -> Iterator[Finding]:
-    """Yield at most one sentence per kind of wrong gradient."""
+    """Yield one sentence per kind of wrong gradient."""
     seen = set()
     for ratio, advantage, weight, expected in wrong:
         sign = "> 0" if advantage > 0 else "< 0"
@@ -307,7 +306,7 @@ LEVELS = {
 
 
 def ratios_belong_to_their_tokens(loss: Examined) -> Iterator[Finding]:
-    """Check that token gradients depend on their own ratio, or on the completion's mean or product."""
+    """Require gradients from a token's own ratio, or the completion's mean or product."""
     _, factor, _ = right_and_fitting_factor(loss)
     if factor is None:
         return
@@ -366,7 +365,7 @@ DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # loss
 
 
 def the_average_is_that_of_the_loss_type(loss: Examined) -> Iterator[Finding]:
-    """Check that on-policy token weights match a known average, and loss_type if given."""
+    """Require on-policy token weights of a known average, or of the given loss_type."""
     batch = random_batch("grpo", [[1, 1, 1, 1, 0], [1, 0, 0, 0, 0]])
     length = loss.options["max_completion_length"]
     _, unit = of_one_token(loss)
@@ -387,7 +386,7 @@ def the_average_is_that_of_the_loss_type(loss: Examined) -> Iterator[Finding]:
 
 
 def empty_completions_are_allowed(loss: Examined) -> Iterator[Finding]:
-    """Check that a completion without tokens does not make the loss NaN."""
+    """Require a finite loss for completions without tokens."""
     value, slope = loss(random_batch("grpo", [[1, 1], [0, 0]]), beta=0.0)
     if not (value.isfinite() and slope.isfinite().all()):
         yield Finding(
@@ -401,14 +400,14 @@ def empty_completions_are_allowed(loss: Examined) -> Iterator[Finding]:
 
 
 def kl_of_one_token(loss: Examined, beta: float = 1.0, **token: float) -> tuple[float, float]:
-    """Return how much the KL adds to value and gradient for one token."""
+    """Return the KL's part of value and gradient, for one token."""
     with_kl = of_one_token(loss, beta, **token)
     without = of_one_token(loss, **token)
     return with_kl[0] - without[0], with_kl[1] - without[1]
 
 
 def the_reference_acts_through_beta(loss: Examined) -> Iterator[Finding]:
-    """Check that the effect of the reference on value and gradient is proportional to beta."""
+    """Require effects of the reference in proportion to beta."""
     near, far = (of_one_token(loss, ref=ref) for ref in (-2.5, -1.2))
     if near != far and math.isfinite(near[1]):
         yield Finding(
@@ -430,7 +429,7 @@ def the_reference_acts_through_beta(loss: Examined) -> Iterator[Finding]:
 
 
 def the_kl_acts_apart_from_the_advantage(loss: Examined) -> Iterator[Finding]:
-    """Check that the KL gradient does not depend on the advantage, and is not clipped."""
+    """Require a KL gradient independent of the advantage, without clipping."""
     for ratio in (1.0, 0.5, 1.65):
         _, unmoved = kl_of_one_token(loss, ratio=ratio, advantage=0.0, ref=-2.5)
         for advantage in (1.0, -1.0):
@@ -445,7 +444,7 @@ def the_kl_acts_apart_from_the_advantage(loss: Examined) -> Iterator[Finding]:
 
 
 def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[Finding]:
-    """Check that the KL has the expectation KL(policy || reference) over a whole vocabulary, or its gradient."""
+    """Require the expectation KL(policy || reference) over a whole vocabulary, or its gradient."""
     generator = torch.Generator().manual_seed(3)
     logits, ref_logits = torch.randn(2, 7, generator=generator, dtype=torch.float64)
     logps, ref = logits.log_softmax(0), ref_logits.log_softmax(0)
@@ -487,7 +486,7 @@ def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[Finding]:
 
 
 def the_kl_has_the_average_of_the_policy_term(loss: Examined) -> Iterator[Finding]:
-    """Check that tokens have the same weights in the KL average as in the policy term."""
+    """Require the same token weights in the KL and in the policy term."""
     _, unit = kl_of_one_token(loss, ref=LOGP - 0.5)
     for mask in MASKS:
         batch = random_batch("grpo", mask)
@@ -520,7 +519,7 @@ POLICY_LAWS: tuple[Law, ...] = (
 )
 ADVANTAGE_ACTS = {tokens_follow_their_advantage, advantages_act_alone}
 MASK_ACTS = {masked_tokens_are_inert, padding_changes_nothing}
-# laws that must hold before a law is tested
+# {law: laws to pass first}
 POLICY_NEEDS: dict[Law, set[Law]] = {
     one_token_has_the_gradient_of_its_advantage: ADVANTAGE_ACTS,
     the_ratio_acts_within_its_bounds: ADVANTAGE_ACTS,

@@ -8,14 +8,14 @@ from torch import Tensor
 from minivlmrl.extras.parity.common_laws import micro_batches_add_up
 from minivlmrl.extras.parity.examined import MASKS, Examined, Finding, Law, described, numbers, random_batch
 
-# losses that depend only on the margin: chosen log-ratio minus rejected log-ratio
+# losses of the margin: chosen log-ratio minus rejected log-ratio
 OF_THE_MARGIN = ("sigmoid", "hinge", "exo_pair", "robust", "discopop", "sigmoid_norm", "ipo")
-OF_MEANS = ("ipo", "sigmoid_norm")  # losses that average log-ratios over answer tokens
+OF_MEANS = ("ipo", "sigmoid_norm")  # losses of mean log-ratios over answer tokens
 TWO_TOKENS = "Smallest batch: two answers of one token, with the log-ratios"
 
 
 def pair(chosen: float, rejected: float, tokens: int = 1) -> dict[str, Tensor]:
-    """Return a chosen-rejected pair with these log-ratios, in nats, spread evenly over tokens."""
+    """Return a pair with these log-ratios, in nats, spread evenly over tokens."""
     log_ratios = torch.tensor([[[chosen], [rejected]]], dtype=torch.float64) / tokens
     ref = torch.full((1, 2, tokens), -1.5, dtype=torch.float64)
     return {"per_token_logps": ref + log_ratios, "ref_per_token_logps": ref, "mask": torch.ones_like(ref)}
@@ -30,7 +30,7 @@ def recognize_ipo(loss: Examined):
 
 
 def answers_act_in_their_directions(loss: Examined) -> Iterator[Finding]:
-    """Check that the loss falls if the chosen answer gains, and rises if the rejected answer gains."""
+    """Require a lower loss if the chosen answer gains, a higher one if the rejected answer gains."""
     # no loss is flat or minimal at these log-ratios
     log_ratios = [-0.45 / loss.options["beta"], -0.2 / loss.options["beta"]]
     chosen, rejected = loss.gradient(pair(*log_ratios)).flatten().tolist()
@@ -46,7 +46,7 @@ def answers_act_in_their_directions(loss: Examined) -> Iterator[Finding]:
 
 
 def only_log_ratios_count(loss: Examined) -> Iterator[Finding]:
-    """Check that adding the same number to policy and reference log-probs does not change the loss."""
+    """Require the same loss if policy and reference log-probs get the same summand."""
     if loss.loss_type == "sft":
         return
     batch = pair(0.4, -0.3)
@@ -63,7 +63,7 @@ def only_log_ratios_count(loss: Examined) -> Iterator[Finding]:
 
 
 def answers_have_opposite_gradients(loss: Examined) -> Iterator[Finding]:
-    """Check that the answers have opposite gradients, if the loss depends only on the margin."""
+    """Require opposite gradients of the answers, for losses of the margin."""
     if loss.loss_type not in OF_THE_MARGIN:
         return
     for chosen, rejected in ((0.4, -0.3), (-0.5, 0.9)):
@@ -77,7 +77,7 @@ def answers_have_opposite_gradients(loss: Examined) -> Iterator[Finding]:
 
 
 def beta_multiplies_the_margin(loss: Examined) -> Iterator[Finding]:
-    """Check that doubling beta has the same effect as doubling the margin."""
+    """Require the same effect of doubling beta and doubling the margin."""
     if loss.loss_type not in OF_THE_MARGIN:
         return
     if loss.loss_type == "ipo":
@@ -100,7 +100,7 @@ def beta_multiplies_the_margin(loss: Examined) -> Iterator[Finding]:
 
 
 def log_ratios_are_added_or_averaged(loss: Examined) -> Iterator[Finding]:
-    """Check that log-ratios are added over answer tokens, or averaged if the loss type requires it."""
+    """Require sums of log-ratios over answer tokens, or means for some loss types."""
     if loss.loss_type == "sft":
         return
     one_token, _ = loss(pair(0.4, -0.3))
@@ -141,7 +141,7 @@ def labels_are_smoothed(loss: Examined) -> Iterator[Finding]:
 
 
 def pairs_are_averaged(loss: Examined) -> Iterator[Finding]:
-    """Check that three equal pairs have the same loss as one."""
+    """Require the same loss for one pair and three equal pairs."""
     one, _ = loss(pair(0.4, -0.3))
     three, _ = loss({name: x.repeat(3, 1, 1) for name, x in pair(0.4, -0.3).items()})
     if loss.differ(three, one):
@@ -152,7 +152,7 @@ def pairs_are_averaged(loss: Examined) -> Iterator[Finding]:
 
 
 def tokens_are_averaged(loss: Examined) -> Iterator[Finding]:
-    """Check that SFT gradients are -1 / tokens, or -probability / tokens for dft."""
+    """Require SFT gradients of -1 / tokens, or -probability / tokens for dft."""
     for mask in MASKS:
         batch = random_batch("sft", mask)
         slope = loss.gradient(batch)
@@ -179,7 +179,7 @@ DPO_LAWS: tuple[Law, ...] = (
     pairs_are_averaged,
     micro_batches_add_up,
 )
-# laws that must hold before a law is tested
+# {law: laws to pass first}
 DPO_NEEDS: dict[Law, set[Law]] = {
     beta_multiplies_the_margin: {answers_act_in_their_directions, only_log_ratios_count},
     log_ratios_are_added_or_averaged: {answers_act_in_their_directions, only_log_ratios_count},

@@ -276,10 +276,9 @@ class PolicyPieces:
 
 def policy(logps: Tensor, change: Change) -> Tensor:
     total = torch.zeros(2, len(change.d.micro_batches))
-    shared = PolicyPieces(logps, change)
     for use, (term, weight_name) in POLICY_TERMS.items():
         inside = change.inside(use)
-        pieces = shared if inside is change else PolicyPieces(logps, inside)
+        pieces = PolicyPieces(logps, inside)
         weight = getattr(pieces.options, weight_name, 1.0)
         if weight:
             total = total + weight * term(pieces, inside)

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from minivlmrl.errors import UserError, error_context, pluralize, require
+from minivlmrl.errors import UserError, error_context, require
 from minivlmrl.extras.parity import units
-from minivlmrl.extras.parity.step_format import BY_ROW, BY_TOKEN, MODELS, NEEDED, OF_ROLLOUT, OPTIONS, check_fields
+from minivlmrl.extras.parity.step_format import BY_ROW, BY_TOKEN, MODELS, NEEDED, OPTIONS, check_fields
 from minivlmrl.files import save_tensors
 from minivlmrl.json_files import read_json, write_json
 
@@ -171,15 +171,7 @@ def check_step(about: dict, tensors: dict[str, Tensor]):
         shape = tuple(tensors[name].shape)
         by_token = len(shape) == 2 and shape[1] <= width
         if shape[0] != n or (name in BY_TOKEN and not by_token):
-            raise UserError(
-                f"the tensor {name} has shape {shape}, but input_ids has shape {(n, width)}. It must "
-                f"have {pluralize(n, 'row')}, and at most {pluralize(width, 'column')} if it has one value for each "
-                "token."
-            )
-    for count in [len(tensors[name]) for name in OF_ROLLOUT if name in tensors][:1]:
-        expected = f"a number from 0 to {count - 1}, because the rollout has {pluralize(count, 'completion')}"
-        for i, number in enumerate(tensors.get("row", torch.zeros(0)).flatten().tolist()):
-            require(0 <= number < count, f"element {i} of the tensor row", number, expected)
+            raise UserError(f"the tensor {name} has shape {shape}, which does not match that of input_ids {(n, width)}")
     for name in MODELS:
         text = about.get(name) or ""
         inside = PurePosixPath(text.removeprefix(OTHER_STEP))
@@ -192,11 +184,6 @@ def check_step(about: dict, tensors: dict[str, Tensor]):
 def read(folder: str | Path) -> Dump:
     """Read a recorded step; raises ValueError if a file, a required tensor or a required field is missing or wrong."""
     folder = Path(folder)
-    if not (folder / "step.json").is_file():
-        raise UserError(
-            f"{folder} is not a recorded step, because it does not contain step.json. "
-            "docs/numerical_parity.md explains how to record a step."
-        )
     try:
         about = read_json(folder / "step.json")
         tensors = load_file(folder / "step.safetensors")
@@ -204,7 +191,7 @@ def read(folder: str | Path) -> Dump:
         about |= {name: str(folder / about[name]) for name in MODELS if about.get(name)}
         return d
     except (OSError, SafetensorError, ValueError, *DAMAGES) as error:
-        raise UserError(f"{folder} is not a valid step: {error}") from error
+        raise UserError(f"{folder} is not a valid step, as in docs/numerical_parity.md: {error}") from error
 
 
 def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):

@@ -23,8 +23,6 @@ BY_TOKEN = NEEDED + names(
 BY_ROW = BY_TOKEN + names(
     "advantages micro_batch row pair chosen importance_sampling_ratio rollout_step rollout_tokens"
 )
-# tensors with one row per rollout completion; several steps may train on one rollout
-OF_ROLLOUT = names("group rewards rollout_advantages sampler_ids")
 MODELS = names("model old_model ref_model")  # fields that name model folders
 # copies of options in TRL's GRPOConfig
 OPTIONS_OF_A_ROLLOUT = names(

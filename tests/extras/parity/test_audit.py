@@ -205,15 +205,13 @@ ONE_ROW = {"input_ids": ONE.long(), "completion_mask": ONE, "per_token_logps": -
 @pytest.mark.parametrize("tensors, about, expected", [
     ({"completion_mask": None}, {}, "completion_mask is missing. A step needs the tensors input_ids, "),
     ({}, {"kind": "kto"}, "kind is 'kto'. A step .* grpo, dpo or sft. Steps of KTO, .* not supported"),
-    ({"advantages": torch.ones(2)}, {}, r"advantages has shape \(2,\), but .* \(1, 1\). It must have 1 row,"),
+    ({"advantages": torch.ones(2)}, {}, r"advantages has shape \(2,\), which does not match that of input_ids"),
     (None, {}, "No such file"), ({}, {"kind": ["sft"]}, r"kind is \['sft'\]"),
     ({}, {"temperature": 0}, "step.json: temperature is 0.0, but it must be in \\(0, inf\\)"),
     ({}, {"loss": {"loss_type": 1}}, "step.json: loss.loss_type is 1, but it must be of type str"),
     ({}, {"loss": {"beta": 1.0}}, "step.json: a name in loss is 'beta', but it must be one of loss_type"),
     ({}, {"optimizer": [1]}, r"step.json: optimizer is \[1\], but it must be an object"),
     ({}, {"optimizer": {"betas": 0.9}}, "step.json: optimizer.betas is 0.9, but it must be of type tuple"),
-    ({"row": torch.ones(1).long(), "group": torch.zeros(1).long()}, {},
-     "element 0 of the tensor row is 1, but it must be a number from 0 to 0, because the rollout has"),
     ({}, {"model": "../.."}, "step.json: model is '../..', but it must be a folder inside the step, such as model, or"),
     ({}, {"ref_model": "/x"}, "step.json: ref_model is '/x', but it must be a folder inside the step"),
 ])  # fmt: skip
@@ -225,7 +223,7 @@ def test_an_invalid_step_is_an_error(tensors, about, expected, tmp_path):
         kept = {name: x for name, x in (ONE_ROW | tensors).items() if x is not None}
         save_file(kept, tmp_path / "step.safetensors")
         (tmp_path / "step.json").write_text(json.dumps({"kind": "sft"} | about))
-    with pytest.raises(ValueError, match=f"{tmp_path} is not a valid step: .*{expected}"):
+    with pytest.raises(ValueError, match=f"{tmp_path} is not a valid step, .*: .*{expected}"):
         read(tmp_path)
 
 
@@ -233,6 +231,8 @@ def test_an_invalid_step_is_an_error(tensors, about, expected, tmp_path):
     ({}, {"schedule": {"step": 1}, "optimizer": {"learning_rate": 1.0}}, r"'schedule' .* \(KeyError: 'type'\)"),
     ({"row": torch.zeros(1), "rollout_advantages": torch.ones(1), "advantages": torch.ones(1)}, {},
      r"'rows' .* \(IndexError: tensors used as indices must be"),
+    ({"row": torch.ones(1).long(), "rollout_advantages": torch.ones(1), "advantages": torch.ones(1)}, {},
+     r"'rows' .* \(IndexError: index 1 is out of bounds"),
 ])  # fmt: skip
 def test_a_field_or_tensor_with_a_wrong_type_is_an_error(tensors, about, expected, tmp_path):
     write(tmp_path, {"kind": "sft"} | about, ONE_ROW | tensors)

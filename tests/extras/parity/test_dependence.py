@@ -224,7 +224,5 @@ def test_depends_refuses_wrong_shapes():
         depends(lambda ids, *_: torch.ones(ids.shape), ids, torch.ones_like(ids), *pictures, image_token_id=9)
     with pytest.raises(ValueError, match="ids have placeholders for 0 images, but image_grid_thw has 0 rows"):
         depends(lambda ids: torch.ones(ids.shape), ids, torch.ones_like(ids), only_images=True)
-    with pytest.raises(ValueError, match=r"ids have the shape \(3,\) and document \(3,\); both must be \(B, T\)"):
-        depends(None, torch.ones(3), torch.ones(3))
     with pytest.raises(ValueError, match=r"logps returned the shape \(2, 9\) for ids of shape \(2, 3\)"):
         depends(lambda ids: torch.ones(2, 9), torch.ones(2, 3).long(), torch.ones(2, 3))

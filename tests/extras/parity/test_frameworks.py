@@ -15,7 +15,7 @@ from tests.helpers.links import ROOT
 
 PAGE = (ROOT / "docs" / "numerical_parity.md").read_text().partition("\n### In JAX or MLX\n")[2]
 ONE_SHAPE = {"loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.1, "use_bias_correction_kl": False}
-ONE_SHAPE |= {"whole_step": True, "tokens": 27}  # JAX compiles each operation for each shape
+ONE_SHAPE |= {"whole_step": True, "tokens": 27}
 
 
 def numpy_of(framework):
@@ -60,26 +60,23 @@ def test_jax_keeps_its_default_dtype():
     assert jax.numpy.ones(1).dtype == "float32"
 
 
-@pytest.mark.parametrize("decides, traces", [(False, 2), (True, 5)], ids=["scan", "a decision by numbers"])
-def test_jax_compiles_once_for_a_shape_and_options(decides, traces):
+@pytest.mark.parametrize("decides", [False, True], ids=["scan", "a decision by numbers"])
+def test_a_jax_loss_may_scan_or_decide_by_numbers(decides):
     jax = pytest.importorskip("jax")
-    calls = []
 
     def loss(batch, options):
-        calls.append(options["c"])
         if decides and batch["mask"].sum() > 5:
             return batch["per_token_logps"].sum()
-        row = lambda total, x: (total + options["c"] * x.sum(), None)  # noqa: E731  a scan compiles a new function
+        row = lambda total, x: (total + options["c"] * x.sum(), None)  # noqa: E731
         return jax.lax.scan(row, jax.numpy.zeros(()), batch["per_token_logps"])[0]
 
     loss_in_torch = as_torch(loss, "jax")
-    for c in (2.0, 3.0, 2.0, 3.0):
+    for c in (2.0, 3.0):
         batch = {name: torch.rand(2, 3, dtype=torch.float64) for name in ("per_token_logps", "mask")}
         read = set()
         value, gradient = loss_and_gradient(loss_in_torch, batch, {"kind": "sft", "c": c}, read)
         assert math.isclose(value, c * batch["per_token_logps"].sum()) and gradient.eq(c).all()
         assert read == {"per_token_logps", "c"} | ({"mask"} if decides else set())
-    assert len(calls) == traces
 
 
 @pytest.mark.parametrize("framework", ["jax", "mlx"])
@@ -128,9 +125,7 @@ def test_a_loss_like_grpo_loss_may_be_of_another_framework(framework):
     assert check(loss, {"jax": 1e-12, "mlx": 1e-7}[framework], framework=framework, **ONE_SHAPE) > 1
 
 
-def test_a_framework_is_unknown_or_missing(monkeypatch):
-    with pytest.raises(ValueError, match=r"^framework is 'keras', but it must be one of torch, jax, mlx$"):
-        check(print, framework="keras")
+def test_a_framework_is_missing(monkeypatch):
     for name in ("jax", "mlx"):
         monkeypatch.setitem(sys.modules, name, None)
         monkeypatch.setitem(sys.modules, f"{name}.core", None)

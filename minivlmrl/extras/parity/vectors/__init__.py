@@ -1,4 +1,4 @@
-"""Read losses and gradients that were recorded from TRL. Copy this folder into a project in any framework.
+"""Read losses and gradients recorded from TRL. Copy this folder into a project in any framework.
 
 The folder needs NumPy and safetensors. README.md describes the tensors and options of a case.
 """
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass
 class Case:
-    """A loss that was recorded from TRL.
+    """Loss recorded from TRL.
 
     The gradient and most batch tensors have shape (B, T) for B completions of up to T tokens, or (B, 2, T) for B answer
     pairs. All numbers are float64.
@@ -34,7 +34,7 @@ def read_options() -> dict[str, dict]:
 
 
 def read_cases(**only) -> list[Case]:
-    """Return the recorded cases that have the given options, such as loss_type="dapo" and beta=0.0.
+    """Return recorded cases with the given options, such as loss_type="dapo" and beta=0.0.
 
     Cases with TRL's dual clip are returned only if `only` contains `delta`.
     """
