@@ -20,10 +20,10 @@ from minivlmrl.extras.parity.step import Dump
 if TYPE_CHECKING:
     from minivlmrl.model.packing import GroupBatch
 
-# tolerance factor for float32 model outputs, such as gradients
+# tolerance factor for float32 model outputs
 THROUGH_A_MODEL = 50.0
-HALF = 100.0  # additional tolerance factor for bfloat16, float16 or an unknown dtype
-# bugs in these quantities need no new forward pass
+HALF = 100.0  # further factor for bfloat16, float16 or an unknown dtype
+# no new forward pass for bugs in these
 AFTER_FORWARD = {"logps", "mode"}
 
 
@@ -111,7 +111,7 @@ def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
 
 
 def of_unattended(d: Dump) -> Tensor:
-    """Return a mask (n, S) for tokens after padding, which no hidden state predicts."""
+    """Return a mask (n, S) of tokens after padding: no hidden state predicts them."""
     return pad(d["attention_mask"][:, :-1], (1, 0), value=1) == 0
 
 
@@ -127,7 +127,7 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
         return None
     weights_folder = change("model folder", d.about[folder])
     part = d.all_rows if d.part is None else d.part
-    # a bug may exchange log-probs between rows, so all rows need a forward pass
+    # all rows: a bug may exchange log-probs between rows
     rows = d.all_rows if "logps" in change else part
     counted_mask = d["completion_mask"] * ~of_unattended(d)
     theirs = d[name].nan_to_num() * counted_mask

@@ -1,4 +1,4 @@
-"""Numbers by which a trainer may wrongly multiply or divide, such as the row count or the temperature."""
+"""Possible wrong factors of a trainer, such as the row count or the temperature."""
 
 import math
 

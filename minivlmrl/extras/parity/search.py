@@ -1,6 +1,6 @@
-"""Search for known bugs that reproduce wrong numbers in a recorded step or loss test case.
+"""Explain wrong numbers in a recorded step or loss test case by known bugs.
 
-The numbers are recomputed with one known bug at a time, and compared with the recorded ones:
+The numbers are recomputed with one bug at a time, and compared with the recorded ones:
 
     1. simple bugs, such as "a reward is halved"
     2. bugs in one computation, such as a wrong mask only in the token count
@@ -26,7 +26,7 @@ from minivlmrl.extras.parity.scales import known_numbers
 from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError
 
 TOLERANCE = 1e-5  # maximum relative rounding error; float32 rounds to about 1e-7
-# recomputed tensors, and step.json fields with their model folders
+# {stage: (tensor, field of step.json with the model folder)}
 LOGPS = {
     "logps": ("per_token_logps", "model"),
     "logps of old": ("old_per_token_logps", "old_model"),
@@ -48,24 +48,24 @@ STAGES = {
 }
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
-SHOWN = 4  # maximum bugs to print, if they give the same numbers
+SHOWN = 4  # bugs with the same numbers to print
 IDS = ("tokens", "pictures", "mask")  # stages with integers: no factor is fitted
 # start values for fitted numbers
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
 FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
-REFINED = 16  # number of best bugs whose constants are fitted precisely
-CASE_REFINED = 4  # number of best bugs to fit in loss test cases
+REFINED = 16  # best bugs, to be fitted precisely
+CASE_REFINED = 4  # the same for loss test cases
 
 
 @dataclass(eq=False)
 class Bug:
-    """Known bug that may explain wrong numbers."""
+    """Known bug, a possible explanation of wrong numbers."""
 
     says: str
     change: dict  # replacements by quantity, see Change
-    of: table.Target  # quantity that the bug changes, with effect and source
-    error: float = 0.0  # error left after recomputing with this bug
-    parts: int = 1  # number of single bugs combined in this one
+    of: table.Target  # changed quantity, with effect and source
+    error: float = 0.0  # remaining error with this bug
+    parts: int = 1  # combined single bugs
     number: float = 0.0  # fitted number, 0 = none
 
     @property
@@ -74,12 +74,12 @@ class Bug:
 
     @property
     def is_scoped(self) -> bool:
-        """True for a bug in only some rows, tokens or parameters, or a wrong order of rows or tokens."""
+        """True for bugs in some rows, tokens or parameters, and wrong orders of rows or tokens."""
         return any(isinstance(x, tuple) for x in self.change.values())
 
     @property
     def is_fitted(self) -> bool:
-        """True for a bug with an unknown constant, such as the bound c in "the ratio is at most c"."""
+        """True for bugs with an unknown constant, such as c in "the ratio is at most c"."""
         return "{c}" in self.says
 
     @property
@@ -110,12 +110,12 @@ OWN_LENGTH = replace(FACTOR, of=replace(RATE, used_by="Dr. GRPO losses with a co
 
 
 def names_of(name: str, d: Dump) -> set[str]:
-    """Return a stage's names in names.py, such as "loss" and "dpo" for a DPO loss."""
+    """Return names of a stage in names.py, such as "loss" and "dpo"."""
     return {name, d.about["kind"] if name == "loss" else "logps" if name in LOGPS else name}
 
 
 def possible_bugs(name: str, d: Dump) -> list[Bug]:
-    """List known bugs for a stage, except those whose tensors are missing."""
+    """List known bugs for a stage and its tensors."""
     names = names_of(name, d)
     result = []
     for key, target in table.TARGETS.items():
@@ -128,7 +128,7 @@ def possible_bugs(name: str, d: Dump) -> list[Bug]:
                 change = change if isinstance(change, dict) else {target.name: change}
                 for text, pieces in for_each_part(says, change, d, "mask" in names):
                     result.append(Bug(text, pieces, target))
-    # try specific bugs before general ones, such as a sign
+    # specific bugs before general ones, such as a sign
     result.sort(key=lambda bug: (bug.is_general, not (names - {"loss", "logps"}) & bug.of.stage_names()))
     for of_stages, uses, target in table.SCOPES:
         if names & set(of_stages.split(", ")):
@@ -146,7 +146,7 @@ def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[t
         kinds, formula = change[name]
         for kind in kinds.split():
             for part in getattr(d, kind):
-                # a mask bug cannot be limited to tokens that the mask selects
+                # no mask bug only for counted tokens
                 if not (in_mask and "counted" in part):
                     yield says.replace("{}", part), change | {name: (kind, part, formula)}
 
@@ -154,7 +154,7 @@ def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[t
 def computed(name: str, d: Dump, change: dict | None) -> Any:
     """Recompute a stage, such as the loss, with a simulated bug ({} = none).
 
-    Returns None if the computation fails with this bug. Raises SearchEndedError after the deadline.
+    Returns None if the computation fails. Raises SearchEndedError after the deadline.
     """
     d.check_time()
     if change is None:
@@ -173,7 +173,7 @@ def computed(name: str, d: Dump, change: dict | None) -> Any:
         ours = ours * factor
         if d.case_tolerance:  # loss test case: errors relative to max(1, largest number)
             unit = ours.nan_to_num().abs().max().clamp(min=1) * d.case_tolerance / TOLERANCE
-        else:  # limit the unit: huge numbers from a bug must not hide differences
+        else:  # limited unit: huge numbers from a bug must not hide differences
             _, _, usual_unit = d.usual_answers.get(name, answer)[key]
             limit = 3 * usual_unit + theirs.abs().nan_to_num().max() if theirs.numel() else math.inf
             unit = torch.minimum(torch.as_tensor(unit), torch.as_tensor(limit))
@@ -206,7 +206,7 @@ def count_wrong(answer: dict) -> int:
 
 
 def count_groups(name: str, answer: dict, d: Dump) -> int:
-    """Count rows with wrong numbers, or groups with wrong advantages."""
+    """Count rows, or groups for advantages, with wrong numbers."""
     labels = d["group"] if name == "advantages" else d.all_rows
     counts = []
     for theirs, ours, unit in answer.values():
@@ -219,11 +219,11 @@ class Region(NamedTuple):
     """Some rows or parameters of a step, such as "truncated completions" or "the vision tower"."""
 
     says: str  # description, "" = whole step
-    inside: dict[str, Tensor]  # mask of these rows or parameters in each tensor
+    inside: dict[str, Tensor]  # masks by tensor
     rows: Tensor | None = None
 
     def of(self, answer: dict | None) -> Any:
-        """Ignore errors outside the region, by using the recomputed numbers there."""
+        """Ignore errors outside the region: use recomputed numbers there."""
         if answer is None:
             return None
         values = {key: (*answer[key], mask) for key, mask in self.inside.items()}
@@ -231,7 +231,7 @@ class Region(NamedTuple):
 
 
 def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
-    """List the whole step, and parts that contain all wrong numbers, such as truncated completions."""
+    """List the whole step, and parts with all wrong numbers, such as truncated completions."""
     regions = [Region("", {key: torch.tensor(True) for key in answer})]
     if name in ("advantages", *BY_PARAMETER):  # advantages and parameters have no step rows
         return regions
@@ -245,12 +245,12 @@ def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
 
 
 class Search:
-    """Search for bugs that explain wrong numbers in one stage, such as the loss.
+    """Search for bugs in a stage, such as the loss.
 
-    If all wrong numbers are in one part, such as the truncated completions, bugs in only this part are also tried.
+    With all wrong numbers in one part, such as truncated completions, bugs in only this part are also tried.
 
     Args:
-        deviation: bugs found earlier, which stay active in all recomputed numbers.
+        deviation: bugs found earlier, active in all recomputed numbers.
     """
 
     def __init__(self, name: str, d: Dump, deviation: dict | None = None):
@@ -267,27 +267,27 @@ class Search:
 
     def run(self, bugs: list[Bug]):
         factors = self.factors()
-        # first try bugs that need no new forward pass, such as rounded log-probs
+        # first bugs without a new forward pass, such as rounded log-probs
         bugs = sorted(bugs, key=lambda bug: not bug.change.keys() <= model_stages.AFTER_FORWARD)
         plain, scoped, fitted = by_kind(bugs)
         if any(bug.parts == 1 and not bug.number for bug in factors):
-            fitted = []  # a count in the step is a better explanation than a fitted number
+            fitted = []  # a count explains more than a fitted number
         try:
             for phase, some in ((self.tried, plain), (self.tried, scoped), (self.fitted, fitted)):
                 if not any(bug.parts == 1 for bug in self.explained):
-                    self.explained.extend(phase(some))  # add bugs one by one, because the search may run out of time
+                    self.explained.extend(phase(some))  # one by one: the search may run out of time
         finally:
-            self.explained += factors  # list factors last: they explain less than other bugs
+            self.explained += factors  # last: factors explain less
 
     def tried(self, bugs: list[Bug]) -> Iterator[Bug]:
-        """Yield bugs that reproduce the recorded numbers."""
+        """Yield bugs with the recorded numbers."""
         for bug in with_bar("causes", bugs):
             answer = self.answer(bug.change)
             for region in self.regions:
                 yield from self.confined(answer, bug, region)
 
     def confined(self, answer: Any, bug: Bug, region: Region) -> list[Bug]:
-        """Limit the bug to a region, such as truncated completions; return [] if wrong numbers are left."""
+        """Limit the bug to a region, such as truncated completions; [] = wrong numbers are left."""
         d = self.d
         if region.says:
             bug = replace(bug, says=f"{bug.says}, only for {region.says}", parts=2)
@@ -326,13 +326,13 @@ class Search:
         return result
 
     def fitted(self, bugs: list[Bug]) -> Iterator[Bug]:
-        """Fit unknown constants, such as a clip bound; yield bugs that reproduce the recorded numbers."""
+        """Fit unknown constants, such as a clip bound; yield bugs with the recorded numbers."""
         d = self.d
         numbers, count = (FEW_NUMBERS, CASE_REFINED) if d.case_tolerance else (NUMBERS, REFINED)
         near = []
         for region in self.regions:
             base = region.of(self.base)
-            # one wrong row or group is too few to fit a number
+            # too few to fit a number
             if not d.case_tolerance and d.part is None and count_groups(self.name, base, d) < 2:
                 continue
             usual_gap = distance(base)
@@ -354,7 +354,7 @@ class Search:
 
 
 def lines_of(bugs: Sequence[Bug]) -> list[str]:
-    """Describe the first bug, and list others that would give the same numbers."""
+    """Describe the first bug, and list others with the same numbers."""
     first, *others = bugs[:SHOWN]
     lines = [f"{first.kind}: {first.says}", *(f"  or: {bug.says}" for bug in others)]
     about = {"effect": first.of.effect, "source": first.of.source}
@@ -370,15 +370,15 @@ def by_kind(bugs: list[Bug]) -> tuple[list[Bug], list[Bug], list[Bug]]:
 
 
 def find_bugs(name: str, d: Dump, seconds: float = math.inf) -> Search:
-    """Search for the simplest known bugs that reproduce the recorded numbers, for at most `seconds` of CPU time."""
+    """Find the simplest bugs with the recorded numbers, in at most `seconds` of CPU time."""
     search = Search(name, d)
     answer = search.base
-    # many bugs fit a single wrong learning rate or token id: try none, or only trained padding
+    # a single wrong learning rate or token id fits many bugs: try none, or only trained padding
     if name == "schedule" and len(all_gaps(answer)) < 2:
         return search
     # a bug may leave 1 % of the original error, limited to 1e-5 to 3e-5
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
-    # forward passes are slow: first search only the row with the largest error, later check all rows
+    # slow forward passes: search the row with the largest error, then check all rows
     if name in LOGPS:
         [values] = answer.values()
         d.part = gaps(*values).amax(1).argmax().view(1)

@@ -6,8 +6,8 @@ A stage function, such as `loss`, returns None if the step lacks a tensor, else 
     ours      recomputed tensor
     unit      size of the summed terms; (theirs - ours) / unit is the relative error
 
-`change` is a simulated bug: change("mask", x) returns the mask that a trainer with this bug computes, or the correct
-mask x if the bug is elsewhere.
+`change` is a simulated bug: change("mask", x) returns the mask of a trainer with this bug, or the correct mask x if the
+bug is elsewhere.
 """
 
 from collections.abc import Mapping
@@ -94,7 +94,7 @@ def moments(change: Change, x: Tensor, group: Tensor, center: str, scale: str) -
 
 
 def rows(d: Dump, change: Change) -> Answer:
-    """Check that rows have the same advantages in the step as in the rollout."""
+    """Look up the advantages of rows in the rollout."""
     if not d.has("rollout_advantages", "advantages", "row") or d["advantages"].dim() != 1:
         return None
     rollout = d["rollout_advantages"]
@@ -104,7 +104,7 @@ def rows(d: Dump, change: Change) -> Answer:
 
 def tokens(d: Dump, change: Change) -> Answer:
     """Recompute completion token ids and attention mask from sampler_ids."""
-    # training must use sampled ids: the tokenizer may encode the text differently
+    # sampled ids: the tokenizer may encode the text differently
     if d.sampled is None or not d.has("prompt_mask"):
         return None
     ids, flags = d.sampled
@@ -116,11 +116,11 @@ def tokens(d: Dump, change: Change) -> Answer:
     sampled_mask = ids[:, : d.width] >= 0
     attention_mask = d["attention_mask"].bool()
     in_prompt = ~d.completion
-    # zeros are accepted: a trainer may skip the forward pass for truncated completions
+    # zeros are fine: a trainer may skip truncated completions
     is_used = (attention_mask & sampled_mask).any(1, keepdim=True)
     attended = (sampled_mask & is_used) | (attention_mask & in_prompt & d["prompt_mask"].bool())
     attended = change("attended", attended)
-    # ignore sampled tokens outside completion_mask, which the stage "mask" checks
+    # not sampled tokens outside completion_mask: see the stage "mask"
     is_compared = in_prompt | (sampled_mask & ~((flags[:, : d.width] == 1) & (d["completion_mask"] == 0)))
     return {
         "input_ids": (their_ids.double(), ours.double(), 1.0),
@@ -129,7 +129,7 @@ def tokens(d: Dump, change: Change) -> Answer:
 
 
 def pictures(d: Dump, change: Change) -> Answer:
-    """Compare the images in training with those the sampler saw."""
+    """Compare images in training with the sampler's."""
     if not d.has("sampler_num_images"):
         return None
     sampled = shown(d, "sampler_")
@@ -146,7 +146,7 @@ def pictures(d: Dump, change: Change) -> Answer:
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
-    """Return (patches, grid) pairs per row; kind="sampler_" selects the sampler's images."""
+    """Return (patches, grid) pairs per row; kind="sampler_": the sampler's images."""
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
     all_pictures = list(zip(patches, grids, strict=True))
@@ -206,10 +206,10 @@ def loss(d: Dump, change: Change) -> Answer:
         answer["loss"] = d["loss"].view_as(losses), losses.detach(), units.detach() + 1e-30
     if d.has("logps_gradient"):
         theirs = d["logps_gradient"]
-        # accept zero gradients at padding: a trainer may skip these log-probs
+        # zero gradients at padding are fine: a trainer may skip them
         is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
         slope = slope.masked_fill(is_unreal & (theirs == 0), 0.0)
-        # the KL gradient has large rounding errors in float32, so the tolerance grows with beta
+        # tolerance grows with beta: large float32 rounding errors in KL gradients
         beta = loss_options(Change(d, {})).beta if d.about["kind"] == "grpo" else 0.0
         rounding = (1e-3 + 0.01 * beta) / d["completion_mask"].sum().clamp(min=1)
         answer["logps_gradient"] = theirs, slope, max(slope.abs().max(), theirs.abs().max()) + rounding
@@ -232,7 +232,7 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
     rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
     tokens = mask[rows].sum() * times
-    # the recorded token count belongs to the recorded mask, not to one with a simulated bug
+    # the recorded token count belongs to the recorded mask, not a simulated one
     is_ours = torch.equal(mask, d["completion_mask"].double())
     if d.has("rollout_tokens") and is_ours and not by_part:
         tokens = d["rollout_tokens"][part[0]].item()
@@ -311,7 +311,7 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
     if options.use_bias_correction_kl:
         kl = correct_kl(kl, pieces.ratio, options.kl_estimator)
     kl = change("KL", kl, pieces)
-    # accept float32 rounding errors in a KL with torch.expm1, about 1e-7 times the log-ratio
+    # float32 rounding errors of torch.expm1: about 1e-7 times the log-ratio
     return averaged(kl, change, rounding=0.02 * pieces.ref_log_ratio.detach().abs())
 
 
@@ -328,7 +328,7 @@ def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> T
     definition = loss_options(Change(change.d, {}))
     average = ALL_AVERAGES[change("average", definition.loss_type)]
     terms = terms * (mask * weights)
-    sizes = terms.detach().abs() + rounding  # `rounding` covers terms that are differences of larger numbers
+    sizes = terms.detach().abs() + rounding  # `rounding`: for differences of larger numbers
     results = []
     for part in change.d.micro_batches:
         normalizer = normalizer_of(part, counted, change)

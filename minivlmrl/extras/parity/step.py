@@ -22,9 +22,9 @@ from minivlmrl.extras.parity.step_format import BY_ROW, BY_TOKEN, MODELS, NEEDED
 from minivlmrl.files import save_tensors
 from minivlmrl.json_files import read_json, write_json
 
-# errors caused by a recorded tensor or field with a wrong type or shape
+# errors from tensors or fields with a wrong type or shape
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
-OTHER_STEP = "../{}/"  # folder of the step that sampled a row, relative to this step's folder
+OTHER_STEP = "../{}/"  # folder of a row's sampling step
 
 
 class SearchEndedError(Exception):
@@ -34,17 +34,17 @@ class SearchEndedError(Exception):
 class Dump(dict):
     """Recorded optimizer step as {name: tensor}, with floats in float64; `about` has the fields in step.json."""
 
-    tolerance = 1e-5  # maximum relative error if a bug explains the step
+    tolerance = 1e-5  # maximum relative error with a bug
     case_tolerance = 0.0  # loss test case: maximum error in value and gradient
-    read: set[str] | None = None  # loss test case: names of tensors and options that the loss has read
-    simpler: Callable = list  # loss test case: function that returns simpler variants, list() = none
-    deadline = math.inf  # time.thread_time() at which the search ends
-    part: Tensor | None = None  # rows whose log-probs are recomputed, None = all
+    read: set[str] | None = None  # loss test case: names of read tensors and options
+    simpler: Callable = list  # loss test case: returns simpler variants, list() = none
+    deadline = math.inf  # end of the search, time.thread_time()
+    part: Tensor | None = None  # rows with recomputed log-probs, None = all
 
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
         self.about = about
-        self.cache = {}  # results of model forward and backward passes
+        self.cache = {}  # model forward and backward passes
         self.usual_answers = {}  # stage results without a simulated bug
         ones = torch.ones_like(tensors["input_ids"])
         n, self.width = ones.shape
@@ -60,16 +60,16 @@ class Dump(dict):
                 self.eps[name] = torch.finfo(x.dtype).eps
                 x = x.double()
             if name in BY_TOKEN or (name in BY_ROW and x.shape[1:].numel() > 1):
-                # values for only the last T tokens: pad with zeros on the left
+                # only the last T tokens: pad with zeros on the left
                 x = pad(x, (self.width - x.shape[1], 0))
             self[name] = x
         other_tokens = self["attention_mask"] * (1 - self["completion_mask"].long())
         prompt_tokens = self.get("prompt_mask", other_tokens)
-        # (n, S) mask of all columns after the prompt, including padding
+        # (n, S) mask after the prompt, with padding
         self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
         self.num_rows = n
         self.num_columns = self.completion[0].sum()
-        # columns beyond max_completion_length are padding, even if the padding token is a stop token
+        # padding beyond max_completion_length, even stop tokens
         longest = about.get("max_completion_length") or self.width
         self.within_limit = self.completion & (self.completion.cumsum(1) <= longest)
         self["lengths"] = self["completion_mask"].sum(1)
@@ -77,7 +77,7 @@ class Dump(dict):
         if about.get("stop_token_ids"):
             self["ended"] = (self.is_stop(self["input_ids"]) & self.within_limit).any(1)
 
-    # parts that may have a bug, and wrong orders of rows and tokens
+    # possible parts with a bug, wrong orders of rows and tokens
     rows = cached_property(units.row_orders)
     rollout_rows = cached_property(lambda self: units.row_orders(self, of_rollout=True))
     row_sets = cached_property(units.row_sets)
@@ -110,7 +110,7 @@ class Dump(dict):
         return self.keys() >= {*names}
 
     def reads(self, name: str) -> bool:
-        """Return whether a loss has read this tensor or option; always True for recorded steps."""
+        """Return whether a loss has read this tensor or option; True for recorded steps."""
         return self.read is None or name in self.read
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,7 +151,7 @@ class Dump(dict):
         return self.tokenizer.decode(ids[ids >= 0].tolist())
 
     def parameters(self, kind: str) -> dict[str, Tensor]:
-        """Return {parameter: tensor} for one kind of tensors, for example "grad" for gradients."""
+        """Return {parameter: tensor} of one kind, such as "grad" for gradients."""
         return {name.removeprefix(f"{kind}."): x for name, x in self.items() if name.startswith(f"{kind}.")}
 
 
@@ -182,7 +182,7 @@ def check_step(about: dict, tensors: dict[str, Tensor]):
 
 
 def read(folder: str | Path) -> Dump:
-    """Read a recorded step; raises ValueError if a file, a required tensor or a required field is missing or wrong."""
+    """Read a recorded step; raises ValueError if a file, tensor or field is missing or wrong."""
     folder = Path(folder)
     try:
         about = read_json(folder / "step.json")

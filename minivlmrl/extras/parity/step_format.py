@@ -1,6 +1,6 @@
 """File format of a recorded optimizer step: tensor names, and types and bounds of step.json fields.
 
-docs/library.md explains the tensors, and says which are required.
+docs/library.md explains the tensors.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from minivlmrl.losses.preference import Divergence, check_dpo_options
 
 names = str.split
 NEEDED = names("input_ids completion_mask per_token_logps")  # required tensors
-# (n, S) values per token for n rows with S tokens; (n, T) is for the last T tokens
+# (n, S) for n rows with S tokens; (n, T): only the last T tokens
 BY_TOKEN = NEEDED + names(
     "attention_mask prompt_mask tool_mask old_per_token_logps ref_per_token_logps sampler_logps "
     "log_sum_sq_probs logps_gradient"
@@ -23,13 +23,13 @@ BY_TOKEN = NEEDED + names(
 BY_ROW = BY_TOKEN + names(
     "advantages micro_batch row pair chosen importance_sampling_ratio rollout_step rollout_tokens"
 )
-MODELS = names("model old_model ref_model")  # fields that name model folders
+MODELS = names("model old_model ref_model")  # model folders
 # copies of options in TRL's GRPOConfig
 OPTIONS_OF_A_ROLLOUT = names(
     "num_generations scale_rewards reward_weights multi_objective_aggregation temperature max_completion_length "
     "mask_truncated_completions"
 )
-# TRL options that filter sampled tokens: {option: values that switch it off}
+# filters of sampled tokens in TRL: {option: values for off}
 FILTERS = {"top_k": [None, 0, -1], "top_p": [None, 1], "min_p": [None, 0]}
 
 
@@ -107,7 +107,7 @@ class ScheduleFields:
 
 @dataclass
 class StepFields:
-    """Fields that `parity` reads from step.json; all are optional."""
+    """Fields of step.json; all are optional."""
 
     loss: dict = field(default_factory=dict)  # options of grpo_loss, dpo_loss or sft_loss
     num_generations: Count | None = None
@@ -130,20 +130,20 @@ class StepFields:
     mean_over: Literal["step", "micro_batch"] | None = None
     optimizer: OptimizerFields = field(default_factory=OptimizerFields)
     schedule: ScheduleFields = field(default_factory=ScheduleFields)
-    # model folders, inside the step folder or the folder of the step that sampled a row
+    # model folders, inside the step folder or a row's sampling step
     model: str | None = None
     old_model: str | None = None
     ref_model: str | None = None
     dtype: Dtype = "float64"
     autocast: Literal["bfloat16", "float16"] | None = None
-    some: bool = False  # whether only some parameters were recorded
+    some: bool = False  # only some parameters were recorded
     training: list[str] = field(default_factory=list)
 
 
 def check_fields(about: dict):
     """Check types and bounds of step.json fields, and loss option names.
 
-    Unknown fields are ignored, so a trainer may add its own.
+    Unknown fields are ignored: a trainer may add its own.
 
     Raises ValueError with the field, its value and the expected value.
     """

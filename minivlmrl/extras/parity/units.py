@@ -1,4 +1,4 @@
-"""List wrong orders of rows and tokens, and parts of a step that a bug may affect."""
+"""List wrong orders of rows and tokens, and parts of a step for limited bugs."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ BLOCKS = {
 
 
 class Distinct(dict):
-    """Dict that lists equal tensors once; d[name] also finds their other names."""
+    """Dict with one name per tensor; d[name] also finds names of equal tensors."""
 
     def __init__(self):
         self.equal = {}
@@ -38,7 +38,7 @@ class Distinct(dict):
 
 
 def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
-    """Leave out tensors that equal `same` or an earlier one: bugs with equal effects are listed once."""
+    """Leave out `same` and repeated tensors: bugs with equal effects are listed once."""
     kept = Distinct()
     for name, order in orders.items():
         is_new = not any(torch.equal(order, x.expand_as(order)) for x in (same, *kept.values()))
@@ -55,7 +55,7 @@ def ordered(table: dict[str, Callable], item: str, unit: str, blocks: list[Tenso
 
 
 def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
-    """List wrong row orders, for example values from the next row in the group."""
+    """List wrong row orders, such as "the next row in its group"."""
     all_rows = torch.arange(len(d["group"])) if of_rollout else d.all_rows
     row = all_rows if of_rollout else d.get("row", all_rows)
     orders = {}
@@ -77,7 +77,7 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
 
 
 def token_orders(d) -> dict[str, Tensor]:
-    """List wrong token orders, for example values from the next token in the row."""
+    """List wrong token orders, such as "the next token in its row"."""
     numbers = torch.arange(d["input_ids"].numel()).view_as(d["input_ids"])
     return different(ordered(WITHIN | TOKENS, "token", "its row", [*numbers], numbers), numbers)
 
