@@ -3,8 +3,8 @@
 A recipe names a file, relative to the folder in which you run the command, and a function in it:
     rewards: {recipes/answers.py:number(tolerance=0.05): 1.0}
 
-data.answer_format determines where the answer is in a completion. Several answers, a negated correct answer, or a list
-of all choices get reward 0. Rows without a solution (None or "") get no reward.
+data.answer_format says where completions have their answers. Several answers, a negated correct answer, or a list of
+all choices get reward 0. Rows without a solution (None or "") get no reward.
 """
 
 import functools
@@ -20,7 +20,7 @@ from minivlmrl.data.markup import PLAIN_SIGNS, unwrap
 from minivlmrl.errors import UserError, optional_dependency, truncate
 from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, find_answer, normalize, solution_text
 
-LONGEST = 2000  # maximum characters per answer; longer answers get reward 0
+LONGEST = 2000  # characters per answer; longer ones get reward 0
 DENIED = re.compile(r"\b(?:not?|never|neither|nor|except|without|unlike|instead|rather than|\w+n['’]t)\b", re.I)
 
 
@@ -28,7 +28,7 @@ def judge_rows(
     name: str, kind: str, read: Callable, answer_texts: list, solution: list, same=operator.eq,
     log_extra: LogExtra | None = None,
 ) -> list:  # fmt: skip
-    """Parse n answers and n solutions, and compare each pair.
+    """Parse and compare n answers and n solutions.
 
     Args:
         name: reward name, for error messages.
@@ -39,7 +39,7 @@ def judge_rows(
         same: compares a parsed solution with a parsed answer.
         log_extra: logs reasons for rewards below 1.
     Returns:
-        1.0 for correct answers, 0.0 for wrong ones, None for rows without a solution.
+        1.0 for correct answers, 0.0 for wrong ones, None without a solution
     Raises:
         UserError: a solution cannot be parsed.
     """
@@ -86,7 +86,7 @@ CHOICE = re.compile(
     rf"(?:(?:the )?(?:(?:correct|final|best|right) )*(?:answer|option|choice)\s+)*{LETTER}\s*(.*)",
     re.IGNORECASE | re.DOTALL,
 )
-# second letter in a multiple-choice answer, such as C in "B or C", but not the article in "B. A dog"
+# second letter of a choice, such as C in "B or C", not the article in "B. A dog"
 OTHER_LETTER = re.compile(r"\b(?:A(?! (?!and|is|or|was)[a-z])|[B-Z]|[b-hj-z])\b|\b[a-z]\)")
 NOT_YES = re.compile(rf"\bfalse\b|{DENIED.pattern}", re.IGNORECASE)
 NOT_NO = re.compile(r"\b(?:yes|true)\b", re.IGNORECASE)
@@ -111,7 +111,7 @@ def choice(answer_texts: list, solution: list, log_extra=None, **columns) -> lis
 
 
 def yes_no(answer_texts: list, solution: list, log_extra=None, **columns) -> list:
-    """Return 1.0 if the answer is or begins with the correct word, yes (true) or no (false).
+    """Return 1.0 if the answer begins with the correct word, yes (true) or no (false).
 
     The answer "yes and no" gets reward 0.
     """
@@ -134,8 +134,8 @@ def class_name(
     """Return 1.0 if the answer is the correct class name, ignoring case, spaces, - and _.
 
     Args:
-        classes: all class names, or a text file with one per line. If given, the answer may be a sentence with exactly
-            one class name and no negation; otherwise it must be only the name.
+        classes: all class names, or a text file with one per line; then the answer may also be a sentence with exactly
+            one class name and no negation.
     """
     if isinstance(classes, str):
         classes = Path(classes).read_text(encoding="utf-8").splitlines()
@@ -156,12 +156,12 @@ def _words(text: str) -> str:
 
 @functools.cache
 def _pattern(names: frozenset[str]) -> re.Pattern:
-    """Compile a pattern that matches whole names, longest first, so that "square" does not match in "green square"."""
+    """Compile a pattern for whole names, longest first: no match of "square" in "green square"."""
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
 
 
-LONGEST_NUMBER = 100  # maximum characters per number
+LONGEST_NUMBER = 100  # characters per number
 NUMBER_WORDS = [
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
@@ -186,7 +186,7 @@ SPELLINGS = {
     "liter": "l", "litre": "l", "milliliter": "ml", "millilitre": "ml", "kph": "km/h", "kmh": "km/h", "mph": "mi/h",
     "sec": "s", "second": "s", "minute": "min", "hr": "h", "hour": "h", "degree": "°",
 }  # fmt: skip
-# words that change a number, or make it ambiguous, as in "3 or 4"
+# words around an ambiguous number, as in "3 or 4"
 OTHER_NUMBER = re.compile(
     r"or|and|to|not|plus|minus|times|more|less|fewer|ish|pi|hal(?:f|ves)|thirds?|quarters?|st|[nr]d|th"
     rf"|{WORDS}|(?![ghlms])[a-zµ]"
@@ -218,10 +218,10 @@ LATEX = [
 
 
 def number(answer_texts: list, solution: list, tolerance: float = 0.0, log_extra=None, **columns) -> list:
-    """Return 1.0 if the answer is the correct number, written as 3, 3.0, three, 6/2, "3 apples" or x = 3.
+    """Return 1.0 for the correct number, as 3, 3.0, three, 6/2, "3 apples" or x = 3.
 
-    "3 or 4" and 3-5 get reward 0. Units of the same kind are converted (50 mm = 5 cm). A unit may be missing, but a
-    wrong unit gets reward 0. 50% equals 0.5 and 50.
+    "3 or 4", 3-5 and wrong units get reward 0. Units are converted (50 mm = 5 cm), and may be missing. 50% equals 0.5
+    and 50.
 
     Args:
         tolerance: maximum relative error; with 0.05 and solution 100, answers from 95 to 105 are correct.
@@ -293,7 +293,7 @@ def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: 
     return near(a, b) or near(a_share, b_share)
 
 
-LONGEST_MATH = 300  # maximum characters per formula
+LONGEST_MATH = 300  # characters per formula
 SECONDS = 2  # time limit per comparison
 # too slow to compute: nested powers, large powers, large factorials
 HUGE = re.compile(r"(?:\^|\*\*)\W*\d+\W*(?:\^|\*\*)|(?:\^|\*\*)\W*\d{4,}|\d{3,}\s*!|!\s*!")
@@ -322,5 +322,5 @@ def _equal(truth: list, answer: list) -> bool:
 
 
 def _seconds() -> int | None:
-    """Return the time limit, None outside the main thread, where math-verify's timeouts do not work."""
+    """Return the time limit, None outside the main thread: no math-verify timeouts there."""
     return SECONDS if threading.current_thread() is threading.main_thread() else None

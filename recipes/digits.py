@@ -18,7 +18,7 @@ SIZE = 42  # image side in pixels: 9 image tokens with 14 x 14 pixels
 
 
 def write_digits(folder: str | Path):
-    """Write images, eval.jsonl, train.jsonl and demonstrations.jsonl; a fifth of demonstrations have random labels."""
+    """Write images, eval.jsonl, train.jsonl and demonstrations.jsonl."""
     from sklearn.datasets import load_digits
 
     folder = Path(folder)

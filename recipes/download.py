@@ -1,9 +1,8 @@
-"""Download images and videos whose URLs are in a data file, and write rows with local paths.
+"""Download the images and videos of a data file, and write rows with local paths.
 
     python recipes/download.py ROWS.jsonl  # writes ROWS.local.jsonl, and downloads to ROWS.files/
 
-Existing files are not downloaded again. If a download fails, or is neither an image nor a video, its row is left out
-with a message.
+Existing files are kept. A row is left out, with a message, if a download fails or is neither image nor video.
 """
 
 import argparse
@@ -21,18 +20,18 @@ import PIL.Image
 
 from minivlmrl.run.progress_bar import ProgressBar
 
-TIMEOUT = 60  # maximum seconds to wait for data
-LONGEST = 600  # maximum seconds per download, because a server may send only one byte per minute
+TIMEOUT = 60  # seconds to wait for data
+LONGEST = 600  # seconds per download: a server may send one byte per minute
 LARGEST = 512 * 2**20  # maximum file size in bytes
 CHUNK = 2**20  # bytes per read
-# errors for which only the row is left out; HTTPException means an invalid HTTP response
+# only the row is left out; HTTPException: invalid HTTP response
 FAILURES = (OSError, ValueError, RecursionError, http.client.HTTPException)
-# (offset, bytes) that identify video files: MP4 and MOV, WebM and MKV, AVI, MPEG-TS, MPEG-PS, FLV, OGG
+# (offset, bytes) in video files: MP4 and MOV, WebM and MKV, AVI, MPEG-TS, MPEG-PS, FLV, OGG
 VIDEOS = ((4, b"ftyp"), (0, b"\x1aE\xdf\xa3"), (8, b"AVI "), (0, b"G@"), (0, b"\0\0\1\xba"), (0, b"FLV"), (0, b"OggS"))
 
 
 def main(arguments: list[str]) -> int:
-    """Download all files and write the rows; return 1 if a download failed, otherwise 0."""
+    """Download all files and write the rows; return 1 if a download failed, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", type=Path, metavar="ROWS.jsonl", help="file with one JSON object a line")
     file = parser.parse_args(arguments).rows
@@ -65,7 +64,7 @@ def main(arguments: list[str]) -> int:
 
 
 def replaced(value, folder: Path):
-    """Download all URLs in a row, including nested lists and objects, and replace them by paths.
+    """Download all URLs in a row, also nested ones, and insert paths.
 
     Strings with a URL among other words are unchanged.
     """
@@ -78,7 +77,7 @@ def replaced(value, folder: Path):
 
 
 def download(url: str, folder: Path) -> Path:
-    """Download an image or video to a file named by a hash of its URL, and return the path.
+    """Download an image or video to a file named by its URL's hash; return the path.
 
     Raises:
         OSError, ValueError, HTTPException: the download fails, takes too long, or is neither image nor video.

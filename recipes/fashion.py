@@ -4,8 +4,8 @@
     hf download --repo-type dataset zalando-datasets/fashion_mnist --local-dir fashion-mnist   # the same from the Hub
 
 Fashion-MNIST (MIT license, arXiv 1708.07747) has 60,000 training and 10,000 test photographs with 28 x 28 gray pixels,
-in ten classes. SFT trains on a few training photographs, a fifth of them with random labels. GRPO trains on all
-60,000, and only the reward uses labels.
+in ten classes. SFT has a few demonstrations, a fifth of them with random labels. GRPO trains on all 60,000, and only
+its reward uses labels.
 """
 
 import gzip
@@ -37,7 +37,7 @@ def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     """Read a split's photographs (n, 28, 28) and labels (n,), both uint8.
 
     Args:
-        folder: contains the four files from the Debian package, or parquet files from the Hub.
+        folder: four files from the Debian package, or parquet files from the Hub.
     """
     images = folder / f"{FILES[split]}-images-idx3-ubyte.gz"
     if images.is_file():
@@ -62,7 +62,7 @@ def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass
 class Fashion(Sequence[Row]):
-    """Rows for the photographs whose indices are in `chosen`."""
+    """Rows for the photographs with the indices `chosen`."""
 
     folder: Path
     split: str
@@ -102,7 +102,7 @@ def datasets(
     wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.2,
     exchange_images: bool = False,
 ) -> tuple[dict[str, Dataset], Dataset]:
-    """Build rows for SFT and GRPO from the training split, and held-out rows from the test split.
+    """Build SFT and GRPO rows from the training split, and held-out rows from the test split.
 
     Args:
         data: recipe section `data`.

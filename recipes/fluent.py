@@ -1,4 +1,4 @@
-"""Reward function: mean log-prob under another model, which every rank loads.
+"""Reward function: mean log-prob under another model, loaded by every rank.
 
     rewards: {"recipes/fluent.py:fluent(path='FOLDER')": 1}
 

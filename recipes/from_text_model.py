@@ -3,10 +3,9 @@
     python recipes/from_text_model.py Qwen2.5-0.5B-Instruct/ my-vlm/
     python recipes/from_text_model.py Qwen3-0.6B/ my-vlm/ --depth=12 --width=384 --heads=6
 
-The first folder contains a Qwen2, Qwen2.5 or Qwen3 model in Hugging Face format. Qwen2-VL and Qwen2.5-VL use the
-decoder of Qwen2 and Qwen2.5; Qwen3-VL uses that of Qwen3. For text tokens, the three positions (time, height, width)
-are equal, so M-RoPE equals RoPE, and the new model computes the same logits as the text model. The vision tower
-and merger are random: train them before you expect answers about images.
+The first folder contains a Qwen2, Qwen2.5 or Qwen3 model in Hugging Face format. Qwen2-VL and Qwen2.5-VL have the
+decoder of Qwen2 and Qwen2.5, Qwen3-VL that of Qwen3. Text tokens have three equal positions (time, height, width), so
+M-RoPE equals RoPE, and logits stay the same. The vision tower and merger are random: train them first.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from minivlmrl.json_files import read_json
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import EMBEDDING, HEAD, read_tensors
 
-FAMILIES = {"qwen2": "qwen2_5_vl", "qwen3": "qwen3_vl"}  # {model_type of the text model: model_type of the new model}
+FAMILIES = {"qwen2": "qwen2_5_vl", "qwen3": "qwen3_vl"}  # {text model_type: new model_type}
 # RoPE frequencies for (height, width) in published models; the rest of 64 are for time
 MROPE = {"qwen2_5_vl": (24, 24), "qwen3_vl": (20, 20)}
 # decoder sizes in config.json
@@ -80,7 +79,7 @@ def make_config(text: dict, where: Path, depth: int, width: int, heads: int, pat
 
 
 def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """Read tokenizer.json, and add control tokens that Qwen2 lacks, such as <|image_pad|>."""
+    """Read tokenizer.json, and add missing control tokens, such as <|image_pad|>."""
     file = folder / "tokenizer.json"
     if not file.is_file() or all(token in file.read_text(encoding="utf-8") for token in SPECIAL_TOKENS):
         tokenizer = load_tokenizer(file)

@@ -30,10 +30,10 @@ class KTOOptions(TrainingOptions):
 @dataclass
 class KTOBatch(AnswerBatch):
     labels: Tensor | None = None  # (R,) True for good answers
-    others: MicroBatch | None = None  # prompts paired with answers from other rows, to estimate the KL
+    others: MicroBatch | None = None  # prompts with answers from other rows, for the KL
 
     def counts(self, names):
-        """Return metric weights, such as the number of good answers."""
+        """Return metric weights, such as the good answers."""
         num_good = int(self.labels.sum())
         of_rewards = {"rewards/chosen": num_good, "rewards/rejected": len(self.labels) - num_good}
         return super().counts(names) | of_rewards

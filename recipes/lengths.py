@@ -14,11 +14,11 @@ def cosine(
 ) -> list[float]:
     """Compute a reward from correctness and completion length.
 
-    By default, shorter completions get a higher reward if correct, and a lower reward if wrong.
+    Default: shorter completions get more if correct, and less if wrong.
 
     Args:
-        max_length: length in tokens above which the reward is constant.
-        reward: name of a reward that is above 0 for correct answers.
+        max_length: in tokens; the reward is constant above.
+        reward: name of a reward above 0 for correct answers.
         right, wrong: (reward at length 0, reward at max_length) for correct and wrong answers, with half a cosine
             period in between.
     """

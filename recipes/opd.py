@@ -1,12 +1,12 @@
-"""On-policy distillation as a custom stage: a teacher grades every token that the student samples.
+"""On-policy distillation as a custom stage: a teacher grades every sampled token of the student.
 
 python train.py recipes/own_data_one_card.yaml "--stages=[recipes/opd.py:OPD]" --model.path=STUDENT \
     --reference.path=TEACHER --data.train_file=rows.jsonl --data.eval_file=eval.jsonl \
     --opd.micro_batch_size=1 --opd.learning_rate=1e-5
 
-The teacher is the reference model, and must have the student's model family and vocabulary. A 7B teacher needs 17 GB
-in bfloat16. The student trains as in GRPO, with LoRA in this recipe; section `opd` has the same options as
-`grpo`. Rewards are only logged. For the method, see docs/papers/opd.md.
+The teacher is the reference model, with the student's model family and vocabulary. A 7B teacher needs 17 GB in
+bfloat16. The student trains as in GRPO, here with LoRA; section `opd` has the options of `grpo`. Rewards are only
+logged. Method: docs/papers/opd.md.
 """
 
 from dataclasses import replace

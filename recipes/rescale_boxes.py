@@ -7,9 +7,9 @@ Option --questions also converts boxes in questions.
     python recipes/rescale_boxes.py rows.jsonl resized --min_pixels=3136 --max_pixels=12845056 > rescaled.jsonl
 
 Rows have one `image`, or a list `images` with one path, relative to the data file. Answers in `completion`, `chosen`,
-`rejected` or `messages` are converted, including reasoning and tool calls. Boxes are written as [x1, y1, x2, y2], (x1,
-y1), (x2, y2) or data-bbox="...", points as "point_2d": [x, y]. Rows without a box are counted on stderr. Column
-`solution` stays in image file pixels, as rewards expect.
+`rejected` or `messages` are converted, with reasoning and tool calls. Boxes: [x1, y1, x2, y2], (x1, y1), (x2, y2) or
+data-bbox="..."; points: "point_2d": [x, y]. Rows without a box are counted on stderr. Column `solution` stays in image
+file pixels, for rewards.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from minivlmrl.rewards.columns import box_scale
 QUOTE = r"""(?:\\?["']|&quot;)"""  # \" occurs in JSON strings of tool calls
 COMMA = r"[\s,;，]+"
 FOUR = COMMA.join([f"{QUOTE}?{NUMBER}{QUOTE}?"] * 4)
-# points need the key "point_2d", because [1, 2] in text could be anything
+# points need the key "point_2d": [1, 2] could be anything
 BOX = re.compile(
     rf"\[\s*{FOUR}\s*\]|{PAIR}[\s,]*{PAIR}|data-bbox\s*=\s*{QUOTE}\s*{FOUR}\s*{QUOTE}"
     rf"|(?P<key>{QUOTE}point_2d{QUOTE}\s*:\s*)\[\s*{NUMBER}{COMMA}{NUMBER}\s*\]",

@@ -1,9 +1,8 @@
-"""Control experiment: permute rewards in a rollout, so that they carry no information.
+"""Control experiment: rewards without information, permuted in a rollout.
 
     python train.py recipes/shapes.yaml --rewards='{recipes/shuffled.py:shuffled: 1.0}'
 
-If a run still improves, the improvement does not come from the rewards. Each rank permutes the rewards of its own
-completions.
+If a run still improves, the reason is not the rewards. Ranks permute the rewards of their own completions.
 """
 
 import math
@@ -13,7 +12,7 @@ from minivlmrl.rewards.registry import get_reward
 
 
 def shuffled(completions, reward="accuracy", **columns):
-    """Compute the reward named `reward`, and permute its values; the permutation depends only on completions."""
+    """Compute the reward named `reward`, and permute its values, depending only on completions."""
     texts = []
     for completion in completions:  # for a conversation, use the text of the last turn
         texts.append(completion if isinstance(completion, str) else completion[-1]["content"])

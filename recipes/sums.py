@@ -2,7 +2,7 @@
 
     python recipes/sums.py FOLDER
 
-sums_new.jsonl has two kinds of problems that are not in the training rows. No problem occurs twice in the three files.
+sums_new.jsonl has two kinds of problems without training rows. No problem occurs twice.
 """
 
 import json
@@ -10,7 +10,7 @@ import random
 import sys
 from pathlib import Path
 
-# {kind: (problem template, number ranges, function that computes the solution)}
+# {kind: (problem template, number ranges, function for the solution)}
 KINDS = {
     "three numbers": ("What is {} + {} + {}?", [(11, 99)] * 3, lambda a, b, c: a + b + c),
     "difference": ("What is {} - {}?", [(300, 900), (101, 299)], lambda a, b: a - b),

@@ -1,4 +1,4 @@
-"""Example tools: a calculator, and zooming into an image; docs/agents.md explains how to write a tool.
+"""Example tools: a calculator, and zooming into an image; your own tools: docs/agents.md.
 
 Use in a recipe in the same folder:
     sampling: {environment: tools.py:Zoom}
@@ -19,11 +19,11 @@ def calculator(expression: str) -> str:
     """
     if not re.fullmatch(r"[\d.+\-*/() ]{1,200}", expression) or re.search(r"\*\*|//", expression):
         raise ValueError("use only numbers, + - * / and brackets, and at most 200 characters")
-    return f"{eval(expression, {}):.12g}"  # safe, because the expression contains no names
+    return f"{eval(expression, {}):.12g}"  # safe: no names in the expression
 
 
 class Zoom:
-    """Environment with a tool that shows part of a prompt image in full resolution."""
+    """Environment with a tool to show part of a prompt image in full resolution."""
 
     def reset(self, images, extents, **columns):
         self.images = images

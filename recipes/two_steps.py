@@ -1,9 +1,9 @@
-"""Write rows for recipes/two_steps.yaml: arithmetic problems that take two steps, with few demonstrations.
+"""Write rows for recipes/two_steps.yaml: two-step arithmetic problems, with few demonstrations.
 
     python recipes/two_steps.py FOLDER
 
-two_steps_train.jsonl and two_steps_eval.jsonl contain different problems. two_steps_think.jsonl and
-two_steps_direct.jsonl contain demonstrations for a third set of problems, with and without the steps.
+two_steps_train.jsonl and two_steps_eval.jsonl have different problems. two_steps_think.jsonl and
+two_steps_direct.jsonl demonstrate a third set, with and without steps.
 """
 
 import json

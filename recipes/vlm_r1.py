@@ -28,8 +28,8 @@ def ap_50(
 ) -> list:
     """Compute the average precision at IoU 0.5 in an image, averaged over labels.
 
-    As in COCO, precision is averaged over 101 recall levels. Answers have no confidence scores, so objects are
-    ranked in answer order. Labels that are not in the image count as 0.
+    As in COCO, precision is averaged over 101 recall levels. Without confidence scores, objects are ranked in answer
+    order. Labels not in the image count as 0.
     """
 
     def mean_over_labels(answered: Objects, true: Objects) -> float:
@@ -51,8 +51,8 @@ def weighted_sum(
 ) -> list:
     """Compute VLM-R1's weighted mean of three scores: IoU, label accuracy and completeness.
 
-    Completeness is 1 - (fraction of missed objects + fraction of extra objects) / 2. Boxes are paired by IoU alone,
-    largest first, down to 0.5. Pairs with different labels count for completeness, but have IoU and label score 0.
+    Completeness is 1 - (missed fraction + extra fraction) / 2. Boxes are paired by IoU, largest first, down to 0.5.
+    Pairs with different labels count for completeness, but have IoU and label score 0.
     Source: detection_score in VLM-R1's grpo_jsonl.py.
     """
 

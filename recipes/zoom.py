@@ -1,11 +1,10 @@
 """Task and environment for recipes/zoom.yaml: the answer is only visible after zooming into the image.
 
-Images have 64 x 64 pixels, but the model sees them downscaled to 32 x 32. One quarter contains a striped square with
-one of 12 labels; downscaled, all stripes have the same gray. Only the tool `<zoom>`, which shows a quarter in full
-resolution, reveals the label. A completion looks like this:
+Images have 64 x 64 pixels; the model sees 32 x 32. One quarter contains a striped square with one of 12 labels;
+downscaled, all stripes are gray. The tool `<zoom>` shows a quarter in full resolution, and reveals the label:
     <think>southwest</think><zoom>southwest</zoom>[crop tokens]<answer>red rows</answer>
-Demonstrations name a quarter and what the crop shows, mostly "nothing": one in ten deliberately zooms into the correct
-quarter, the others into a random quarter, northwest twice as often.
+Demonstrations name a quarter and its content, mostly "nothing": one in ten zooms into the correct quarter, the others
+into a random one, northwest twice as often.
 """
 
 import random
@@ -38,13 +37,12 @@ ANSWER = "<answer>{}</answer>"
 
 
 def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple[PIL.Image.Image, str, int]:
-    """Draw an image; return it with its label and the quarter (0 to 3) that contains the striped square.
+    """Draw an image; return it with its label and the quarter (0 to 3) of the striped square.
 
-    Neighboring stripes have complementary colors, and two of them become one pixel in the downscaled image, so all
-    labels look gray there.
+    Two neighboring stripes have complementary colors, and become one gray pixel in the downscaled image.
 
     Args:
-        others: how many other quarters contain a dark square.
+        others: other quarters with a dark square.
     """
     random_label = rng.choice(LABELS)
     label = label or random_label
@@ -65,7 +63,7 @@ def paper(rng: random.Random) -> PIL.Image.Image:
 
 
 def stripes(image: PIL.Image.Image, label: str, left: int, top: int):
-    """Draw the striped square that stands for a label."""
+    """Draw the striped square of a label."""
     color, way = label.split()
     complement = tuple(255 - value for value in COLORS[color])
     pen = PIL.ImageDraw.Draw(image)
@@ -148,9 +146,9 @@ class Stripes:
     size: int
     seed: str
     environment: type = Quarters
-    silent: bool = False  # whether demonstrations contain no reasoning
-    informed: float = 0.0  # fraction of demonstrations that deliberately zoom into the correct quarter
-    others: int = 0  # how many other quarters contain a dark square
+    silent: bool = False  # no reasoning in demonstrations
+    informed: float = 0.0  # fraction of demonstrations with the correct quarter
+    others: int = 0  # other quarters with a dark square
 
     def __len__(self):
         return self.size
@@ -187,7 +185,7 @@ def demonstration(thought_and_call: str, crop: PIL.Image.Image, label: str) -> l
 
 
 def looks(completions, corner, **columns):
-    """Reward 1 for completions that zoom into the quarter with the striped square, else 0."""
+    """Reward 1 for zooming into the quarter with the striped square, else 0."""
     values = []
     for text, right in zip(completions, corner, strict=True):
         match = re.search(r"<zoom>(\w+)</zoom>", text)

@@ -1,7 +1,7 @@
 """Mixture-of-experts (MoE) layers for Qwen3-VL-MoE and Qwen3.5-MoE.
 
-A router selects k out of E small MLPs per token. Experts are plain MLPs, so LoRA, NF4 and FSDP need no special code.
-Weight files stack a layer's experts in two tensors; see `split_tensors` and `stack_tensors`.
+A router selects k of E small MLPs per token. Experts are plain MLPs, so LoRA, NF4 and FSDP need no special code.
+Weight files stack the experts of a layer in two tensors: `split_tensors`, `stack_tensors`.
 
 Dimension letters: k experts per token, N tokens, D hidden_size, E experts.
 Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py in transformers 5.23.
@@ -66,10 +66,10 @@ class Experts(nn.Module):
             self.shared_expert_gate = nn.Linear(width, 1, bias=False)
 
     def forward(self, x: Tensor, sum_over_ranks: Callable | None = None) -> Tensor:
-        """Map x (N, D) to outputs (N, D) without index_add, which is not deterministic on GPUs.
+        """Map x (N, D) to outputs (N, D), without index_add: not deterministic on GPUs.
 
         Args:
-            sum_over_ranks: with sharded weights, sums token counts over ranks (distributed/fsdp.py).
+            sum_over_ranks: sums token counts over ranks, for sharded weights (distributed/fsdp.py).
         """
         logits = self.gate(x)
         wide = torch.promote_types(logits.dtype, torch.float32)
@@ -81,7 +81,7 @@ class Experts(nn.Module):
         counts = self.counts(ids)
         used = counts
         if sum_over_ranks is not None and torch.is_grad_enabled():
-            # FSDP reduces gradients over ranks: an expert must run on all ranks or on none
+            # FSDP reduces gradients over ranks: an expert runs on all ranks or none
             used = sum_over_ranks(counts)
         parts = []
         for expert, tokens, uses in zip(self.experts, copies.split(counts), used, strict=True):
@@ -96,24 +96,24 @@ class Experts(nn.Module):
         return out
 
     def counts(self, ids: Tensor) -> list[int]:
-        if ids.is_meta:  # memory estimates assign all tokens to the first expert
+        if ids.is_meta:  # memory estimate: all tokens to the first expert
             return [ids.numel()] + [0] * (len(self.experts) - 1)
         return ids.flatten().bincount(minlength=len(self.experts)).tolist()
 
 
 def place_experts(layer: DecoderLayer, model_config: ExpertsConfig, index: int):
-    """Replace a decoder layer's MLP with experts if the config has experts at this index."""
+    """Use experts instead of the MLP if the config has experts at this index."""
     if model_config.has_experts(index):
         layer.mlp = Experts(model_config, index)
 
 
-# stacked tensors in weight files, and the weights they contain
+# {stacked tensor in weight files: weights}
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 @dataclass
 class StackedExperts:
-    """Expert weights in a layer, stored as one tensor in weight files."""
+    """Expert weights of a layer, one tensor in weight files."""
 
     experts: list[list[Weight]]  # weights per expert, such as [gate_proj, up_proj]
     transposed: bool
@@ -127,18 +127,18 @@ class StackedExperts:
 class ExpertsFamily(Family):
     """Base class of families with experts."""
 
-    transposed: ClassVar[bool]  # whether files may store transposed weights, as for Qwen3-VL-MoE
+    transposed: ClassVar[bool]  # files may have transposed weights, as for Qwen3-VL-MoE
 
     # adapter.target=experts selects experts and routers
     adapter_targets: ClassVar[dict[str, re.Pattern[str]]] = {
         "experts": re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
     }
     not_quantized = (".mlp.gate",)  # NF4 skips routers
-    in_cuda_graphs = False  # tokens per expert vary, but CUDA graphs need fixed shapes
+    in_cuda_graphs = False  # CUDA graphs need fixed shapes
     in_vllm = False
 
     def read_text(self, text: dict) -> dict:
-        """Accept num_local_experts, the name for num_experts in transformers 5."""
+        """Accept num_local_experts, num_experts in transformers 5."""
         text = dict(text)
         count = text.pop("num_local_experts", None)
         if text.get("num_experts") is None:
@@ -148,7 +148,7 @@ class ExpertsFamily(Family):
     def split_tensors(
         self, tensors: Iterable[tuple[str, Tensor]], model_config: ExpertsConfig, file: Path
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors in a weight file, splitting stacked experts."""
+        """Yield the tensors of a weight file, with split experts."""
         for name, tensor in tensors:
             layer_name, _, kind = name.rpartition(".")
             if kind not in FUSED:
@@ -187,7 +187,7 @@ class ExpertsFamily(Family):
         return not model_config.has_experts(index)
 
     def share_counts(self, model: nn.Module, sum_counts: Callable):
-        """Make MoE layers in a sharded model sum token counts over ranks."""
+        """Let MoE layers of a sharded model sum token counts over ranks."""
         for module in model.modules():
             if isinstance(module, Experts):
                 module.forward = partial(module.forward, sum_over_ranks=sum_counts)

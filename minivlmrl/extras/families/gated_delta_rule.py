@@ -1,7 +1,7 @@
 """The gated delta rule, Qwen3.5's linear attention.
 
-Each head keeps a state matrix S (K, V). A token decays S by a, corrects the value that S predicts for its key, and
-reads S with its query:
+Each head keeps a state matrix S (K, V). A token decays S by a, corrects the predicted value of its key, and reads S
+with its query:
 
     S <- a S        u = beta (v - S^T k)        S <- S + k u^T        o = S^T q        a = e^g
 

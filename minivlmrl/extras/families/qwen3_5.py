@@ -1,7 +1,7 @@
 """Qwen3.5, where three out of four decoder layers are recurrent and need no KV cache.
 
-Recurrent layers run over a prompt once. Completions start with a copy of the prompt state: recurrent matrices and
-last convolution inputs. Norms scale by 1 + weight. The vision tower is Qwen3-VL's without DeepStack.
+Recurrent layers run over a prompt once. Completions start with a copy of its state: recurrent matrices and last
+convolution inputs. Norms scale by 1 + weight. Vision tower: Qwen3-VL's without DeepStack.
 
 Dimension letters: b rows with T tokens, N packed tokens, H heads, V value width, K query and key width, W convolution
 channels, D head_dim.
@@ -38,7 +38,7 @@ class Qwen3_5Config(Qwen3VLConfig):
     partial_rotary_factor: Annotated[float, "(0, 1]"] = 0.25
     # every n-th layer has full attention
     full_attention_interval: Size = 4
-    # layer types, or () to use full_attention_interval
+    # () = from full_attention_interval
     layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()
     linear_num_key_heads: Size = 16
     linear_num_value_heads: Size = 32
@@ -96,7 +96,7 @@ class Layer(DecoderLayer):
         super().__init__(model_config, index)
         if model_config.layer_types[index] == "linear_attention":
             self.linear_attn = GatedDeltaNet(model_config, index)
-        else:  # index in the KV cache, which only attention layers use
+        else:  # index in the KV cache, only for attention layers
             key_index = model_config.layer_types[:index].count("full_attention")
             self.self_attn = GatedAttention(model_config, key_index)
 
@@ -212,7 +212,7 @@ def unit_length(x: Tensor) -> Tensor:
 
 
 def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], scan: Callable) -> Tensor:
-    """Run a recurrent layer over a packed sequence, or over a decode step's new tokens; return (N, ...).
+    """Run a recurrent layer over a packed sequence, or new tokens in decoding; return (N, ...).
 
     Args:
         index: layer index in attention.layer_states.
@@ -247,7 +247,7 @@ def _decode_recurrent_layer(attention: DecodeAttention, index: int, inputs: list
         row_inputs = [x[tokens].unflatten(0, (len(state[0]), -1)) for x in inputs]
         out, state_after = scan(row_inputs, state)
         for stored, changed in zip(state, state_after, strict=True):
-            stored.copy_(changed)  # copy in place, because CUDA graphs keep the address of the state
+            stored.copy_(changed)  # in place: CUDA graphs keep the address
         results.append(out.flatten(0, 1))
     return torch.cat(results)
 

@@ -1,8 +1,8 @@
 """Qwen3-VL: vision tower, video preprocessing and configuration files.
 
-The vision tower has learned position embeddings and 2-D rotary embeddings, but no windowed attention. DeepStack merges
-outputs from intermediate blocks, and adds them to the image tokens after the first decoder layers. The decoder
-(decoder.py) has q and k norms, no biases, and interleaved M-RoPE.
+The vision tower has learned position embeddings and 2-D rotary embeddings, no windowed attention. DeepStack adds merged
+outputs of intermediate blocks to image tokens after the first decoder layers. The decoder (decoder.py) has q and k
+norms, no biases, and interleaved M-RoPE.
 
 Dimension letters: P patches in all images, E hidden_size, M merged tokens (P / 4).
 Source: the Qwen3-VL report; modeling_qwen3_vl.py in transformers.
@@ -83,7 +83,7 @@ def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
 
 
 class Merger(nn.Module):
-    """Merge 2 x 2 patches into a token; norm_all_patches, for DeepStack, normalizes them jointly."""
+    """Merge 2 x 2 patches into a token; DeepStack normalizes them jointly (norm_all_patches)."""
 
     def __init__(self, vision_config: VisionConfig, norm_all_patches: bool):
         super().__init__()
@@ -144,13 +144,13 @@ class Qwen3VisionTransformer(VisionTower):
         row_weights = interpolation_weights(h, side).to(table)  # (h, side)
         column_weights = interpolation_weights(w, side).to(table)  # (w, side)
         grid = torch.einsum("hi,wj,ije->hwe", row_weights, column_weights, table)
-        # make the 2 x 2 patches of a token contiguous
+        # contiguous 2 x 2 patches of a token
         blocks = grid.view(h // merge, merge, w // merge, merge, -1).transpose(1, 2)
         return blocks.reshape(h * w, -1).repeat(t, 1)
 
 
 def interpolation_weights(count: int, side: int) -> Tensor:
-    """Return float64 weights (count, side) that interpolate `side` points linearly to `count` points.
+    """Return float64 weights (count, side) for linear interpolation from `side` to `count` points.
 
     Example: from 2 to 3 points, (1, 0), (.5, .5) and (0, 1).
     """
@@ -274,7 +274,7 @@ class Qwen3VL(Family):
         return {**top_level, "text_config": text, "vision_config": vision}
 
     def read_videos(self, settings: dict, where: str, images: ImageProcessor) -> Videos:
-        """Parse video_preprocessor_config.json; its patch settings must match those for images."""
+        """Parse video_preprocessor_config.json; patch settings must match those for images."""
         for name, expected in {**VIDEO_FIXED, **patch_settings(images)}.items():
             value = settings.get(name)
             same = value is None or expected == (tuple(value) if isinstance(value, list) else value)
@@ -284,7 +284,7 @@ class Qwen3VL(Family):
             return replace(videos, sampling=read_sampling(settings))
 
     def write_videos(self, images: ImageProcessor, options: dict) -> dict:
-        """Return video_preprocessor_config.json for data.video, converting per-frame limits to limits per video."""
+        """Return video_preprocessor_config.json for data.video, with limits per video instead of per frame."""
         videos = images.videos
         if not isinstance(videos, Videos):
             return {}

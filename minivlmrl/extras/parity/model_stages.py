@@ -84,8 +84,10 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
     grids = torch.tensor([grid.tolist() for _, grid in images], dtype=torch.long).view(-1, 3)
     patches = torch.cat([torch.zeros(0), *(change("pixels", pixels) for pixels, _ in images)])
     sizes = grids.prod(1)
-    merged_sizes = sizes // config.vision_config.spatial_merge_size**2
-    picture_numbers = picture_of_tokens(placeholders, merged_sizes)[attended]
+    ends = sizes.cumsum(0) // config.vision_config.spatial_merge_size**2
+    # image index by token; "a <i><i> b <i>" with images of two tokens and one: 2 0 0 2 1 (2: text)
+    picture_numbers = torch.bucketize(placeholders.cumsum(0) - 1, ends, right=True)
+    picture_numbers = picture_numbers.where(placeholders, len(images))[attended]
     ids = ids[attended]
     is_seen = torch.isin(torch.arange(len(images)), picture_numbers)
     seen_ids = ids.where(picture_numbers < len(images), -1)  # -1 for text tokens
@@ -99,15 +101,6 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
         own=d.completion[row, attended],
     )
     return batch
-
-
-def picture_of_tokens(placeholders: Tensor, sizes: Tensor) -> Tensor:
-    """Return the image index per token (S,); text tokens have the number of images.
-
-    Example: in "a <i><i> b <i>", image 0 has two tokens and image 1 has one, so the indices are [2, 0, 0, 2, 1].
-    """
-    numbers = torch.bucketize(placeholders.cumsum(0) - 1, sizes.cumsum(0), right=True)
-    return numbers.where(placeholders, len(sizes))
 
 
 def of_unattended(d: Dump) -> Tensor:

@@ -38,7 +38,8 @@ def known_numbers(d, stage: str) -> dict[str, float]:
             result["the number of pairs of a micro-batch"] = rows // 2
     if stage in ("update", "schedule"):
         rate = d.optimizer.get("learning_rate") or 1
-        earlier = [0.0, *d.schedule.get("rates", [])][-1]
+        schedule = about.get("schedule", {})
+        earlier = [0.0, *schedule.get("rates", [])][-1]
         result["the learning rate of the previous step over the current one"] = earlier / rate
-        result["the largest learning rate over the current one"] = d.schedule.get("learning_rate", 0) / rate
+        result["the largest learning rate over the current one"] = schedule.get("learning_rate", 0) / rate
     return {says: number for says, number in result.items() if number not in (None, 0, 1)}

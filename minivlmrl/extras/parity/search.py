@@ -226,8 +226,11 @@ class Region(NamedTuple):
         """Ignore errors outside the region: use recomputed numbers there."""
         if answer is None:
             return None
-        values = {key: (*answer[key], mask) for key, mask in self.inside.items()}
-        return {key: (theirs.where(mask, ours), ours, unit) for key, (theirs, ours, unit, mask) in values.items()}
+        result = {}
+        for key, mask in self.inside.items():
+            theirs, ours, unit = answer[key]
+            result[key] = theirs.where(mask, ours), ours, unit
+        return result
 
 
 def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
@@ -236,9 +239,12 @@ def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
     if name in ("advantages", *BY_PARAMETER):  # advantages and parameters have no step rows
         return regions
     for says, rows in d.row_sets.items():
-        by_row = {key: ours.dim() for key, (_, ours, _) in answer.items() if len(ours) == len(rows)}
-        region = Region(says, {key: rows.view(-1, *[1] * (dim - 1)) for key, dim in by_row.items()}, rows)
-        outside = Region("", {key: ~mask for key, mask in region.inside.items()})
+        masks = {}
+        for key, (_, ours, _) in answer.items():
+            if len(ours) == len(rows):
+                masks[key] = rows.view(-1, *[1] * (ours.dim() - 1))
+        region = Region(says, masks, rows)
+        outside = Region("", {key: ~mask for key, mask in masks.items()})
         if error(region.of(answer)) > TOLERANCE >= error(outside.of(answer)):
             regions.append(region)
     return regions

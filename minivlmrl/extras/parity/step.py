@@ -94,10 +94,6 @@ class Dump(dict):
     def optimizer(self) -> dict:
         return self.about.get("optimizer", {})
 
-    @property
-    def schedule(self) -> dict:
-        return self.about.get("schedule", {})
-
     def check_time(self):
         if time.thread_time() > self.deadline:
             raise SearchEndedError

@@ -93,11 +93,6 @@ def ends(number: Tensor, name: str, suffix: str = "", begin: int = 0) -> dict[st
     }
 
 
-def place_within(label: Tensor) -> Tensor:
-    """Return row positions among rows with the same label: [5, 5, 2, 5] gives [0, 1, 0, 2]."""
-    return (label == label[:, None]).tril(-1).sum(1)
-
-
 def row_sets(d) -> dict[str, Tensor]:
     """Return a mask per named row subset, such as "truncated completions"."""
     sets = {}
@@ -109,8 +104,10 @@ def row_sets(d) -> dict[str, Tensor]:
         sets["rows with positive advantages"] = d["advantages"] > 0
         sets["rows with negative advantages"] = d["advantages"] < 0
         sets["rows with an advantage of 0"] = d["advantages"] == 0
-    sets |= ends(place_within(d["micro_batch"]), "row", " of each micro-batch")
-    sets |= ends(d["micro_batch"] - d["micro_batch"].min(), "micro-batch")
+    number = d["micro_batch"]
+    place = (number == number[:, None]).tril(-1).sum(1)  # place of a row in its micro-batch
+    sets |= ends(place, "row", " of each micro-batch")
+    sets |= ends(number - number.min(), "micro-batch")
     sets = {says: mask for says, mask in sets.items() if mask.sum() > 1}  # many descriptions fit a single row
     return different(sets, torch.tensor(False))
 
