@@ -33,7 +33,7 @@ class KTOBatch(AnswerBatch):
     others: MicroBatch | None = None  # prompts with answers from other rows, for the KL
 
     def counts(self, names):
-        """Return metric weights, such as the good answers."""
+        """Return metric weights, such as the number of good answers."""
         num_good = int(self.labels.sum())
         of_rewards = {"rewards/chosen": num_good, "rewards/rejected": len(self.labels) - num_good}
         return super().counts(names) | of_rewards

@@ -14,7 +14,7 @@ def cosine(
 ) -> list[float]:
     """Compute a reward from correctness and completion length.
 
-    Default: shorter completions get more if correct, and less if wrong.
+    Default: shorter completions get a higher reward if correct, a lower one if wrong.
 
     Args:
         max_length: in tokens; the reward is constant above.

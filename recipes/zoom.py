@@ -42,7 +42,7 @@ def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple
     Two neighboring stripes have complementary colors, and become one gray pixel in the downscaled image.
 
     Args:
-        others: other quarters with a dark square.
+        others: number of other quarters with a dark square.
     """
     random_label = rng.choice(LABELS)
     label = label or random_label
@@ -148,7 +148,7 @@ class Stripes:
     environment: type = Quarters
     silent: bool = False  # no reasoning in demonstrations
     informed: float = 0.0  # fraction of demonstrations with the correct quarter
-    others: int = 0  # other quarters with a dark square
+    others: int = 0  # number of other quarters with a dark square
 
     def __len__(self):
         return self.size

@@ -40,7 +40,7 @@ DEFAULTS_OF = {"cispo": {"epsilon_high": 5.0}, "exo_pair": {"label_smoothing": 0
 
 
 class Finding(NamedTuple):
-    """Sentence about a loss; "note": a property of some losses on purpose."""
+    """Sentence about a loss; "note": deliberate property of some losses."""
 
     says: str
     kind: Literal["broken", "note", "not tested"] = "broken"

@@ -146,7 +146,7 @@ def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[t
         kinds, formula = change[name]
         for kind in kinds.split():
             for part in getattr(d, kind):
-                # no mask bug only for counted tokens
+                # not for mask bugs: they decide which tokens are counted
                 if not (in_mask and "counted" in part):
                     yield says.replace("{}", part), change | {name: (kind, part, formula)}
 
@@ -286,7 +286,7 @@ class Search:
             self.explained += factors  # last: factors explain less
 
     def tried(self, bugs: list[Bug]) -> Iterator[Bug]:
-        """Yield bugs with the recorded numbers."""
+        """Yield bugs that give the recorded numbers."""
         for bug in with_bar("causes", bugs):
             answer = self.answer(bug.change)
             for region in self.regions:
@@ -332,7 +332,7 @@ class Search:
         return result
 
     def fitted(self, bugs: list[Bug]) -> Iterator[Bug]:
-        """Fit unknown constants, such as a clip bound; yield bugs with the recorded numbers."""
+        """Fit unknown constants, such as a clip bound; yield bugs that give the recorded numbers."""
         d = self.d
         numbers, count = (FEW_NUMBERS, CASE_REFINED) if d.case_tolerance else (NUMBERS, REFINED)
         near = []
@@ -376,7 +376,7 @@ def by_kind(bugs: list[Bug]) -> tuple[list[Bug], list[Bug], list[Bug]]:
 
 
 def find_bugs(name: str, d: Dump, seconds: float = math.inf) -> Search:
-    """Find the simplest bugs with the recorded numbers, in at most `seconds` of CPU time."""
+    """Find the simplest bugs that give the recorded numbers, in at most `seconds` of CPU time."""
     search = Search(name, d)
     answer = search.base
     # a single wrong learning rate or token id fits many bugs: try none, or only trained padding

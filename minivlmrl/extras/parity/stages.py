@@ -94,7 +94,7 @@ def moments(change: Change, x: Tensor, group: Tensor, center: str, scale: str) -
 
 
 def rows(d: Dump, change: Change) -> Answer:
-    """Look up the advantages of rows in the rollout."""
+    """Compare advantages in the step with those in the rollout."""
     if not d.has("rollout_advantages", "advantages", "row") or d["advantages"].dim() != 1:
         return None
     rollout = d["rollout_advantages"]

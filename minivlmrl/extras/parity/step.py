@@ -69,7 +69,7 @@ class Dump(dict):
         self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
         self.num_rows = n
         self.num_columns = self.completion[0].sum()
-        # padding beyond max_completion_length, even stop tokens
+        # beyond max_completion_length, all is padding, even stop tokens
         longest = about.get("max_completion_length") or self.width
         self.within_limit = self.completion & (self.completion.cumsum(1) <= longest)
         self["lengths"] = self["completion_mask"].sum(1)

@@ -1,4 +1,4 @@
-"""List wrong orders of rows and tokens, and parts of a step for limited bugs."""
+"""List wrong orders of rows and tokens, and parts of a step, to limit a bug."""
 
 from collections.abc import Callable
 
