@@ -70,8 +70,8 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
 class Verdict:
     """Comparison of a user's loss with TRL's loss.
 
-    A finding is a "design" (deliberate variant) if all gradients agree, or if a public project does the same on purpose;
-    else a "mistake".
+    A finding is a "design" (deliberate variant) if all gradients agree, or if a public project does the same on
+    purpose; else it is a "mistake".
     """
 
     cases: int

@@ -453,12 +453,9 @@ def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[Finding]:
     values, slopes = torch.tensor(pairs, dtype=torch.float64).T
     probs = logps.exp()
     log_ratio = logps - ref
-
-    def with_respect_to_logits(x: Tensor) -> Tensor:
-        return probs * (x - probs @ x)
-
     value, right_value = probs @ values, probs @ log_ratio
-    gradient, right_gradient = with_respect_to_logits(slopes), with_respect_to_logits(log_ratio)
+    # gradients with respect to logits
+    gradient, right_gradient = (probs * (x - probs @ x) for x in (slopes, log_ratio))
     has_value = not loss.differ(value, right_value)
     has_gradient = not loss.differ(gradient, right_gradient)
     others = {"|log(pi / pi_ref)|": log_ratio.abs(), "log(pi / pi_ref)^2 / 2 (k2)": log_ratio.square() / 2}
