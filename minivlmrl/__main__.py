@@ -5,7 +5,7 @@ import os
 import sys
 
 from minivlmrl.commands.process import set_up_process
-from minivlmrl.errors import did_you_mean, print_traceback, user_error_message
+from minivlmrl.errors import UserError, did_you_mean, print_traceback, user_error_message
 from minivlmrl.load_extra import load_extra
 
 COMMANDS = {  # {command: (module:function, help text)}
@@ -32,7 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
     name = arguments[0] if arguments else "--help"
     try:
         if name not in COMMANDS:
-            return print_usage(name)
+            lines = [f"  {command:<11}{sentence}" for command, (_, sentence) in COMMANDS.items()]
+            print("usage: minivlmrl COMMAND [--help] ...", "", *lines, sep="\n", flush=True)
+            if name in ("-h", "--help"):
+                return 0
+            raise UserError(f"this is not one of the commands{did_you_mean(name, COMMANDS)}")
         command = load_extra(COMMANDS[name][0], f"the command {name}")
         return command(arguments[1:]) or 0
     except BrokenPipeError:  # stdout was closed, for example by `head`
@@ -49,17 +53,6 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print()
         return 130  # 128 + SIGINT
-
-
-def print_usage(name: str) -> int:
-    """List all commands; return exit status 0 for --help, 2 for an unknown command."""
-    lines = [f"  {command:<11}{sentence}" for command, (_, sentence) in COMMANDS.items()]
-    print("usage: minivlmrl COMMAND [--help] ...", "", *lines, sep="\n", flush=True)
-    if name in ("-h", "--help"):
-        return 0
-    hint = did_you_mean(name, COMMANDS)
-    print(f"\n{name!r} is not one of these commands{hint}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

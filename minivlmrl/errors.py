@@ -62,9 +62,10 @@ def user_error_message(error: BaseException) -> str | None:
         return f"not enough memory{size}; reduce the sizes in the recipe or in the model's files"
     if "can't start new thread" in str(error):
         return "the system allows no more threads; raise its limits (ulimit -u for threads, ulimit -v for memory)"
-    if not isinstance(error, UserError | FloatingPointError | OSError) and not is_raised_by_losses(error):
-        return None
-    if user_code(error):
+    is_known = isinstance(error, UserError | FloatingPointError | OSError)
+    if isinstance(error, ValueError) and not is_known:
+        is_known = extract_tb(error.__traceback__)[-1].filename.startswith(TORCH_ONLY)
+    if not is_known or user_code(error):
         return None
     message = "; ".join([str(error), *getattr(error, "__notes__", ())])
     line = " ".join(message.split())
@@ -82,7 +83,7 @@ def user_code(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename in USER_FILES:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
     for frame in reversed(extract_tb(error.__traceback__)):
-        if frame.filename.startswith(OURS) or is_out_of_memory(error):
+        if frame.filename.startswith(OURS):
             break
         if frame.filename in USER_FILES:
             return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
@@ -95,12 +96,6 @@ def print_traceback(error: BaseException):
         notes = getattr(error, "__notes__", ())
         print(line, f"{type(error).__name__}: {error}", *notes, "", sep="\n", file=sys.stderr)
     print_exception(error)
-
-
-def is_raised_by_losses(error: BaseException) -> bool:
-    """Return True for a ValueError raised in minivlmrl/losses or kernels."""
-    frames = extract_tb(error.__traceback__)
-    return isinstance(error, ValueError) and frames[-1].filename.startswith(TORCH_ONLY)
 
 
 def require(valid: bool, name: str, value: Any, expected: str):
@@ -138,19 +133,19 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return type(error).__name__ == "OutOfMemoryError" or bool(NO_MEMORY.search(str(error)))
 
 
-class error_phase(AbstractContextManager):
+@contextmanager
+def error_phase(name: str, rows: Sequence = ()) -> Iterator[None]:
     """Add a training phase, such as "forward", to errors raised in the `with` block; the innermost phase wins.
 
     Args:
         rows: dataset rows used in the block; the message names the longest row.
     """
-
-    def __init__(self, name: str, rows: Sequence = ()):
-        self.name, self.rows = name, rows
-
-    def __exit__(self, kind, error, traceback):
-        if error is not None and not hasattr(error, "phase"):
-            error.phase, error.rows = self.name, self.rows
+    try:
+        yield
+    except BaseException as error:
+        if not hasattr(error, "phase"):
+            error.phase, error.rows = name, rows  # pyright: ignore[reportAttributeAccessIssue]
+        raise
 
 
 @contextmanager
@@ -184,18 +179,10 @@ def did_you_mean(name: str, names: Iterable[str], write: Callable[[str], str] = 
     Args:
         write: function that formats a suggested name.
     Returns:
-        The most similar name, or two if they are equally similar; "" if none is similar.
+        The one or two most similar names; "" if none is similar.
     """
-    words = {*name.split("_")}
-
-    def similarity(known: str) -> float:
-        # short for a longer name: old_logps for old_per_token_logps
-        is_short = len(words) > 1 and words <= {*known.split("_")}
-        return max(SIMILAR * is_short, difflib.SequenceMatcher(None, known, name.lower()).ratio())
-
-    similarities = {known: similarity(known) for known in names}
-    nearest = max(similarities.values(), default=0)
-    if nearest < SIMILAR:
-        return ""
-    near = [known for known, value in similarities.items() if value == nearest]
-    return f"; did you mean {' or '.join(map(write, near[:2]))}?"
+    names = [*names]
+    near = difflib.get_close_matches(name.lower(), names, 2, SIMILAR)
+    if "_" in name and not near:  # short for a longer name: old_logps for old_per_token_logps
+        near = [known for known in names if {*name.split("_")} <= {*known.split("_")}][:2]
+    return f"; did you mean {' or '.join(map(write, near))}?" if near else ""

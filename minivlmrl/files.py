@@ -95,17 +95,12 @@ def file_to_write(path: str | Path) -> Path:
     """Return the path given as --out, and create its parent folder.
 
     Raises:
-        UserError: the path is a folder, or its folder cannot be created.
+        UserError: the path is a folder.
     """
     file = Path(path)
     if file.is_dir():
         raise UserError(f"--out is {file}, which is a folder; add the name of a file")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"--out is {file}, but the folder {file.parent} cannot be created ({error.strerror}); choose another folder"
-        ) from error
+    file.parent.mkdir(parents=True, exist_ok=True)
     return file
 
 
@@ -121,11 +116,12 @@ def file_inside(folder: Path, name: str) -> Path:
 def file_stamps(*folders: str | Path) -> dict[Path, tuple[int, ...]]:
     """Return {path: (inode, mtime, size)} for JSON and safetensors files, to detect replaced files."""
     stamps = {}
-    for path in (file for folder in folders for file in Path(folder).glob("*.*")):
-        if path.suffix in (".json", ".safetensors"):
-            with suppress(FileNotFoundError):
-                status = path.stat()
-                stamps[path] = status.st_ino, status.st_mtime_ns, status.st_size
+    for folder in folders:
+        for path in Path(folder).glob("*.*"):
+            if path.suffix in (".json", ".safetensors"):
+                with suppress(FileNotFoundError):
+                    status = path.stat()
+                    stamps[path] = status.st_ino, status.st_mtime_ns, status.st_size
     return stamps
 
 
@@ -137,19 +133,15 @@ def unchanged(*folders: str | Path, since: dict[Path, tuple[int, ...]] | None = 
         since: earlier result of file_stamps, None = take stamps at block start.
     """
     since = file_stamps(*folders) if since is None else since
-    failure = None
     try:
         yield
-    except Exception as error:
-        failure = error
-    if file_stamps(*folders) != since:
-        names = " or ".join(map(str, folders))
-        raise UserError(
-            f"{names} was replaced while it was read, for example by a run that saves its weights. Start again, or "
-            "read a copy of the folder."
-        ) from failure
-    if failure is not None:
-        raise failure
+    finally:
+        if file_stamps(*folders) != since:
+            names = " or ".join(map(str, folders))
+            raise UserError(
+                f"{names} was replaced while it was read, for example by a run that saves its weights. Start again, or "
+                "read a copy of the folder."
+            )
 
 
 @contextmanager
@@ -165,9 +157,9 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     folder = Path(folder).resolve()  # follow symbolic links
     new = Path(f"{folder}.partial")
     replaced = Path(f"{folder}.replaced")
-    empty = folder.is_dir() and not any(folder.iterdir())
+    is_empty = folder.is_dir() and not any(folder.iterdir())
     is_checkpoint = any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
-    if folder.exists() and not is_checkpoint and not empty:
+    if folder.exists() and not is_checkpoint and not is_empty:
         raise UserError(
             f"{folder} has no config.json, so it is not a checkpoint and is not overwritten. Choose another folder."
         )

@@ -62,10 +62,9 @@ def read_json(path: Path) -> dict:
     """Read a JSON file that contains one object.
 
     Raises:
-        UserError: the file is missing, or contains no JSON object.
+        UserError: the file contains no JSON object.
+        FileNotFoundError: the file is missing.
     """
-    if not path.is_file():
-        raise UserError(f"{path}: this file is missing")
     check_downloaded(path)
     with error_context(path):
         text = path.read_bytes()

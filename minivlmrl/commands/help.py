@@ -15,7 +15,7 @@ import yaml
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import Option, options_of, type_text
+from minivlmrl.config.parsing import options_of, type_text
 from minivlmrl.errors import UserError, did_you_mean
 
 
@@ -25,7 +25,10 @@ def print_options(*names: str):
     if names and names[0].endswith(".yaml"):
         config_class = type(load_config(names[0]))
         names = names[1:]
-    sections = options_by_section(config_class)
+    sections = {}  # {section: options}; top-level options such as seed are in "run"
+    for option in options_of(config_class):
+        section = option.path.removesuffix(option.name).rstrip(".") or "run"
+        sections.setdefault(section, []).append(option)
     for name in names:
         if name not in sections:
             raise UserError(
@@ -39,24 +42,11 @@ def print_options(*names: str):
         title = inspect.getdoc(section) or ""
         print(f"\n{name}: {title.partition(chr(10))[0]}")
         for option in sections[name]:
-            print(format_option(option))
-
-
-def options_by_section(config_class: type[RunConfig] = RunConfig) -> dict[str, list[Option]]:
-    """Return {section: options}; top-level options such as seed are in "run"."""
-    sections = {}
-    for option in options_of(config_class):
-        section = option.path.removesuffix(option.name).rstrip(".") or "run"
-        sections.setdefault(section, []).append(option)
-    return sections
-
-
-def format_option(option: Option) -> str:
-    default = yaml.safe_dump(option.default, default_flow_style=True, width=sys.maxsize)
-    default = default.removesuffix("\n...\n").strip()
-    text = f"{type_text(option.hint)}; {comments_of(option.declared_in).get(option.name, '')}"
-    lines = textwrap.wrap(text, 110, initial_indent=8 * " ", subsequent_indent=8 * " ")
-    return "\n".join([f"  --{option.path}={default}", *lines])
+            default = yaml.safe_dump(option.default, default_flow_style=True, width=sys.maxsize)
+            default = default.removesuffix("\n...\n").strip()
+            print(f"  --{option.path}={default}")
+            text = f"{type_text(option.hint)}; {comments_of(option.declared_in).get(option.name, '')}"
+            print(textwrap.indent(textwrap.fill(text, 102), 8 * " "))
 
 
 @cache

@@ -17,16 +17,11 @@ def set_up_process():
     in_wsl = hasattr(os, "uname") and "microsoft" in os.uname().release.lower()
     if not in_wsl and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    keep_freed_memory()
+    # malloc keeps freed memory, which saves 1 to 4 % per step because Linux zeroes new pages
+    if os.name == "posix":
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):
+            libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: keep up to 1 GiB free
+            libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: return blocks above 32 MiB at once
     # data/media.py rejects too large images with a clear error
     warnings.filterwarnings("ignore", "Image size .* exceeds limit .* decompression bomb")
-
-
-def keep_freed_memory():
-    """Let malloc keep freed memory, which saves 1 to 4 % per step because Linux zeroes new pages."""
-    if os.name != "posix":
-        return
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: keep up to 1 GiB free
-        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: return blocks above 32 MiB at once

@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
     print_group(trainer, step, rows, options.prompt)
     metrics = loop.optimizer_step(trainer, step, optimizer, number)
     # the log has completions from all ranks
-    parts = trainer.world.gather_objects(list(groups(trainer, step)))
+    parts = trainer.world.gather_objects(groups(trainer, step))
     process_group.shutdown(trainer.world)
     completions = [line for part in parts for line in part]
     same = compare(folder, stage, number, completions, metrics)
@@ -156,7 +156,7 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
     if step.groups:
         completions = [sample.completion for sample in step.groups[index]]
         temperature = trainer.config.sampling.temperature
-        logged_group = list(groups(trainer, step))[index]
+        logged_group = groups(trainer, step)[index]
         table = []
         explanations = []
         for line in logged_group["completions"]:

@@ -95,9 +95,9 @@ class Watcher(Callback):
     failed = False
 
     def __init_subclass__(cls):
-        for name in vars(cls).keys() & vars(Callback).keys() - vars(object).keys():
-            if callable(getattr(cls, name)):
-                setattr(cls, name, harmless(getattr(cls, name)))
+        for name, hook in [*vars(cls).items()]:
+            if name in vars(Callback) and callable(hook):
+                setattr(cls, name, harmless(hook))
 
 
 def harmless(hook: Callable) -> Callable:

@@ -22,9 +22,9 @@ FILE_SIZE = 2**30  # approximate size of a checkpoint file in bytes
 
 
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
-    """Yield blocks from weight files, to hash them.
+    """Yield blocks to hash: the whole file, or 1,024 evenly spaced ones above 64 MiB.
 
-    Training changes values in every block, so hashing 1,024 evenly spaced blocks is enough for files above 64 MiB.
+    Training changes values in every block.
     """
     for file in files:
         size = file.stat().st_size
@@ -35,7 +35,7 @@ def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's rows of a tensor, and the first row's index."""
+    """Return this rank's rows of a tensor, and the first row index."""
     if not is_part(tensor):
         return tensor.detach().reshape(tensor.shape or (1,)), 0
     rows = shard_rows(tensor.device_mesh, len(tensor))
@@ -43,7 +43,7 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def writes(tensor: Tensor, number: int, world: World) -> bool:
-    """Check whether this rank writes its rows of a tensor; only one rank writes replicated rows."""
+    """Return True if this rank writes its rows; only one rank writes replicated rows."""
     if is_part(tensor):
         mesh = tensor.device_mesh
         in_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0

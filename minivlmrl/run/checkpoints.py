@@ -5,9 +5,8 @@ output_dir/states/000120/    after 120 optimizer steps in all stages
     run.json                 TrainerState
     complete.json            checksums of the other files; written last
 
-Checkpoints are saved only after the last optimizer step on a rollout, so they contain no completions. Random states are
-not saved, because generators are seeded from the run seed and the stage, step or row. Incomplete checkpoints have names
-that end in .partial.
+Checkpoints are saved only after a rollout's last optimizer step, so they contain no completions. They also contain no
+random states: generators are seeded from run seed and stage, step or row. Incomplete checkpoints are named *.partial.
 """
 
 import re
@@ -35,7 +34,7 @@ from minivlmrl.run.callbacks import Callbacks
 from minivlmrl.run.checkpoint_files import find_shards, read_into, write_tensors
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import begin_state, group_numbers
-from minivlmrl.run.recipe_changes import changes, check_base_weights, checksum, fingerprints, recipe_options
+from minivlmrl.run.recipe_changes import changes, checksum, fingerprints, recipe_options
 from minivlmrl.run.signals import Preempted, StopSignals
 from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
 from minivlmrl.trainers.base import Trainer
@@ -46,15 +45,14 @@ NUM_KEPT_STATES = 2  # checkpoints to keep: two, in case the newest is damaged
 
 
 def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return {name: tensor} with weights and optimizer moments for a checkpoint."""
+    """Return {name: tensor} with weights and optimizer moments."""
     modules = nn.ModuleDict(trainer.modules())
     reshard(modules)
-    # skip LoRA's frozen base weights: a resumed run loads or initializes them again
+    # without LoRA's frozen base weights: a resumed run builds them again
     base_ids = shared_base(trainer.policy)
-    named_tensors = {}
-    for name, parameter in modules.named_parameters():
-        if id(parameter) not in base_ids:
-            named_tensors[plain_name(name)] = parameter
+    named_tensors: dict[str, Tensor] = {
+        plain_name(name): parameter for name, parameter in modules.named_parameters() if id(parameter) not in base_ids
+    }
     for name, parameter in trainer.trained.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
             named_tensors[f"optimizer.{name}/{moment}"] = value
@@ -68,7 +66,7 @@ def state_folders(folder: Path) -> list[Path]:
 
 
 def remove_state(folder: Path):
-    """Delete a checkpoint folder, or only the link if it is a symbolic link."""
+    """Delete a checkpoint folder, or a symbolic link but not its target."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -76,7 +74,7 @@ def remove_state(folder: Path):
 
 
 def check_resume(config: RunConfig) -> list[Path]:
-    """Return the checkpoints in output_dir, oldest first; raise UserError if --resume is missing or wrong."""
+    """Return output_dir's checkpoints, oldest first; raise UserError if --resume is missing or wrong."""
     folder = Path(config.output_dir) / "states"
     resume = config.resume
     is_allowed = resume in ("auto", "never")
@@ -105,17 +103,13 @@ class Resumed(NamedTuple):
     saved: list[Path]
     stamps: dict[Path, tuple[int, ...]]  # {checkpoint file: size and times}, to detect later changes
 
-    def newer(self) -> list[Path]:
-        """Return checkpoints newer than the loaded one; the run deletes them when it begins."""
-        return [path for path in self.saved if self.folder is None or int(path.name) > self.state.steps]
-
 
 def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> Resumed:
-    """Select the checkpoint to resume from, and compare its recipe and files with those of this run."""
+    """Select the checkpoint to resume from, and compare its recipe and files with this run."""
     media = datasets if world.is_main else {}  # only rank 0 has checked image and video files
-    recipe, files = recipe_options(config), fingerprints(config, media)
-    new = TrainerState(config.seed, config.stage_names, recipe=recipe, files=files, num_log_lines={})
-    # use rank 0's list, because ranks may see different checkpoints on a shared file system
+    files = fingerprints(config, media)
+    new = TrainerState(config.seed, config.stage_names, recipe=recipe_options(config), files=files)
+    # rank 0's list: on a shared file system, ranks may see different checkpoints
     saved = world.gather_objects(state_folders(Path(config.output_dir) / "states"))[0]
     folder, state, stamps = select_checkpoint(config.resume, saved, world)
     if state is None:
@@ -129,11 +123,17 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
     if world.is_main:
         stage = new.stages[state.stage]
         print(f"resuming from {folder}: {pluralize(state.step, 'step')} of {stage} done", flush=True)
-    # --resume=auto requires the same dataset rows; --resume=FOLDER also accepts changed rows
+    # --resume=auto requires the same rows, --resume=FOLDER does not
     same_rows = config.resume == "auto"
     if not same_rows:
         state.rows = 0
-    check_base_weights(state, new, folder)
+    has_base = None not in (state.files.base, new.files.base)
+    quantized = [options.get("adapter.quantize") for options in (state.recipe, new.recipe)]
+    if (has_base and state.files.base != new.files.base) or quantized[0] != quantized[1]:
+        raise UserError(
+            f"resume: the base weights of the adapter have changed since {folder} "
+            "was saved; restore the earlier weights (model.path) and adapter.quantize"
+        )
     for change in changes(state, new, folder):
         if same_rows and change.moves_rows:
             raise UserError(
@@ -151,7 +151,7 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
 def select_checkpoint(
     resume: str | None, saved: list[Path], world: World
 ) -> tuple[Path, TrainerState, dict] | tuple[None, None, dict]:
-    """Return the newest undamaged checkpoint that option `resume` selects, its TrainerState and file times."""
+    """Return the newest undamaged checkpoint to resume from, its TrainerState and file stamps."""
     candidates = [] if resume in (None, "never") else [Path(resume)]
     if resume == "auto":
         candidates = saved[::-1]
@@ -178,7 +178,7 @@ def read_checkpoint(folder: Path, world: World) -> TrainerState | None:
     """Return a checkpoint's TrainerState; if damaged, print why and return None.
 
     Raises:
-        UserError: the checkpoint cannot be read now, for example because a network drive fails.
+        UserError: the checkpoint cannot be read now, for example if a network drive fails.
     """
 
     def check() -> TrainerState:
@@ -207,25 +207,18 @@ def load_checkpoint(folder: Path, stamps: dict, trainer: Trainer, optimizer: Opt
     """Copy a checkpoint's tensors into weights and optimizer.
 
     Args:
-        stamps: {file: size and times} before the checksums were verified, to detect later changes.
+        stamps: {file: size and times}, older than the checksum test, to detect later changes.
     """
-    try:
-        with unchanged(folder, since=stamps):
-            read_tensors(folder, trainer, optimizer)
-    except SafetensorError as error:
-        raise UserError(f"the checkpoint {folder} cannot be read ({error})") from error
-
-
-def read_tensors(folder: Path, trainer: Trainer, optimizer: Optimizer):
-    shards = find_shards(folder)
-    with_moments = []
-    for name, parameter in trainer.trained.named_parameters():
-        if any(key.startswith(f"optimizer.{name}/") for key in shards):
-            with_moments.append(parameter)
-    begin_state(optimizer, with_moments)
-    targets = tensors(trainer, optimizer)
-    unmatched = sorted(targets.keys() ^ shards.keys())
-    with error_context(f"{folder}: this checkpoint was saved with a different model or recipe"):
+    what = f"{folder}: this checkpoint was saved with a different model or recipe"
+    with unchanged(folder, since=stamps), error_context(what):
+        shards = find_shards(folder)
+        with_moments = []
+        for name, parameter in trainer.trained.named_parameters():
+            if any(key.startswith(f"optimizer.{name}/") for key in shards):
+                with_moments.append(parameter)
+        begin_state(optimizer, with_moments)
+        targets = tensors(trainer, optimizer)
+        unmatched = sorted(targets.keys() ^ shards.keys())
         if unmatched:
             raise UserError(f"{unmatched[0]} is only in the checkpoint or only in the run")
         for name, tensor in targets.items():
@@ -233,10 +226,8 @@ def read_tensors(folder: Path, trainer: Trainer, optimizer: Optimizer):
 
 
 def save_checkpoint(folder: Path, state: TrainerState, trainer: Trainer, optimizer: Optimizer, world: World):
-    """Write a checkpoint from the ranks in `world`, and delete all but the two newest checkpoints."""
+    """Write a checkpoint from the ranks in `world`, and keep only the two newest."""
     draft = folder.with_name(folder.name + ".partial")
-    with error_phase("save"):
-        named_tensors = tensors(trainer, optimizer)
     checksums = {}
 
     def write():
@@ -259,6 +250,7 @@ def save_checkpoint(folder: Path, state: TrainerState, trainer: Trainer, optimiz
 
     try:
         with error_phase("save"):
+            named_tensors = tensors(trainer, optimizer)
             world.run_on_all_ranks(write, "save a checkpoint")
             for rank_checksums in world.gather_objects(checksums):
                 checksums.update(rank_checksums)
@@ -286,18 +278,12 @@ class CheckpointManager:
         self.saved_steps = self.state.steps if resumed.saved else 0
         self.saved_time = clock()
         self.can_save = True  # no saving between updates on the same rollout: checkpoints contain no completions
-        self.trainer: Trainer | None = None
-
-    def begin_stage(self, trainer: Trainer, optimizer: Optimizer):
-        self.trainer, self.optimizer = trainer, optimizer
-
-    def after_update(self, ends_rollout: bool):
-        """Record whether a checkpoint can be saved before the next weight update."""
-        self.can_save = ends_rollout or self.stage_ends
+        self.trainer: Trainer | None = None  # of the current stage, as the optimizer
+        self.optimizer: Optimizer
 
     def after_step(self):
         """Save a checkpoint if one is due, and stop the run after a signal."""
-        if self.can_save and self.is_due(self.state.steps, self.stage_ends):
+        if self.can_save and self.is_due():
             self.ensure_saved(self.world)
         self.signals.stop_if_preempted()
 
@@ -305,19 +291,16 @@ class CheckpointManager:
     def stage_ends(self) -> bool:
         return self.trainer is not None and self.state.step == self.trainer.options.max_steps
 
-    def is_due(self, steps: int, stage_ends: bool) -> bool:
-        """Return True on all ranks if checkpoint_minutes or checkpoint_steps require a checkpoint now."""
+    def is_due(self) -> bool:
+        """Return True on all ranks if a checkpoint is due by checkpoint_minutes or checkpoint_steps."""
         minutes = self.config.checkpoint_minutes
         every_steps = self.config.checkpoint_steps
-        is_late = self.world.is_main and 0 < 60 * minutes <= clock() - self.saved_time
-        if self.world.sum(is_late)[0]:
-            return True
-        if every_steps and steps // every_steps > self.saved_steps // every_steps:
-            return True
-        return stage_ends and bool(every_steps or minutes)
+        [is_late] = self.world.sum(self.world.is_main and 0 < 60 * minutes <= clock() - self.saved_time)
+        has_passed = every_steps and self.state.steps // every_steps > self.saved_steps // every_steps
+        return bool(is_late or has_passed or (self.stage_ends and (every_steps or minutes)))
 
     def ensure_saved(self, world: World):
-        """Save a checkpoint for the current step from the ranks in `world`, unless one exists."""
+        """Save a checkpoint from the ranks in `world`, unless the current step has one."""
         state = self.state
         if self.saved_steps == state.steps or self.trainer is None:
             return
@@ -336,7 +319,7 @@ class CheckpointManager:
 
     @contextmanager
     def saved_on_error(self) -> Iterator[None]:
-        """Save a checkpoint if the `with` block fails between weight updates; the error says how to continue."""
+        """Save a checkpoint after an error between weight updates, and say how to continue."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -353,7 +336,7 @@ class CheckpointManager:
             raise
 
     def try_to_save(self, error: BaseException) -> bool:
-        """Save a checkpoint after an error, from all ranks with FSDP, otherwise from one; return True on success."""
+        """Save a checkpoint after an error, from all ranks with FSDP, else from one; return True on success."""
         try:
             return self.world.run_after_error(self.ensure_saved, alone=not self.config.uses_fsdp)
         except Exception as failure:
@@ -363,7 +346,7 @@ class CheckpointManager:
 
 
 def is_in_update(error: BaseException) -> bool:
-    """Check whether an error, or an exception that caused it, was raised during a weight update."""
+    """Return True if the error or a cause was raised during a weight update."""
     cause: BaseException | None = error
     while cause is not None:
         if getattr(cause, "phase", "") == UPDATE:

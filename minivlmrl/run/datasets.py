@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import partial
 from itertools import chain
 
-from minivlmrl.config.options import DataOptions, FileOptions, RowOptions, RunConfig
+from minivlmrl.config.options import FileOptions, RowOptions, RunConfig
 from minivlmrl.config.types import RewardName
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.rows import Dataset
@@ -35,23 +35,22 @@ def load_datasets(
     world: World | None = None,
     reads: Collection[str] | None = None,
 ) -> dict[str, Dataset]:
-    """Return {stage: dataset}, with held-out rows, if any, under "eval".
+    """Return {stage: dataset}, with any held-out rows under "eval".
 
-    Only rank 0 looks for missing image and video files, but all ranks raise the error.
+    Only rank 0 looks for missing image and video files; all ranks raise the error.
 
     Args:
         stages: {stage: kind of training rows}, such as {"dpo": "pairs"}.
-        reward_columns: columns that training rewards need; ignored for data.train files that list their own rewards.
-        reads: columns that a stage or a reward may read, None = any.
+        reward_columns: required by training rewards; ignored for data.train files with their own rewards.
+        reads: columns to read, None = all.
     """
     world = world or World()
-    open_file = partial(_open_file, config.data, world.is_main, reads)
-    load = partial(_load_datasets, config, stages, {*reward_columns}, eval_columns, open_file)
+    load = partial(_load_datasets, config, stages, {*reward_columns}, eval_columns, world.is_main, reads)
     return world.run_on_all_ranks(load, "open the data files")
 
 
 def columns_read(config: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[str] | None:
-    """Return the columns that stages, rewards or evaluations read.
+    """Return the columns to read.
 
     Returns:
         column names, or None (all columns) with an environment, a user-defined stage or a reward with **columns
@@ -74,13 +73,32 @@ def _load_datasets(
     stages: Mapping[str, str],
     reward_columns: set[str],
     eval_columns: Iterable[str],
-    open_file: Callable[..., FileDataset],
+    checks_files: bool,
+    reads: Collection[str] | None,
 ) -> dict[str, Dataset]:
     options = config.data
-    check_sources(options, stages)
+    row_options = {option.name: getattr(options, option.name) for option in fields(RowOptions)}
+    sources = [name for name in ("task", "train_file", "train") if getattr(options, name)]
+    has_files = bool(stages) and stages.keys() <= options.files.keys()
+    is_clear = len(sources) == 1 or (not sources and has_files)
+    if not is_clear or (sources == ["task"] and options.files):
+        raise UserError(
+            "data: set exactly one of data.task, data.train_file and data.train, or set data.files for every stage "
+            f"(not together with data.task); the options that the recipe sets are: {', '.join(sources) or 'none'}. "
+            "--data.task=null removes the task of a recipe"
+        )
     if options.task is not None:
         return load_task(config, stages)
-    # stages with the same file share one dataset, so that the file is parsed only once
+
+    def open_file(
+        path: str, columns: Iterable[str], limit: int | None = None, rewards: Sequence[RewardName] = (), **changed: str
+    ) -> FileDataset:
+        required = ("problem", *sorted(columns))
+        # constant, to ignore a data column named row_rewards
+        constants = {"row_rewards": rewards or None}
+        return FileDataset(path, required, limit, constants, checks_files, reads, **row_options | changed)
+
+    # stages with the same file share one dataset: parse a file once
     shared: dict[str | None, list[str]] = {}
     for stage in stages:
         shared.setdefault(options.files.get(stage, options.train_file), []).append(stage)
@@ -90,14 +108,13 @@ def _load_datasets(
         columns = {*chain.from_iterable(NEEDS[kind] for kind in kinds)}
         scores = reward_columns if "prompts" in kinds else set()
         if path is None:
-            rows = mix(
-                [_open_section(config, section, columns, scores, open_file) for section in options.train], options.train
-            )
+            parts = [_open_section(config, section, columns, scores, open_file) for section in options.train]
+            rows = mix(parts, options.train)
         else:
             rows = open_file(path, columns | scores)
         datasets |= dict.fromkeys(names, rows)
     if options.eval_file and options.eval_rows:
-        # evaluate on pairs, without sampling, if all stages train on pairs
+        # if all stages train on pairs, evaluate on pairs without sampling
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(options.eval_file, eval_columns, options.eval_rows)
@@ -106,21 +123,8 @@ def _load_datasets(
     return {name: datasets[name] for name in [*stages, "eval"] if name in datasets}
 
 
-def check_sources(options: DataOptions, stages: Mapping[str, str]):
-    """Raise UserError unless the recipe has exactly one source of training rows."""
-    sources = [name for name in ("task", "train_file", "train") if getattr(options, name)]
-    every_stage_has_a_file = bool(stages) and stages.keys() <= options.files.keys()
-    is_clear = len(sources) == 1 or (not sources and every_stage_has_a_file)
-    if not is_clear or (sources == ["task"] and options.files):
-        raise UserError(
-            "data: set exactly one of data.task, data.train_file and data.train, or set data.files for every stage "
-            f"(not together with data.task); the options that the recipe sets are: {', '.join(sources) or 'none'}. "
-            "--data.task=null removes the task of a recipe"
-        )
-
-
 def _check_renamed(renamed: Mapping[str, str], datasets: Mapping[str, Dataset]):
-    """Raise UserError if data.columns renames a column that no data file has."""
+    """Raise UserError if data.columns renames an unknown column."""
     columns = {name for rows in datasets.values() if isinstance(rows, FileDataset) for name in rows.columns}
     for name in renamed:
         if name not in columns:
@@ -132,7 +136,7 @@ def _check_renamed(renamed: Mapping[str, str], datasets: Mapping[str, Dataset]):
 
 
 def load_task(config: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset]:
-    """Generate training and held-out rows for the built-in task in data.task."""
+    """Generate training and held-out rows of a built-in task."""
     assert config.data.task is not None
     training, held_out = get_task(config.data.task).datasets(config.data, config.seed)
     datasets = {}
@@ -154,7 +158,7 @@ def _open_section(
     """Open a file listed in data.train.
 
     Args:
-        scores: columns that all rewards in the recipe need, empty if no stage uses rewards.
+        scores: columns required by the recipe's rewards, empty if no stage uses rewards.
     """
     for name in section.rewards:
         if name not in config.rewards:
@@ -169,31 +173,8 @@ def _open_section(
     return open_file(section.file, columns | scores, rewards=section.rewards, **changed_options)
 
 
-def _open_file(
-    config: DataOptions,
-    checks_files: bool,
-    reads: Collection[str] | None,
-    path: str,
-    columns: Iterable[str],
-    limit: int | None = None,
-    rewards: Sequence[RewardName] = (),
-    **changed_options: str,
-) -> FileDataset:
-    """Open a data file.
-
-    Args:
-        rewards: names of the rewards for rows from this file, empty = all rewards.
-        changed_options: options that override section `data`.
-    """
-    options = {option.name: getattr(config, option.name) for option in fields(RowOptions)}
-    # constant, to ignore a data column named row_rewards
-    constants = {"row_rewards": rewards or None}
-    required = ("problem", *sorted(columns))
-    return FileDataset(path, required, limit, constants, checks_files, reads, **options | changed_options)
-
-
 def mix(parts: Sequence[FileDataset], sections: Sequence[FileOptions]) -> FileDataset:
-    """Concatenate the rows of data files, repeated according to `weight`."""
+    """Concatenate data files, repeated according to `weight`."""
     facts = []
     for rows, section in zip(parts, sections, strict=True):
         with error_context(section.file):
@@ -219,11 +200,11 @@ def repeat(chosen: Sequence[int], weight: float) -> list[int]:
 
 
 def sample(strategy: str, total_rows: int) -> list[int]:
-    """Return the row indices that a strategy such as "first:100" or "random:10%" selects.
+    """Return row indices for a strategy such as "first:100" or "random:10%".
 
     Args:
-        strategy: all, first:N, end:N or random:N; N is a number or a percentage, rounded up; random:N selects the same
-            rows for all run seeds.
+        strategy: all, first:N, end:N or random:N; N is a number or a percentage, rounded up; random:N does not depend
+            on the run seed.
 
     Source: sampling_strategy in VLM-R1, grpo_rec.py.
     """

@@ -1,7 +1,7 @@
 """Evaluate a model on held-out rows: mean rewards of sampled and greedy answers."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, cycle, islice
 
@@ -13,7 +13,7 @@ from minivlmrl.config.options import NO_TRUNCATION, RunConfig, SamplingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset, Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import UserError, error_phase, truncate
+from minivlmrl.errors import error_phase
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -24,8 +24,8 @@ from minivlmrl.trainers.offline import split
 
 BATCH_SIZE = 64  # maximum rows per rank and batch
 BATCH_TOKENS = 16384  # maximum sampling.max_batch_tokens in evaluations
-UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # sample from the model's full distribution
-# {kind of training rows: evaluation metric that needs no sampling}
+UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # full distribution
+# {kind of training rows: metric without sampling}
 ANSWER_METRICS = {"demonstrations": "eval/loss", "pairs": "eval/pair_accuracy"}
 
 
@@ -35,15 +35,15 @@ def evaluate(
 ) -> dict[str, float]:  # fmt: skip
     """Sample answers to held-out rows; return mean rewards, such as {"eval/accuracy_greedy": 0.9}.
 
-    eval/accuracy_sampled is the mean `accuracy` reward at temperature 1, eval/accuracy_greedy at temperature 0.
-    data.eval_without_images adds eval/accuracy_gray_image, with gray images, and eval/accuracy_swapped_image, with
-    images from another row. Means skip rows whose reward is None.
+    eval/accuracy_sampled: mean `accuracy` reward at temperature 1; eval/accuracy_greedy: at temperature 0.
+    data.eval_without_images adds eval/accuracy_gray_image (gray images) and eval/accuracy_swapped_image (another row's
+    images). Means skip rewards that are None.
 
     Args:
         steps: global_step and max_steps for reward functions.
     """
     rewards = [replace(reward, log=RewardLog(*steps)) for reward in held_out_rewards(config)]
-    # no top_p or repetition_penalty, so that accuracies are comparable between runs
+    # no top_p or repetition_penalty: accuracies must be comparable between runs
     sampling = replace(evaluation_sampling(config.sampling), **UNFILTERED)
     ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
     if config.data.eval_without_images:
@@ -62,7 +62,7 @@ def evaluate(
 
 
 def evaluation_sampling(sampling: SamplingOptions) -> SamplingOptions:
-    """Return sampling options for evaluations: built-in sampler, at most 16,384 tokens per batch."""
+    """Return evaluation options: built-in sampler, at most 16,384 tokens per batch."""
     max_batch_tokens = min(sampling.max_batch_tokens or BATCH_TOKENS, BATCH_TOKENS)
     return replace(sampling, engine="native", max_batch_tokens=max_batch_tokens)
 
@@ -78,27 +78,17 @@ def metrics_by_name(rewards: Sequence[str], means: dict[str, list]) -> dict[str,
 
 
 def noise(before: float, after: float, num_rows: int) -> float:
-    """Return two standard errors of the difference between two means of values in [0, 1]."""
-    # The variance is at most that of a Bernoulli variable with the same mean. Counting one more correct and one more
-    # wrong answer makes it nonzero for 0 correct out of 30.
+    """Return two standard errors of the difference between two means in [0, 1]."""
+    # Bound: variance of a Bernoulli variable with the same mean. One more correct and one more wrong answer make it
+    # nonzero for 0 correct out of 30.
     means = [(value * num_rows + 1) / (num_rows + 2) for value in (before, after)]
     return 2 * math.sqrt(sum(mean * (1 - mean) for mean in means) / num_rows)
 
 
 def lowered_metrics(config: RunConfig) -> set[str]:
-    """Return metrics for which lower is better: the loss, and rewards with a negative weight."""
+    """Return metrics to minimize: the loss, and rewards with a negative weight."""
     lowered = [name for name, weight in config.rewards.items() if weight < 0]
     return {"eval/loss", *(f"eval/{name}_{way}" for name in lowered for way in ("sampled", "greedy", *IMAGE_ABLATIONS))}
-
-
-def check_best_metric(config: RunConfig, needs: Collection[str]):
-    """Raise UserError if no evaluation measures best_metric."""
-    rewards = config.eval_rewards
-    ways = ["sampled", "greedy", *(IMAGE_ABLATIONS if config.data.eval_without_images else ())]
-    names = [*metrics_by_name(rewards, dict.fromkeys(ways, [0.0] * len(rewards)))]
-    names += [name for kind, name in ANSWER_METRICS.items() if kind in needs]
-    if config.best_metric is not None and config.best_metric not in names:
-        raise UserError(f"best_metric is {truncate(config.best_metric, 80)}, but it must be one of {', '.join(names)}")
 
 
 def gray_images(row: Row, _rows: Dataset) -> dict[str, list]:
@@ -107,7 +97,7 @@ def gray_images(row: Row, _rows: Dataset) -> dict[str, list]:
 
 
 def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
-    """Return as many images and videos as this row has, taken from the next row that has some.
+    """Replace images and videos by those of the next row with any.
 
     Images are resized to this row's image sizes, so box coordinates keep their units.
     """
@@ -120,7 +110,7 @@ def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
     return others
 
 
-# {metric suffix: function that returns replacement images and videos}
+# {metric suffix: function (row, rows) -> replacement images and videos}
 IMAGE_ABLATIONS = {"gray_image": gray_images, "swapped_image": images_of_next_row}
 
 
@@ -135,16 +125,16 @@ def generate_for_rows(
 ) -> Iterator[list]:
     """Sample completions for all rows, and yield results per batch.
 
-    Rows are split among ranks, but every rank yields all results.
+    Ranks share the rows, and every rank yields all results.
 
     Args:
         key: sampling seed, combined with the row index.
         describe: (row, completions, rewards) -> result for the row; `rewards` has a list of numbers per completion.
-        images: function in IMAGE_ABLATIONS that replaces the images, None = keep them.
+        images: function in IMAGE_ABLATIONS, None = keep the images.
     """
     world = sample.world
     bar = ProgressBar("answers", len(rows), world.is_main, leave=False)
-    # value None for columns that rewards require but held-out rows lack
+    # None for columns missing in held-out rows
     no_columns = dict.fromkeys(required_columns(rewards))
     for numbers in split(range(len(rows)), BATCH_SIZE * world.size):
         world.stop_if_preempted()

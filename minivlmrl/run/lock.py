@@ -45,11 +45,9 @@ def locked(folder: str | Path, world) -> Iterator[None]:
 
         token = world.compute_on_rank_zero(lock, f"lock {folder}")
         sees = world.gather_objects(not token or (path.is_file() and path.read_text() == token))
-        blind = [str(rank) for rank, sees_folder in enumerate(sees) if not sees_folder]
-        if blind:
+        if not all(sees):
             raise UserError(
-                f"output_dir: {'rank' if len(blind) == 1 else 'ranks'} {', '.join(blind)} cannot see "
-                f"the folder {folder} of rank 0. All hosts must share this folder; set output_dir to "
-                "an absolute path on a shared file system."
+                f"output_dir: rank {sees.index(False)} cannot see the folder {folder} of rank 0. All hosts must share "
+                "this folder; set output_dir to an absolute path on a shared file system."
             )
         yield

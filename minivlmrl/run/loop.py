@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 
+import torch
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
@@ -17,7 +17,7 @@ from minivlmrl.errors import UserError, error_phase
 from minivlmrl.run.callbacks import Callback, Callbacks, default_callbacks
 from minivlmrl.run.checkpoints import UPDATE, CheckpointManager, Resumed, load_checkpoint, remove_state, resume
 from minivlmrl.run.lock import locked
-from minivlmrl.run.metrics import MetricsLog, check_mismatch, merge, to_floats
+from minivlmrl.run.metrics import MetricsLog, check_mismatch, merge
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
 from minivlmrl.run.results import BEST, Results, check_output_dir, check_outputs
 from minivlmrl.run.setup import prepare
@@ -27,12 +27,12 @@ from minivlmrl.trainers.registry import find_trainers
 
 
 def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None) -> int:
-    """Train a model according to a recipe, in one process or as one of several ranks.
+    """Train a recipe, in one process or as one rank.
 
     Args:
         callbacks: defaults to `default_callbacks(config)`.
     Returns:
-        exit code: 0, or 75 if a signal ended the run
+        exit code: 0, or 75 after a stop signal
     """
     # check the recipe
     callbacks = default_callbacks(config) if callbacks is None else Callbacks(callbacks)
@@ -50,12 +50,12 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
         with notify_on_error(callbacks):
             with error_phase("load"):
                 model, processor, datasets = prepare(config, trainers, world, callbacks)
-            # check the output folder last: its error tells users to delete earlier results
+            # last check: its error tells users to delete earlier results
             check_output_dir(config)
 
         # open the output folder
         resumed = resume(config, datasets, world)
-        if world.is_main:  # print the folder only now: a run that fails earlier leaves no files
+        if world.is_main:  # a run that fails earlier leaves no files
             hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
             print(f"output: {config.output_dir}; {hint}", flush=True)
         with MetricsLog(config, world, resumed.state) as log:
@@ -75,28 +75,38 @@ def train_stages(
     checkpoints: CheckpointManager,
     resumed: Resumed,
 ):
-    """Train the stages of a recipe, from where a resumed run stopped, and write the results."""
+    """Train all stages, from the resumed step on, and write the results."""
     config, state = results.config, results.state
-    first = state.stage
     trainer = None
-    for number, stage in islice(enumerate(config.stage_names), first, None):
+    for stage in config.stage_names[state.stage :]:
+        is_first = trainer is None
         if trainer is not None:
-            results.save_stage(trainer)
-        folder = resumed.folder if number == first else None
-        steps_done = state.step if number == first else 0
+            # reward model: all weights, because later stages load it
+            trainer.save(results.folder, merge=config.save != "adapter" or not trainer.trains_policy)
+            results.world.barrier()  # the next stage may read the saved files
         with error_phase("load"):
+            steps_done = state.step if is_first else 0
             trainer = trainers[stage](config, results.model, results.processor, results.world, steps_done)
-        if number > first:  # load the trainer first, so that an out-of-memory error loses no step
-            state.begin_stage(number)
-        state.check_rows(len(datasets[stage]))
+        if not is_first:  # after loading: an out-of-memory error must lose no step
+            state.stage += 1
+            state.step = 0
+            state.batches_consumed = 0
+            state.rows = 0
+        num_rows = len(datasets[stage])
+        if state.rows not in (0, num_rows):
+            raise UserError(
+                f"resume: the checkpoint was saved with {state.rows} rows, but the dataset now has {num_rows}; restore "
+                "the earlier rows, or accept the change with --resume=FOLDER (the checkpoint)"
+            )
+        state.rows = num_rows
         optimizer = build_optimizer(trainer.trained, trainer.options, config.optimizer)
-        if folder is not None:
+        if is_first and resumed.folder is not None:
             with error_phase("load"):
-                load_checkpoint(folder, resumed.stamps, trainer, optimizer)
+                load_checkpoint(resumed.folder, resumed.stamps, trainer, optimizer)
             for group, numbers in zip(optimizer.param_groups, state.optimizer, strict=False):
                 group.update(numbers)
-        checkpoints.begin_stage(trainer, optimizer)
-        if number == first:
+        checkpoints.trainer, checkpoints.optimizer = trainer, optimizer
+        if is_first:
             begin_run(results, resumed)
         train_stage(trainer, optimizer, datasets[stage], results, checkpoints)
     if trainer is None:
@@ -105,15 +115,15 @@ def train_stages(
 
 
 def begin_run(results: Results, resumed: Resumed):
-    """Replace the files of an earlier run, and evaluate the initial model unless the run is resumed."""
+    """Replace an earlier run's files, and evaluate the initial model unless the run is resumed."""
     log = results.log
     if log.world.is_main:
-        for folder in (*resumed.newer(), *results.folder.glob("states/*.partial")):
+        newer = [folder for folder in resumed.saved if not resumed.folder or int(folder.name) > results.state.steps]
+        for folder in (*newer, *results.folder.glob("states/*.partial")):
             remove_state(folder)
     log.open_files(resumed.folder)
-    if not log.world.gather_objects((results.folder / BEST).is_dir())[
-        0
-    ]:  # ignore the best evaluation if its weights are missing
+    # ignore the best evaluation if its weights are missing
+    if not log.world.compute_on_rank_zero((results.folder / BEST).is_dir):
         results.state.best = None
     results.write_config()
     for callback in results.callbacks:
@@ -126,7 +136,7 @@ def begin_run(results: Results, resumed: Resumed):
 
 @contextmanager
 def notify_on_error(callbacks: Callbacks) -> Iterator[None]:
-    """Pass errors raised in a `with` block to the callbacks."""
+    """Pass errors in a `with` block to the callbacks."""
     try:
         yield
     except Exception as error:
@@ -137,31 +147,33 @@ def notify_on_error(callbacks: Callbacks) -> Iterator[None]:
 def train_stage(
     trainer: Trainer, optimizer: Optimizer, rows: Dataset, results: Results, checkpoints: CheckpointManager
 ):
-    """Train one stage, from its first step or from a checkpoint."""
+    """Train one stage, from its first step or a checkpoint."""
     stage, options = trainer.stage, trainer.options
     log, state, callbacks = results.log, results.state, results.callbacks
     batches = Batches(rows, trainer, state.batches_consumed)
-    steps = trainer.steps(batches)  # generator: samples completions only when a step is requested
+    steps = trainer.steps(batches)  # lazy: samples completions for the requested step
     callbacks.on_stage_begin(trainer, optimizer, state)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
-    for number in range(state.step, options.max_steps + 1):
-        # evaluate after saving a checkpoint, so that no step is lost if the evaluation is killed
-        results.evaluate_if_due(trainer, number)
-        if number == options.max_steps:
-            break
+    for number in range(state.step, options.max_steps):
+        # after saving a checkpoint: a killed evaluation loses no step
+        if number > 0:
+            results.evaluate_if_due(trainer, number)
         try:
             with trainer.phase("preparation"):
                 step = next(steps)
             callbacks.on_step_begin(trainer, optimizer, step, number, batches)
             metrics = optimizer_step(trainer, step, optimizer, number)
-            with error_phase(UPDATE):  # after an error, callback state may not match the weights
+            with error_phase(UPDATE):  # after an error, weights and callbacks may disagree
                 callbacks.after_step(trainer, number)
         except FloatingPointError as error:
             raise UserError(
                 f"{stage} step {number}: {error}. The run stopped before this update; try a lower {stage}.learning_rate"
             ) from error
-        state.advance(batches.batches_consumed)
-        checkpoints.after_update(step.ends_rollout)
+        state.step += 1
+        state.steps += 1
+        state.batches_consumed = batches.batches_consumed
+        # no checkpoint before the next update on the same rollout
+        checkpoints.can_save = step.ends_rollout or checkpoints.stage_ends
         values = log.step(number, metrics, step)
         callbacks.on_step_end(trainer, step, number, values)
         trainer.world.barrier("finish its callbacks and trackers")
@@ -173,7 +185,7 @@ def train_stage(
 
 
 def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: int) -> dict[str, float]:
-    """Compute gradients over all micro-batches, update the weights once, and return the metrics.
+    """Accumulate gradients, update the weights once, and return the metrics.
 
     Raises:
         FloatingPointError: loss or gradient norm not finite.
@@ -196,18 +208,18 @@ def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: i
 
 
 def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: int) -> dict[str, float]:
-    """Accumulate gradients over micro-batches, and return metrics reduced over all ranks."""
+    """Accumulate gradients over micro-batches, and average metrics over ranks."""
     world = trainer.world
-    parts = []  # per micro-batch: (metrics, token or answer counts as weights)
-    # if only the vision tower is trained, a micro-batch without images has no gradient
+    values, counts = [], []  # metrics, and token or answer counts, per micro-batch
+    # with a trained vision tower alone, micro-batches without images have no gradient
     trains_texts = any(p.requires_grad and "visual." not in name for name, p in trainer.trained.named_parameters())
 
     def has_gradient(batch: MicroBatch) -> bool:
         return trains_texts or len(batch.group.image_grid_thw) > 0
 
     if world.size > 1 and is_sharded(trainer.trained):
-        # Ranks with a sharded model wait for each other in every layer, so sort by length to run similar lengths
-        # together. Micro-batches without gradients come first: FSDP may reduce all gradients in the last backward pass.
+        # Sharded ranks wait for each other in every layer, so run similar lengths together. Micro-batches without
+        # gradients come first: FSDP may reduce all gradients in the last backward pass.
         batches = sorted(batches, key=lambda batch: (not has_gradient(batch), num_tokens(batch)), reverse=True)
     for index, batch in enumerate(batches):
         world.stop_if_preempted()
@@ -222,12 +234,15 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
                         f"{trainer.stage} step {number}: the loss has no gradient, so nothing would be learned. "
                         "Compute it from the log-probabilities without detach() and torch.no_grad()"
                     )
-                if has_gradient(batch) or loss.requires_grad:  # with FSDP, ranks without images also run backward
+                if loss.requires_grad:  # with FSDP, also on ranks without images
                     loss.backward()
-        values = {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
-        parts.append((values, batch.counts(values)))
+        values.append({"loss": loss.detach(), **metrics})
+        counts.append(batch.counts(values[-1]))
     end_micro_batches(trainer.trained)
-    means = merge(world.gather_objects(merge(to_floats(parts))))
+    # one GPU transfer for all metrics
+    numbers = iter(torch.stack([value.detach().double() for part in values for value in part.values()]).tolist())
+    parts = [{name: (next(numbers), count[name]) for name in part} for part, count in zip(values, counts, strict=True)]
+    means = merge(world.gather_objects(merge(parts)))
     return {name: value for name, (value, _) in means.items()}
 
 

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
+from operator import mul
 from pathlib import Path
+from statistics import fmean
 
 import torch
-from torch import Tensor
 
 from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.options import RunConfig
@@ -38,7 +39,7 @@ EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 SPEED_STEPS = 10  # steps to average for the printed speed
 MANY_STEPS = 50  # stages with more steps print only every tenth step
-# {metric: reduction over micro-batches}; other metrics are averaged
+# {metric: reduction over micro-batches}, default: mean
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum, **dict.fromkeys(CLIP_RATIOS, sum)}
 # {metric: (mean, number of tokens or answers)}
 Means = dict[str, tuple[float, float]]
@@ -62,7 +63,7 @@ class MetricsLog(ExitStack):
             self.trackers[name] = find_tracker(name)(config, self.steps, self)
 
     def open_files(self, resumed: Path | None = None):
-        """Create the log files; in a resumed run, delete lines written after the checkpoint."""
+        """Create the log files, or delete lines written after the resumed checkpoint."""
         config = self.config
         self.completions = CompletionsLog(config, self.world, partial(self.write, COMPLETIONS), resumed)
         names = [*FILES, COMPLETIONS] if config.log_completions else FILES
@@ -94,12 +95,12 @@ class MetricsLog(ExitStack):
 
     def write(self, name: str, line: dict):
         rest = encode(line)
-        while rest:  # files are unbuffered, so that closing them on a full disk cannot fail again
+        while rest:  # unbuffered: closing on a full disk cannot fail again
             rest = rest[self.files[name].write(rest) :]
         self.num_lines[name] += 1
 
     def track(self, values: dict[str, float]):
-        """Send metrics to the trackers, with the optimizer step over all stages; drop trackers that fail."""
+        """Send metrics to the trackers, with the step over all stages; drop failing trackers."""
         for name, log in [*self.trackers.items()]:
             try:
                 log(values, self.steps)
@@ -118,9 +119,9 @@ class MetricsLog(ExitStack):
         """
         self.trainer = trainer
         self.name = trainer.stage
-        bar = ProgressBar(self.name, trainer.options.max_steps, self.world.is_main, steps_done)
-        # close the bar after an error, so that the message starts on a new line
-        self.bar = self.enter_context(bar)
+        self.bar = ProgressBar(self.name, trainer.options.max_steps, self.world.is_main, steps_done)
+        # after an error, the message must start on a new line
+        self.callback(self.bar.close)
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
         # discard times before the first step, such as the memory check
@@ -129,23 +130,19 @@ class MetricsLog(ExitStack):
         self.snapshot_line_counts()
 
     def snapshot_line_counts(self):
-        """Store the line counts of the log files for the next checkpoint.
-
-        Rank 0 sends the counts to all ranks, because any rank may save a checkpoint after an error.
-        """
-        counts = self.world.sum(*(count if self.world.is_main else 0 for count in self.num_lines.values()))
-        self.line_counts = dict(zip(self.num_lines, map(int, counts), strict=True))
+        """Store line counts for the next checkpoint, on all ranks, because any rank may save it after an error."""
+        self.line_counts = self.world.gather_objects({**self.num_lines})[0]
 
     @property
     def seconds(self) -> float:
-        """Return the training time of this stage in seconds, without evaluations."""
+        """Return the stage's training time in seconds, without evaluations."""
         return time.perf_counter() - self.begin_time
 
     def lines_to_keep(self) -> dict[str, int]:
-        """Write the log files to disk, and return {log file: lines} for a checkpoint.
+        """Flush the log files, and return {log file: lines} for a checkpoint.
 
-        Evaluations after the last step are not counted, because a resumed run repeats them. After an error between
-        update and snapshot, rank 0 counts all lines, and other ranks return {}.
+        Later evaluations are not counted: a resumed run repeats them. After an error between update and snapshot, rank
+        0 counts all lines, and other ranks return {}.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -154,7 +151,7 @@ class MetricsLog(ExitStack):
         return self.num_lines if self.world.is_main else {}
 
     def step(self, number: int, metrics: dict[str, float], step: Step) -> dict:
-        """Log an optimizer step, to files first, so that no line is lost if a tracker fails."""
+        """Log an optimizer step, to files first: trackers may fail."""
         self.steps += 1
         self.line_counts = None
         line = {"stage": self.name, "step": number}
@@ -164,7 +161,15 @@ class MetricsLog(ExitStack):
         phases = self.trainer.timer.take()
         [num_tokens] = self.world.sum(tokens_of(step))
         if self.files:
-            self.write_step(line, num_tokens, phases)
+            seconds = self.seconds
+            step_time = seconds - self.last_seconds
+            speed = {"step_time": step_time, "phases": phases, "tokens_per_second": num_tokens / step_time}
+            timing = {"seconds": seconds} | speed | memory_use()
+            self.state.last_lines[TIMINGS] = line | timing
+            for name in (METRICS, TIMINGS):
+                self.write(name, self.state.last_lines[name])
+            self.last_seconds = seconds
+            self.timings.append(timing)
         self.world.barrier("write the metrics of the step")
         if self.state.last_lines.get(COMPLETIONS):
             self.completions.step(self.trainer, step, number)
@@ -174,19 +179,8 @@ class MetricsLog(ExitStack):
             self.show(number, metrics, self.timings[-1]["step_time"])
         return metrics
 
-    def write_step(self, line: dict, num_tokens: float, phases: dict[str, float]):
-        seconds = self.seconds
-        step_time = seconds - self.last_seconds
-        speed = {"step_time": step_time, "phases": phases, "tokens_per_second": num_tokens / step_time}
-        timing = {"seconds": seconds} | speed | memory_use()
-        self.state.last_lines[TIMINGS] = line | timing
-        for name in (METRICS, TIMINGS):
-            self.write(name, self.state.last_lines[name])
-        self.last_seconds = seconds
-        self.timings.append(timing)
-
     def warn(self, stage: str, step: int, warning: str, steps_done: int):
-        """Append a warning to warnings.jsonl, and print it with the number of completed steps."""
+        """Append a warning to warnings.jsonl, and print it."""
         self.write(WARNINGS, {"stage": stage, "step": step, "warning": warning})
         self.bar.print(f"warning, {stage} {steps_done}: {warning}", file=sys.stderr)
 
@@ -203,7 +197,7 @@ class MetricsLog(ExitStack):
             values.append(f"{short}={metrics[name]:.3f}")
         self.bar.update(values=values[:3])
         done, total = number + 1, self.bar.total
-        # print less in notebooks, which keep all printed lines
+        # notebooks keep all printed lines
         print_every = 10 if total > MANY_STEPS or "ipykernel" in sys.modules else 1
         if self.bar.hidden and (done in (1, total) or done % print_every == 0):
             print(f"{self.name} {done}/{total}, training batch:", *values, f"{step_time:.2f} s", flush=True)
@@ -226,7 +220,7 @@ class MetricsLog(ExitStack):
         self.bar.print(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
 
     def end_stage(self) -> float:
-        """Close the progress bar, print the speed, and return the training time in seconds."""
+        """Print the speed, close the bar, and return the training time in seconds."""
         if self.timings:
             self.bar.print(f"speed, {self.name}: {describe_speed(self.timings)}")
         self.bar.close()
@@ -245,15 +239,15 @@ def encode(line: dict) -> bytes:
 
 
 def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
-    """Create a log file, or delete its lines written after the resumed checkpoint; return the number of lines."""
+    """Create a log file, or delete lines written after the checkpoint; return the number of lines."""
     if resumed is None:
         path.write_bytes(b"")
         return 0
     folder = folder_of_logs(path.parent, resumed)
     source = folder / path.name
-    if source.is_file() and not (path.is_file() and source.samefile(path)):
+    if folder != path.parent and source.is_file():
         shutil.copyfile(file_inside(folder, path.name), path)
-    # keep all lines (None) if the checkpoint has no line count for this log file
+    # None: keep all lines, if the checkpoint has no count for this file
     num_lines = state.num_log_lines.get(path.name)
     path.touch()
     with path.open("rb+") as file:
@@ -271,16 +265,16 @@ def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
 def check_mismatch(config: RunConfig, metrics: dict[str, float]):
     """Raise UserError if log-probabilities from sampling and training differ.
 
-    In float32, rollout.max_logp_mismatch limits the largest difference, in nats. In bfloat16, a tenth of
-    rollout.max_logp_mismatch limits the root mean square difference.
+    rollout.max_logp_mismatch, in nats, limits the largest difference in float32, and ten times the root mean square
+    difference in bfloat16.
     """
     name = "rollout/logp_mismatch"
     bound = config.rollout.max_logp_mismatch
     if (config.model.compute_dtype or config.model.dtype) == "bfloat16":
         name = "rollout/logp_mismatch_rms"
-        bound = bound / 10
+        bound /= 10
     mismatch = metrics.get(name, 0.0)
-    if mismatch > bound and not config.adapter.dropout:  # skip with dropout, which the sampler does not apply
+    if mismatch > bound and not config.adapter.dropout:  # the sampler applies no dropout
         raise UserError(
             f"{name} is {mismatch:.3g} nats, but at most {bound} is allowed: the sampler and the trainer compute "
             "different log-probabilities for the same tokens. Either there is a bug, or the dtype is not precise "
@@ -289,7 +283,7 @@ def check_mismatch(config: RunConfig, metrics: dict[str, float]):
 
 
 def tokens_of(step: Step) -> int:
-    """Count this rank's tokens in a step: a prompt once per group, and all completions, even dropped ones."""
+    """Count this rank's tokens in a step: a prompt once per group, and all completions, also dropped ones."""
     if not step.groups:
         return sum(len(batch.group.input_ids) for batch in step.micro_batches)
     prompts = sum(len(group[0].prompt.input_ids) for group in step.groups)
@@ -316,46 +310,36 @@ def memory_use() -> dict[str, float]:
 
 
 def describe_speed(timings: Sequence[dict]) -> str:
-    """Format mean times over optimizer steps, and GPU memory after the last step."""
-
-    def mean(values: Iterable[float]) -> float:
-        return sum(values) / len(timings)
+    """Format mean times of optimizer steps, and the last step's GPU memory."""
 
     last = timings[-1]
-    text = f"{mean(timing['step_time'] for timing in timings):.2f} s a step"
+    text = f"{fmean(timing['step_time'] for timing in timings):.2f} s a step"
     phases = Counter()
     for timing in timings:
         phases.update(timing.get("phases", {}))
     if phases:
         text += f" ({', '.join(f'{name} {value / len(timings):.2f}' for name, value in phases.items())})"
-    text += f", {mean(timing['tokens_per_second'] for timing in timings):,.0f} tokens/s"
-    allocated, reserved, free = (last.get(f"{kind}_memory_gib") for kind in ("allocated", "reserved", "free"))
-    if None not in (allocated, reserved, free):
+    text += f", {fmean(timing['tokens_per_second'] for timing in timings):,.0f} tokens/s"
+    if "free_memory_gib" in last:
+        allocated, reserved, free = (last[f"{kind}_memory_gib"] for kind in ("allocated", "reserved", "free"))
         text += f"; GPU memory: {allocated:.1f} GiB allocated, {reserved:.1f} reserved, {free:.1f} free"
     return text
 
 
-def to_floats(parts: list[tuple[dict[str, Tensor], dict[str, float]]]) -> list[Means]:
-    """Convert micro-batch metrics to floats, in one GPU transfer."""
-    values = [value.double() for metrics, _ in parts for value in metrics.values()]
-    numbers = iter(torch.stack(values).tolist())
-    return [{name: (next(numbers), counts[name]) for name in metrics} for metrics, counts in parts]
-
-
 def merge(parts: list[Means]) -> Means:
-    """Average metrics over micro-batches or ranks, weighted by tokens or answers."""
+    """Average metrics over micro-batches or ranks, by tokens or answers."""
     merged = {}
     for name in parts[0]:
-        means = [part[name] for part in parts]
-        count = sum(count for _, count in means)
+        values, counts = zip(*(part[name] for part in parts), strict=True)
+        total = sum(counts)
         if name in OVER_STEP:
-            value = OVER_STEP[name](value for value, _ in means)
+            mean = OVER_STEP[name](values)
         elif name.endswith("_rms"):
-            squares = sum(value**2 * count for value, count in means)
-            value = math.sqrt(squares / (count or 1))
+            squares = [value**2 for value in values]
+            mean = math.sqrt(sum(map(mul, squares, counts)) / (total or 1))
         else:
-            value = sum(value * count for value, count in means) / (count or 1)
-        merged[name] = value, count
+            mean = sum(map(mul, values, counts)) / (total or 1)
+        merged[name] = mean, total
     return merged
 
 

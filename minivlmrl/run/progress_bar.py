@@ -47,8 +47,9 @@ class ProgressBar:
         if time.perf_counter() - self.drawn >= SECONDS:
             self.draw()
 
-    def line(self) -> str:
-        seconds = time.perf_counter() - self.begin
+    def draw(self, end: str = ""):
+        self.drawn = time.perf_counter()
+        seconds = self.drawn - self.begin
         share = self.done / max(self.total, 1)
         left = rate = "?"
         if self.done > self.initial:
@@ -57,11 +58,7 @@ class ProgressBar:
             rate = f"{each:.2f}s/it" if each > 1 else f"{1 / each:.2f}it/s"
         time_spent = timedelta(seconds=round(seconds))
         steps = f"{share:4.0%}|{'#' * int(10 * share):10}| {self.done}/{self.total}"
-        return f"{self.name}: {steps} [{time_spent}<{left}, {rate}{self.values}]"
-
-    def draw(self):
-        self.drawn = time.perf_counter()
-        self._replace(self.line())
+        self._replace(f"{self.name}: {steps} [{time_spent}<{left}, {rate}{self.values}]", end)
 
     def print(self, text: str, file=None):
         """Print text above the progress bar."""
@@ -72,12 +69,12 @@ class ProgressBar:
     def close(self):
         """Draw the finished bar, or remove it."""
         if self.leave:
-            self._replace(self.line(), "\n")
+            self.draw("\n")
         else:
             self._replace("", "\r")
         self.hidden = True
 
-    def _replace(self, line: str, end: str = ""):
+    def _replace(self, line: str, end: str):
         """Overwrite the bar with a line, truncated between words to the terminal width."""
         if not self.hidden:
             width = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # some terminals report 0 columns

@@ -1,7 +1,10 @@
 """Compare a resumed run with its checkpoint: options, and contents of files that the recipe names."""
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +17,7 @@ from minivlmrl.data.download import find_folder
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.row_files import split_of
 from minivlmrl.data.rows import Dataset
-from minivlmrl.errors import UserError, truncate
+from minivlmrl.errors import truncate
 from minivlmrl.files import INDEX, digest, weight_files
 from minivlmrl.json_files import json_text, parse_json
 from minivlmrl.run.checkpoint_files import sampled_blocks
@@ -27,6 +30,13 @@ WEIGHTS = "model.path", "model.config", "adapter.path", "reference.path", "ppo.c
 # models to hash: checkpoints contain neither their settings nor reward model weights
 MODELS = "model.path", "model.config", "reference.path", "ppo.critic_path", "reward_model.path"
 BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # changes in these options reset the best evaluation
+# {field of Fingerprints: words for a message}
+FILE_KINDS = {
+    "models": "model files in",
+    "rows": "rows of",
+    "media": "sizes or times of image and video files of",
+    "code": "code in",
+}
 
 
 class Change(NamedTuple):
@@ -50,34 +60,26 @@ def fingerprints(config: RunConfig, datasets: Mapping[str, Dataset]) -> Fingerpr
     found = Fingerprints()
     if config.adapter.r:
         model = config.model
-        files = [Path(model.config)] if model.config else []
-        if model.path:
-            files = weight_files(find_folder(model.path))
+        files = weight_files(find_folder(model.path)) if model.path else [Path(str(model.config))]
         found.base = digest(sampled_blocks(files))
     for option, file in row_files(config.data).items():
         found.rows[option] = checksum(split_of(file)[0])
     for option in MODELS:
-        section, name = option.split(".")
-        path = getattr(getattr(config, section), name)
-        if path and Path(path).exists():  # repositories in the Hub's cache do not change
-            found.models[option] = digest(model_parts(Path(path), has_weights=option == "reward_model.path"))
+        name = attrgetter(option)(config)
+        path = Path(name or "")
+        if name and path.exists():  # repositories in the Hub's cache do not change
+            parts = []  # names and contents of config.json, or of tokenizer, template and settings in a model folder
+            for file in [path] if path.is_file() else sorted(path.glob("*.*")):
+                if file.suffix in (".json", ".jinja", ".txt") and file.name != INDEX:
+                    parts += [file.name, file]
+            weights = path.rglob("*.safetensors") if option == "reward_model.path" else ()
+            found.models[option] = digest(chain(parts, sampled_blocks(sorted(weights))))
     for name, rows in datasets.items():
         if isinstance(rows, FileDataset):
             found.media[name] = rows.media_fingerprint
-    for file in map(Path, sorted(code_files())):
-        is_below = file.is_relative_to(Path.cwd())
-        found.code[str(file.relative_to(Path.cwd()) if is_below else file)] = digest([file])
+    for file in sorted(code_files()):
+        found.code[file.removeprefix(f"{Path.cwd()}{os.sep}")] = digest([Path(file)])
     return found
-
-
-def model_parts(path: Path, has_weights: bool) -> Iterator:
-    """Yield names and contents of config.json, or of tokenizer, template and settings in a model folder."""
-    files = [path] if path.is_file() else sorted(path.glob("*.*"))
-    for file in files:
-        if file.suffix in (".json", ".jinja", ".txt") and file.name != INDEX:
-            yield from (file.name, file)
-    if has_weights:
-        yield from sampled_blocks(sorted(path.rglob("*.safetensors")))
 
 
 def row_files(data: DataOptions) -> dict[str, str]:
@@ -86,17 +88,6 @@ def row_files(data: DataOptions) -> dict[str, str]:
     files |= {f"data.train[{number}].file": part.file for number, part in enumerate(data.train)}
     files |= {f"data.files.{stage}": file for stage, file in data.files.items()}
     return {option: file for option, file in files.items() if file}
-
-
-def check_base_weights(old: TrainerState, new: TrainerState, saved: Path | None):
-    """Raise UserError if an adapter's base weights, which a checkpoint does not contain, have changed."""
-    both = old.files.base, new.files.base
-    quantized = [state.recipe.get("adapter.quantize") for state in (old, new)]
-    if (None not in both and both[0] != both[1]) or quantized[0] != quantized[1]:
-        raise UserError(
-            f"resume: the base weights of the adapter have changed since {saved} "
-            "was saved; restore the earlier weights (model.path) and adapter.quantize"
-        )
 
 
 def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterator[Change]:
@@ -110,18 +101,12 @@ def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterato
             if name in WEIGHTS:
                 text += ", but weights that are in the checkpoint stay as they are"
             yield Change(text, name in batch_sizes or is_about_rows(name), name in BEST_OPTIONS)
-    tables = (
-        ("model files in", old.files.models, new.files.models),
-        ("rows of", old.files.rows, new.files.rows),
-        ("sizes or times of image and video files of", old.files.media, new.files.media),
-        ("code in", old.files.code, new.files.code),
-    )
-    for words, before, now in tables:
+    for kind, words in FILE_KINDS.items():
+        before, now = getattr(old.files, kind), getattr(new.files, kind)
         for name in sorted(before.keys() & now.keys()):  # files in only one run appear as changed options
             if before[name] != now[name]:
-                moves_rows = words == "rows of" and is_about_rows(name)
                 text = f"changed since {saved} was saved: {words} {name}"
-                yield Change(text, moves_rows, name in BEST_OPTIONS)
+                yield Change(text, kind == "rows" and is_about_rows(name), name in BEST_OPTIONS)
 
 
 def is_about_rows(option: str) -> bool:

@@ -3,6 +3,7 @@
 import os
 import time
 from collections import Counter, defaultdict
+from itertools import chain
 from pathlib import Path
 
 from minivlmrl.config.loading import to_yaml
@@ -11,7 +12,7 @@ from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.saving import save_model
-from minivlmrl.errors import UserError, error_phase, pluralize
+from minivlmrl.errors import UserError, error_phase, pluralize, require
 from minivlmrl.files import RUN_CONFIG
 from minivlmrl.json_files import write_json
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -19,7 +20,7 @@ from minivlmrl.model.plain_weights import has_adapters
 from minivlmrl.rewards.text import normalize, solution_text
 from minivlmrl.run.callbacks import Callbacks
 from minivlmrl.run.checkpoints import check_resume
-from minivlmrl.run.evaluate import check_best_metric, evaluate, lowered_metrics
+from minivlmrl.run.evaluate import ANSWER_METRICS, IMAGE_ABLATIONS, evaluate, lowered_metrics, metrics_by_name
 from minivlmrl.run.metrics import FILES, METRICS, MetricsLog, short_names
 from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES
 from minivlmrl.tasks.registry import get_task
@@ -29,8 +30,13 @@ SUMMARY, BEST = "summary.json", "best"
 
 
 def check_outputs(config: RunConfig, trainers: dict[str, type[Trainer]]):
-    """Raise UserError if no stage measures best_metric, or if torchrun may restart ranks without --resume=auto."""
-    check_best_metric(config, [trainer.needs for trainer in trainers.values()])
+    """Raise UserError for an unknown best_metric, or if torchrun may restart ranks without --resume=auto."""
+    rewards = config.eval_rewards
+    ways = ["sampled", "greedy", *(IMAGE_ABLATIONS if config.data.eval_without_images else ())]
+    names = [*metrics_by_name(rewards, dict.fromkeys(ways, [0.0] * len(rewards)))]
+    kinds = [trainer.needs for trainer in trainers.values()]
+    names += [name for kind, name in ANSWER_METRICS.items() if kind in kinds]
+    require(config.best_metric in (None, *names), "best_metric", config.best_metric, f"one of {', '.join(names)}")
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and config.resume != "auto":
         raise UserError(
             "resume: torchrun's --max-restarts only works with --resume=auto, because a restarted "
@@ -39,27 +45,26 @@ def check_outputs(config: RunConfig, trainers: dict[str, type[Trainer]]):
 
 
 def check_output_dir(config: RunConfig):
-    """Raise UserError if the run would overwrite earlier results, or the user's own files."""
+    """Raise UserError rather than overwrite earlier results or the user's files."""
     has_states = bool(check_resume(config))
     folder = Path(config.output_dir)
     metrics_file = folder / METRICS
-    replaced = [RUN_CONFIG, *FILES, *([COMPLETIONS, IMAGES] if config.log_completions else [])]
-    replaced += [tracker for tracker in config.report_to if tracker == "tensorboard"]
+    replaced = [RUN_CONFIG, *FILES, *config.report_to, *([COMPLETIONS, IMAGES] if config.log_completions else [])]
     own = [name for name in replaced if (folder / name).exists()]
     if own and not has_states and not metrics_file.exists():
         raise UserError(
             f"output_dir: {folder} contains {', '.join(own)}, which the run would replace, but no {METRICS}, so they "
             "are not an earlier run's; choose another --output_dir, or move them"
         )
-    has_results = (folder / SUMMARY).exists()
     base = config.model.path if config.adapter.r and config.stages else None
     if base and any(Path(base).resolve().is_relative_to((folder / name).resolve()) for name in ("checkpoint", BEST)):
         raise UserError(
             f"output_dir: the run would replace {base}, to which a resumed run adds its adapter; choose another "
             "--output_dir"
         )
-    if not config.stages and metrics_file.exists():  # a run without stages would overwrite metrics.jsonl
-        has_results = has_results or metrics_file.stat().st_size > 0
+    # a run without stages would overwrite metrics.jsonl
+    results = [folder / SUMMARY] if config.stages else [folder / SUMMARY, metrics_file]
+    has_results = any(file.exists() and file.stat().st_size > 0 for file in results)
     if has_results and not has_states and config.resume != "never":
         raise UserError(
             f"output_dir: {folder} contains the results of an earlier run; use --resume=never to "
@@ -101,18 +106,15 @@ class Results:
             (self.folder / RUN_CONFIG).write_bytes(text.encode())
 
     def measure(self, name: str, trainer: Trainer | None = None):
-        """Evaluate before the first stage or after a stage, and store the metrics for summary.json."""
+        """Evaluate before the first stage or after a stage, for summary.json."""
         if self.held_out is not None:
             steps_done = trainer.options.max_steps if trainer else 0
             self.state.results[name] = self.evaluate(name, trainer, steps_done)
 
     def evaluate_if_due(self, trainer: Trainer, steps_done: int):
-        """Evaluate every eval_steps steps, except at the end of a stage; save weights every save_steps steps."""
-        if steps_done == 0:
-            return
+        """Evaluate every eval_steps steps, and save weights every save_steps steps."""
         config = self.config
-        is_last = steps_done == trainer.options.max_steps
-        if config.eval_steps and steps_done % config.eval_steps == 0 and not is_last:
+        if config.eval_steps and steps_done % config.eval_steps == 0:
             self.evaluate(f"after step {steps_done} of {trainer.stage}", trainer, steps_done)
         if config.save_steps and steps_done % config.save_steps == 0:
             self.save(trainer, self.folder)
@@ -120,35 +122,25 @@ class Results:
     def save(self, trainer: Trainer, folder: Path):
         trainer.save(folder, merge=self.config.save != "adapter")
 
-    def save_stage(self, trainer: Trainer):
-        if trainer.trains_policy:
-            self.save(trainer, self.folder)
-        else:  # later stages load the reward model, so save all its weights
-            trainer.save(self.folder)
-        self.world.barrier()  # the next stage may read the saved files
-
     def evaluate(self, name: str, trainer: Trainer | None, steps_done: int) -> dict[str, float]:
-        """Evaluate, save the weights if best_metric has improved, and return the metrics."""
+        """Evaluate, save the weights if best_metric improved, and return the metrics."""
         begin = time.perf_counter()
         config = self.config
+        stage = trainer.stage if trainer else next(iter(config.stage_names), name)
         held_out = self.held_out
         assert held_out is not None  # validation rejects eval_steps without held-out rows
         try:
-            first = trainer.options if trainer else getattr(config, [*config.stage_names, "grpo"][0])
-            steps = steps_done, first.max_steps or 1
+            steps = steps_done, getattr(config, stage, config.grpo).max_steps or 1
             values = evaluate(self.model, self.processor, held_out, config, self.world, steps)
         except FloatingPointError as error:
             cause = "The training has probably diverged; try a lower learning rate"
             if trainer is None:
-                dtype = config.model.compute_dtype or config.model.dtype
                 cause = (
-                    "Nothing has been trained yet, so the weights are damaged or the activations are too "
-                    f"large for {dtype}; try --model.compute_dtype=float32"
+                    "Nothing has been trained yet, so the weights are damaged or the activations overflow; try "
+                    "--model.compute_dtype=float32"
                 )
             raise UserError(f"evaluation {name}: {error}. {cause}") from error
-        stage = config.stage_names[0] if config.stages else name
         if trainer is not None:
-            stage = trainer.stage
             with error_phase("evaluation"):
                 values |= trainer.evaluate(held_out)
         seconds = time.perf_counter() - begin
@@ -161,15 +153,15 @@ class Results:
             if self.state.best is None or score > self.state.best:
                 self.state.best = score
                 self.save(trainer, self.folder / BEST)
-        # omit eval/loss from the printed table, because only some stages have it
+        # only some stages have eval/loss, so the table omits it
         values.pop("eval/loss", None)
         return values
 
     def chance(self) -> float | None:
         """Return the accuracy of guessing without the image, None if the first reward is not `accuracy`.
 
-        For rows from a file, the guess is the most frequent held-out solution to the same question. If a question
-        occurs only once, the guess is the most frequent solution overall.
+        Guess for rows from a file: the most frequent held-out solution to the question, or overall if the question
+        occurs only once.
         """
         if self.held_out is None or self.config.eval_rewards[0] != "accuracy":
             return None
@@ -187,15 +179,14 @@ class Results:
         return sum(right) / total.total()
 
     def write(self, trainer: Trainer | None = None):
-        """Write summary.json, then the weights, which may fill the disk."""
+        """Write summary.json, then the weights: they may fill the disk."""
         if self.world.is_main:
             chance = self.chance()
             results = self.state.results
             seconds = self.state.seconds
             write_json(self.folder / SUMMARY, {"chance": chance, **results, "seconds": seconds})
             if results:
-                num_rows = len(self.held_out) if self.held_out is not None else 0
-                print_table(results, num_rows, chance)
+                print_table(results, len(self.held_out or ()), chance)
             times = (f"{name} {value:.1f} s" for name, value in seconds.items())
             print(f"training: {', '.join(times)}")
         if trainer is not None:
@@ -212,17 +203,16 @@ class Results:
 
 
 def print_table(results: dict, num_rows: int, chance: float | None):
-    """Print evaluation metrics as a table, with chance accuracy in the first row."""
-    columns = [*dict.fromkeys(column for row in results.values() for column in row)]
+    """Print a table of evaluation metrics, with chance accuracy in the first row."""
+    columns = [*dict.fromkeys(chain.from_iterable(results.values()))]
     titles = [name.removeprefix("eval/") for name in short_names(columns)]
-    lines = [(f"held-out {num_rows}", titles)]
-    if chance is not None:  # chance is the same for sampled and greedy answers, the first two columns
-        lines.append(("chance", [f"{chance:.3f}"] * 2))
-    for name, row in results.items():
-        values = [f"{row[column]:.3f}" if column in row else "" for column in columns]
-        lines.append((name.replace("_", " "), values))
-    first_width = max(12, *(len(name) + 1 for name in results))
+    # chance is the same for sampled and greedy answers, the first two columns
+    rows = {} if chance is None else {"chance": dict.fromkeys(columns[:2], chance)}
+    table = {f"held-out {num_rows}": titles}
+    for name, row in (rows | results).items():
+        table[name.replace("_", " ")] = [f"{row[column]:.3f}" if column in row else "" for column in columns]
+    first_width = max(12, *(len(name) + 1 for name in table))
+    widths = [max(9, len(title) + 2) for title in titles]
     print()
-    for name, values in lines:
-        cells = [f"{value:>{max(9, len(title) + 2)}}" for title, value in zip(titles, values, strict=False)]
-        print(f"{name:<{first_width}}{''.join(cells)}".rstrip())
+    for name, values in table.items():
+        print((name.ljust(first_width) + "".join(map(str.rjust, values, widths))).rstrip())

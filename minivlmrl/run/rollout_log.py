@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
 import PIL.Image
@@ -31,7 +31,7 @@ from tokenizers.decoders import DecodeStream
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import build
 from minivlmrl.data.boxes import Box, parse_boxes
-from minivlmrl.data.messages import content_parts
+from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
@@ -93,7 +93,7 @@ class CompletionsLog:
             shutil.rmtree(images, ignore_errors=True)
             return
         earlier = folder_of_logs(self.folder, resumed) / IMAGES
-        if earlier.is_dir() and not (images.is_dir() and earlier.samefile(images)):
+        if earlier.is_dir() and earlier != images:
             for file in (earlier, *earlier.iterdir()):
                 file_inside(file.parent, file.name)
             shutil.copytree(earlier, images, dirs_exist_ok=True)
@@ -103,26 +103,11 @@ class CompletionsLog:
 
     def step(self, trainer: Trainer, step: Step, number: int):
         """Log completions of an optimizer step; all ranks must call this."""
-        logged = groups(trainer, step)
-        logs_all = self.num_prompts is None
-        if not logs_all and not self.world.is_main:
-            return
-        part = self.describe(trainer, step, number, logged)
-        for lines, images in self.world.gather_objects(part) if logs_all else [part]:
-            if not self.world.is_main:
-                return
-            for name, encoded in images.items():
-                self.write_image(name, encoded)
-            for line in lines:
-                self.write(line)
-
-    def describe(
-        self, trainer: Trainer, step: Step, number: int, logged: Iterator[dict]
-    ) -> tuple[list[dict], dict[str, bytes]]:
-        """Return this rank's log lines, and {path: bytes} for images that rank 0 writes."""
-        lines = []
+        is_main = self.world.is_main
+        num_prompts = self.num_prompts if is_main or self.num_prompts is None else 0
+        logged = []
         pictures = {}
-        for group, line in islice(zip(step.groups, logged, strict=True), self.num_prompts):
+        for group, line in zip(step.groups, groups(trainer, step, num_prompts), strict=False):
             row = group[0].row
             for sample, described in zip(group, line["completions"], strict=True):
                 paths = described.get("pictures", ())
@@ -130,16 +115,18 @@ class CompletionsLog:
                     pictures[path] = picture
             images = [f"{IMAGES}/{trainer.stage}-{row.index}-{i}.webp" for i in range(len(row.images))]
             pictures.update(zip(images, row.images, strict=True))
-            lines.append({"stage": trainer.stage, "step": number, **line, "images": images})
-        new = {path: picture for path, picture in pictures.items() if not (self.folder / path).is_file()}
-        return lines, {path: encode_image(picture) for path, picture in new.items()}
-
-    def write_image(self, name: str, encoded: bytes):
-        path = self.folder / name
-        path.parent.mkdir(exist_ok=True)
-        draft = path.with_suffix(".partial")  # a killed run must leave no broken image
-        draft.write_bytes(encoded)
-        draft.rename(path)
+            logged.append({"stage": trainer.stage, "step": number, **line, "images": images})
+        encoded = {path: encode_image(image) for path, image in pictures.items() if not (self.folder / path).is_file()}
+        parts = self.world.gather_objects((logged, encoded))
+        for lines, images in parts if is_main else ():
+            for name, content in images.items():
+                path = self.folder / name
+                path.parent.mkdir(exist_ok=True)
+                draft = path.with_suffix(".partial")  # a killed run must leave no broken image
+                draft.write_bytes(content)
+                draft.rename(path)
+            for line in lines:
+                self.write(line)
 
 
 def folder_of_logs(output: Path, resumed: Path) -> Path:
@@ -163,8 +150,8 @@ def encode_image(image: PIL.Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
-    """Yield lines for completions.jsonl from this rank's prompts, without `images`.
+def groups(trainer: Trainer, step: Step, limit: int | None = None) -> list[dict]:
+    """Return lines for completions.jsonl from this rank's first `limit` prompts, without `images`.
 
     All ranks must call this, because advantages are gathered.
     """
@@ -174,38 +161,32 @@ def groups(trainer: Trainer, step: Step) -> Iterator[dict]:
             indices = [sample.index for sample in batch.samples]
             own.update(zip(indices, batch.completion_advantages(), strict=True))
     advantages = dict(chain(*(part.items() for part in trainer.world.gather_objects(own))))
-
-    def describe(group: list[Sample]) -> dict:
-        # samples with advantage 0 were dropped from the micro-batches
-        return describe_group(trainer, group, [advantages.get(sample.index, 0.0) for sample in group])
-
-    return map(describe, step.groups)
+    return [describe_group(trainer, group, advantages) for group in step.groups[:limit]]
 
 
-def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float]) -> dict:
+def describe_group(trainer: Trainer, group: list[Sample], advantages: dict[int, float]) -> dict:
     row = group[0].row
     processor = trainer.processor
-    totals = trainer.total_rewards(group).tolist()
     image_size, answer_extent = image_and_box_sizes(row, group[0].prompt, processor)
     solution = row.columns.get("solution")
     solution_text = solution if isinstance(solution, str) else json_text(solution)
     true_boxes = boxes(solution_text, image_size)
     lines = []
-    for g, sample in enumerate(group):
+    for g, (sample, total) in enumerate(zip(group, trainer.total_rewards(group).tolist(), strict=True)):
         completion = sample.completion
         text = processor.decode_assistant_turn(completion)
+        extra = {**completion.extra}
         line = {
             "text": text,
             "answer": find_answer(text, processor.answer_format),
             "rewards": dict(zip(trainer.config.rewards, sample.rewards.tolist(), strict=True)),
-            "why": completion.extra.get("why", {}),
-            "reward": totals[g],
-            "advantage": advantages[g],
+            "why": extra.pop("why", {}),
+            "reward": total,
+            "advantage": advantages.get(sample.index, 0.0),  # 0: dropped from the micro-batches
             "stopped": completion.stopped,
             "tokens": list(tokens(completion, processor)),
             "boxes": boxes(text, answer_extent) if true_boxes else [],
         }
-        extra = {column: value for column, value in completion.extra.items() if column != "why"}
         if extra:
             line["extra"] = extra
         if completion.turns:
@@ -214,13 +195,10 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float
             name = f"{IMAGES}/{row.key.replace('/', '-')}-{g}"
             line["pictures"] = [f"{name}-{i}.webp" for i in range(len(completion.pictures))]
         lines.append(line)
-    prompt_texts = []
-    for message in row.messages:
-        prompt_texts += [part.get("text") or "" for part in content_parts(message)]
     return {
         "row": row.index,
         "where": row.where,
-        "prompt": "\n".join(prompt_texts).strip(),
+        "prompt": "\n".join(map(text_of, row.messages)).strip(),
         "solution": solution,
         "truth": true_boxes,
         "completions": lines,
@@ -228,7 +206,7 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: list[float
 
 
 def describe_turn(turn: Completion, processor: Processor) -> dict:
-    row = turn.prompt.row if turn.prompt is not None else None
+    row = turn.prompt and turn.prompt.row
     return {
         "text": processor.decode_assistant_turn(turn),
         "tokens": len(turn.ids),

@@ -18,7 +18,7 @@ from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_sizes import long_rows
 from minivlmrl.data.rows import Dataset
-from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
+from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.errors import UserError, require
@@ -50,7 +50,7 @@ def prepare(
     callbacks.on_setup(config, world)
     check_optimizer(config.optimizer)
     for name in config.report_to:
-        find_tracker(name)  # report a missing package before weights are loaded
+        find_tracker(name)  # fail early if a package is missing
     for stage in config.stage_names:
         prompts = getattr(config, stage).prompts_per_step
         expected = f"a multiple of {world.size}, the number of ranks"
@@ -60,8 +60,7 @@ def prepare(
     needs = {stage: trainer.needs for stage, trainer in trainers.items()}
     reward_columns = required_columns(training_rewards(config))
     eval_columns = required_columns(held_out_rewards(config))
-    reads = columns_read(config, trainers)
-    datasets = load_datasets(config, needs, reward_columns, eval_columns, world, reads)
+    datasets = load_datasets(config, needs, reward_columns, eval_columns, world, columns_read(config, trainers))
     processor = build_processor(config, datasets)
     datasets = filter_long_rows(config, datasets, processor, world)
     limit_epochs(config, datasets)
@@ -84,7 +83,7 @@ def build_model(
 
 
 def build_processor(config: RunConfig, datasets: dict[str, Dataset] | None = None) -> Processor:
-    """Load the processor from the model folder, or build one for a model with random weights."""
+    """Load the model folder's processor, or build one for random weights."""
     section = config.model
     pixel_bounds = config.data.min_pixels, config.data.max_pixels
     if (section.path is None) == (section.config is None):
@@ -101,18 +100,34 @@ def build_processor(config: RunConfig, datasets: dict[str, Dataset] | None = Non
         processor = load_processor(section.path, *pixel_bounds)
     else:
         assert section.config is not None
-        tokenizer = make_tokenizer(config, section.config, datasets)
+        if config.data.task:
+            tokenizer = get_task(config.data.task).tokenizer()
+        elif datasets:
+            vocab_size = config_json.from_dict(read_json(Path(section.config)), section.config).vocab_size
+            tokenizer = train_tokenizer(tokenizer_texts(datasets), vocab_size)
+        else:
+            raise UserError(
+                "model.config needs the tokenizer of a built-in task, or rows to train a tokenizer on; "
+                "set data.task, or set model.path to use a checkpoint instead"
+            )
         model_config = config_for(section.config, tokenizer)
         processor = random_processor(model_config, tokenizer, *pixel_bounds)
     return adapt_processor(processor, config)
 
 
 def build_weights(config: RunConfig, world: World, processor: Processor) -> VisionLanguageModel:
-    """Load the model or initialize it at random, add adapters, and shard it."""
+    """Load or initialize the model, add adapters, and shard it."""
     section = config.model
     dtype = DTYPES[section.dtype]
-    recompute = section.activation_checkpointing
-    sharding = choose_sharding(config, world)
+    sharding = None  # every rank holds all weights
+    if config.uses_fsdp:
+        # lazy import: takes 40 MiB and half a second
+        from minivlmrl.distributed.fsdp import Sharding
+
+        sharding = Sharding(
+            config.sharding, world, dtype, section.activation_checkpointing,
+            section.compute_dtype and DTYPES[section.compute_dtype],
+        )  # fmt: skip
     adapt = None
     if config.adapter.r:
         from minivlmrl.model.lora import inject_adapters
@@ -120,7 +135,6 @@ def build_weights(config: RunConfig, world: World, processor: Processor) -> Visi
         adapt = partial(inject_adapters, options=config.adapter)
     if section.path is not None:
         model = load_model(section.path, dtype, world.device, sharding, adapt)
-        model.save_dtype = DTYPES[model.config.torch_dtype]
     else:
         assert section.config is not None, "build_processor rejects a recipe without a model"
         model = random_weights(section.config, processor.tokenizer, config.seed)
@@ -142,47 +156,23 @@ def build_weights(config: RunConfig, world: World, processor: Processor) -> Visi
             print(
                 f"{config.adapter.path} was trained on {quantize} weights; set adapter.quantize={quantize}", flush=True
             )
-    if section.save_dtype is not None:
-        model.save_dtype = DTYPES[section.save_dtype]
+    save_dtype = section.save_dtype or (section.path and model.config.torch_dtype)
+    model.save_dtype = DTYPES[save_dtype] if save_dtype else None
     select_trained(model, section.freeze)
-    if recompute and sharding is None:
+    if section.activation_checkpointing and sharding is None:
         recompute_blocks(model)
     return model
 
 
-def choose_sharding(config: RunConfig, world: World):
-    """Return an FSDP2 sharding, or None if every rank holds all weights."""
-    if not config.uses_fsdp:
-        return None
-    # lazy import: takes 40 MiB and half a second
-    from minivlmrl.distributed.fsdp import Sharding
-
-    section = config.model
-    compute_dtype = DTYPES[section.compute_dtype] if section.compute_dtype else None
-    return Sharding(config.sharding, world, DTYPES[section.dtype], section.activation_checkpointing, compute_dtype)
-
-
-def make_tokenizer(config: RunConfig, model_config: str, datasets: dict[str, Dataset] | None) -> Tokenizer:
-    if config.data.task:
-        return get_task(config.data.task).tokenizer()
-    if not datasets:
-        raise UserError(
-            "model.config needs the tokenizer of a built-in task, or rows to train a tokenizer on; "
-            "set data.task, or set model.path to use a checkpoint instead"
-        )
-    vocab_size = config_json.from_dict(read_json(Path(model_config)), model_config).vocab_size
-    return train_tokenizer(tokenizer_texts(datasets), vocab_size)
-
-
 def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
-    """Return a copy of the processor with the data options and the environment's tools."""
+    """Copy the processor with data options and environment tools."""
     data = config.data
     image_processor = replace(processor.image_processor, dtype=patch_dtype(config))
     if data.resize_backend:
         image_processor = replace(image_processor, resize=RESIZE[data.resize_backend])
     template = processor.template
     if data.chat_template_kwargs:
-        # lazy import of Jinja, which most recipes do not need
+        # lazy import of Jinja
         from minivlmrl.data.folder_template import with_values
 
         template = with_values(template, data.chat_template_kwargs)
@@ -201,13 +191,13 @@ def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
 
 
 def patch_dtype(config: RunConfig) -> torch.dtype:
-    """Return the dtype for image patches: the model dtype if 16-bit, else float32."""
+    """Return the image patch dtype: the model dtype if 16-bit, else float32."""
     dtype = DTYPES[config.model.compute_dtype or config.model.dtype]
     return dtype if dtype.itemsize == 2 else torch.float32
 
 
 def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Yield texts to train a tokenizer on: prompts and answers from up to 10,000 rows per stage."""
+    """Yield training texts for a tokenizer: prompts and answers of 10,000 rows per stage."""
     yield "system\nYou are a helpful assistant.\nuser\nassistant\n<think></think><answer></answer>"
     for stage, rows in datasets.items():
         if stage == "eval":
@@ -223,7 +213,7 @@ def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
 
 
 def answers_of(config: RunConfig, name: str) -> tuple[str, ...]:
-    """Return the Row fields that hold answers in a dataset, such as ("chosen", "rejected")."""
+    """Return a dataset's answer fields, such as ("chosen", "rejected")."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
     if name in trainers:
         return trainers[name].answers
@@ -237,7 +227,7 @@ def check_positions(
     model: VisionLanguageModel,
     processor: Processor,
 ):
-    """Raise UserError if a prompt and its answer have more tokens than the model or the sampling engine allows."""
+    """Raise UserError if prompt and answer are too long for the model or the sampling engine."""
     max_positions = model.config.max_position_embeddings
     engine_limit = find_engine(config.sampling).most_tokens(config.sampling) or max_positions
     for name, rows in datasets.items():
@@ -246,43 +236,34 @@ def check_positions(
         num_new = config.sampling.max_new_tokens if is_answered else 0
         most_tokens = max_positions
         bound = f"the model's {max_positions} (max_position_embeddings)"
-        # vLLM's limit does not apply to held-out rows, which evaluations sample without vLLM
+        # evaluations of held-out rows do not use vLLM
         if needs.get(name) == "prompts" and engine_limit < max_positions:
             most_tokens = engine_limit
             bound = f"the limit of {engine_limit} tokens of sampling.engine"
+        require(num_new < most_tokens, "sampling.max_new_tokens", num_new, f"less than {bound}")
         limit = most_tokens - num_new
-        if limit < 1:
-            raise UserError(
-                f"sampling.max_new_tokens is {num_new}, but it must be less than {most_tokens}, "
-                f"because prompt and completion together must not exceed {bound}"
-            )
-        advice = "lower sampling.max_new_tokens, " if num_new else ""
-        reason = (
-            f"{f'and {num_new} new ones ' if num_new else ''}exceed {bound}; "
-            f"{advice}shorten the prompt{' or the answer' if answers else ''} or remove the row; "
-            f"data.max_prompt_tokens={limit} skips such rows in training"
-        )
         skips = config.data.skip_unreadable and name != "eval"
         for size in long_rows(rows, processor, limit, skips, answers):
+            advice = "lower sampling.max_new_tokens, or " if num_new else ""
             raise UserError(
-                f"{size.where}: the prompt{' and the answer' if answers else ''} of {size.longest} tokens {reason}"
+                f"{size.where}: {size.longest} tokens of prompt and answer, and {num_new} to sample, exceed {bound}; "
+                f"{advice}shorten or remove the row, or skip it in training with data.max_prompt_tokens={limit}"
             )
 
 
 def filter_long_rows(
     config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World
 ) -> dict[str, Dataset]:
-    """Remove training rows whose prompt and answers have more than data.max_prompt_tokens tokens."""
+    """Remove training rows with more than data.max_prompt_tokens tokens in prompt and answers."""
     max_tokens = config.data.max_prompt_tokens
     if max_tokens is None:
         return datasets
-    fitted = {}
+    fitted = {**datasets}
     for name, rows in datasets.items():
-        if name == "eval":  # keep held-out rows, so that evaluations stay comparable
-            fitted[name] = rows
+        if name == "eval":  # evaluations must stay comparable
             continue
-        find = partial(long_rows, rows, processor, max_tokens, config.data.skip_unreadable, answers_of(config, name))
-        removed = world.compute_on_rank_zero(lambda find=find: list(find()), "measure the rows")
+        long = long_rows(rows, processor, max_tokens, config.data.skip_unreadable, answers_of(config, name))
+        removed = world.compute_on_rank_zero(partial(list, long), "measure the rows")
         fitted[name] = without_rows(rows, {size.index for size in removed})
         if removed and world.is_main:
             examples = ", ".join(f"{size.where}: {size.longest} tokens" for size in removed[:5])
@@ -291,7 +272,7 @@ def filter_long_rows(
 
 
 def limit_epochs(config: RunConfig, datasets: dict[str, Dataset]):
-    """Lower max_steps of stages that would exceed max_epochs; config.yaml shows the lowered value."""
+    """Lower max_steps to max_epochs; config.yaml shows the lowered value."""
     max_epochs = config.max_epochs or math.inf
     for stage in config.stage_names:
         section = getattr(config, stage)

@@ -12,9 +12,9 @@ from minivlmrl.config.time_limit import shorten_limits
 from minivlmrl.distributed.process_group import World
 
 PREEMPTED = 75  # exit code after a stop signal: EX_TEMPFAIL in sysexits.h, retrying may help
-# signals within these seconds count as one, because scheduler and torchrun may both send one
+# seconds: signals of scheduler and torchrun count as one
 SAME_REQUEST = 5.0
-LAST_CALL = 10.0  # seconds that a reward or tool may still take after a signal
+LAST_CALL = 10.0  # seconds left for a reward or tool after a signal
 
 
 class Preempted(Exception):
@@ -22,10 +22,10 @@ class Preempted(Exception):
 
 
 class StopSignals:
-    """Context manager that handles stop signals during a run.
+    """Context manager: handle stop signals during a run.
 
-    A second signal after five seconds (Ctrl-C: one second) ends the process at once. Long tasks, such as sampling, call
-    world.stop_if_preempted repeatedly, which raises Preempted after a signal.
+    A second signal after five seconds (Ctrl-C: one second) ends the process at once. Long tasks such as sampling call
+    world.stop_if_preempted, which raises Preempted after a signal.
     """
 
     NAMES = "SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGBREAK"
@@ -35,13 +35,13 @@ class StopSignals:
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
         self.first: float | None = None  # time of the first signal
         self.exit_code = 0  # exit code of the run: PREEMPTED after a signal
-        # stop only after a rollout's last update, because checkpoints contain no rollouts
+        # only after a rollout's last update: checkpoints contain no rollouts
         self.can_stop: Callable[[], bool] = lambda: True
 
     def __enter__(self) -> "StopSignals":
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         self.handlers = {}  # {signal: previous handler}
-        # Python sets signal handlers only in the main thread
+        # Python allows signal handlers only in the main thread
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:  # leave signals ignored, such as SIGHUP under nohup
@@ -49,7 +49,7 @@ class StopSignals:
         return self
 
     def __exit__(self, _type, error, _traceback) -> bool:
-        """Restore the signal handlers, and print a Preempted exception instead of raising it."""
+        """Restore the signal handlers; print Preempted instead of raising it."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         shorten_limits(math.inf)
@@ -81,10 +81,7 @@ class StopSignals:
             os.kill(os.getpid(), number)
 
     def stop_if_preempted(self):
-        """Raise Preempted on all ranks if a signal has arrived and a checkpoint can be saved."""
-        if self.is_requested() and self.can_stop():
+        """Raise Preempted on all ranks after a signal, if a checkpoint can be saved; all ranks must call this."""
+        [signaled] = self.world.sum(self.first is not None)
+        if signaled and self.can_stop():
             raise Preempted("preempted")
-
-    def is_requested(self) -> bool:
-        """Check whether any rank has received a signal; all ranks must call this."""
-        return self.world.sum(self.first is not None)[0] > 0

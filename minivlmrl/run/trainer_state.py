@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 from minivlmrl.config.parsing import build
-from minivlmrl.errors import UserError, pluralize
 from minivlmrl.json_files import read_json
 
 RUN = "run.json"
@@ -38,31 +37,11 @@ class TrainerState:
     recipe: dict = field(default_factory=dict)  # recipe options; see run/recipe_changes.py
     files: Fingerprints = field(default_factory=Fingerprints)
     # {log file: number of lines so far}
-    num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(kw_only=True)
+    num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(default_factory=dict)
     # {log file: line for the last step}, which a resumed run adds if an error prevented writing it
     last_lines: dict[str, dict] = field(default_factory=dict)
     optimizer: list[dict] = field(default_factory=list)  # non-default optimizer numbers per parameter group
     logs: dict[str, str] = field(default_factory=dict)  # state of callbacks; see Callback.state_dict
-
-    def begin_stage(self, number: int):
-        self.stage = number
-        self.step = 0
-        self.batches_consumed = 0
-        self.rows = 0
-
-    def check_rows(self, rows: int):
-        """Raise UserError if the number of rows has changed since the checkpoint."""
-        if self.rows not in (0, rows):
-            raise UserError(
-                f"resume: the checkpoint was saved with {pluralize(self.rows, 'row')}, but the dataset now has "
-                f"{rows}; restore the earlier rows, or accept the change with --resume=FOLDER (the checkpoint)"
-            )
-        self.rows = rows
-
-    def advance(self, batches_consumed: int):
-        self.step += 1
-        self.steps += 1
-        self.batches_consumed = batches_consumed
 
 
 def read_trainer_state(folder: Path) -> TrainerState:

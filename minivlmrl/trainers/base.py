@@ -4,7 +4,7 @@ A stage in a recipe (sft, dpo, grpo, ...) is a Trainer subclass.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -184,7 +184,7 @@ class Trainer:
         """Compute loss and metrics for a micro-batch."""
         raise NotImplementedError
 
-    def phase(self, name: str, rows: Sequence[Row] = ()) -> error_phase:
+    def phase(self, name: str, rows: Sequence[Row] = ()) -> AbstractContextManager[None]:
         """Time a phase such as "sampling", and add its name and rows to error messages."""
         self.timer.start(name)
         return error_phase(name, rows)

@@ -61,7 +61,7 @@ def test_commands_have_a_help_page(capsys, tool):
 
 def test_a_mistake_is_one_line(capsys):
     assert __main__.main(["memoryd"]) == __main__.main(["memory", "--model", "nowhere"]) == 2
-    expected = "\n'memoryd' is not one of these commands; did you mean memory?\n"
+    expected = "minivlmrl memoryd: this is not one of the commands; did you mean memory?\n"
     expected += "minivlmrl memory: nowhere: this folder does not exist"
     assert capsys.readouterr().err.startswith(expected)
 

@@ -41,7 +41,7 @@ def test_registries_name_modules_of_the_package():
 
 
 @pytest.mark.parametrize(("target", "message"), [
-    ("json:dumpz", "^json defines no 'dumpz'; did you mean dump\\?$"),
+    ("json:dumpz", "^json defines no 'dumpz'; did you mean dump or dumps\\?$"),
     ("FILE:crsh", "own.py defines no 'crsh'; did you m"),
     ("jsonn:dumps", "^there is no module jsonn; install its package, or write file.py:name$"),
     ("json.none:dumps", "^there is no module json.none; install"), ("FILE:zzz", "own.py defines no 'zzz'$"),

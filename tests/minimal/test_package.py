@@ -25,7 +25,7 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 from minivlmrl.model.rope import get_rope_index
 from minivlmrl.rewards.text import accuracy, last_answer, tag_format
-from minivlmrl.run.optimizer import finish_gradients, learning_rate, make_optimizer
+from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
 from tests.helpers import tiny
 from tests.helpers.by_hand import tensor
 from tests.helpers.draws import seeded
@@ -237,7 +237,7 @@ def test_steps_end_with_equal_weights(both, stage, beta, monkeypatch, capsys):
     minimal.train(ours, rows, stage, options)
     assert f"{stage.__name__} step 3 of 3" in capsys.readouterr().out
     config = TrainingOptions(max_steps=3, learning_rate=1e-3, warmup_steps=2, min_lr_ratio=0.1, adam_beta2=0.99)
-    optimizer = make_optimizer([*package.parameters()], config, OptimizerOptions())
+    optimizer = build_optimizer(package, config, OptimizerOptions())
     pair = SimpleNamespace(package=package, processor=both.processor)
     norms = []
     for step in range(3):

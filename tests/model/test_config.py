@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from minivlmrl.data.tokenizer import train_tokenizer
-from minivlmrl.model import checkpoint, config_json
+from minivlmrl.model import build as model_build
+from minivlmrl.model import config_json
 from minivlmrl.model.build import random_model
 from minivlmrl.model.families.registry import FAMILIES, find_family
 from tests.helpers import tiny
@@ -194,7 +195,7 @@ def test_any_value_of_any_key_is_read_or_refused(model_type):
             if key == "text_config.full_attention_interval":
                 del config["text_config"]["layer_types"]
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(checkpoint, "read_json", lambda _, config=config: config)
+                patch.setattr(model_build, "read_json", lambda _, config=config: config)
                 try:
                     found = repr(config_json.from_dict(config, "config.json"))
                     if found not in built:

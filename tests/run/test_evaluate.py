@@ -14,6 +14,7 @@ from minivlmrl.data.messages import conversation
 from minivlmrl.data.rows import Row
 from minivlmrl.model.build import random_model
 from minivlmrl.run import evaluate as file
+from minivlmrl.run import results
 from minivlmrl.tasks import shapes
 from tests.helpers.runs import write_lines
 from tests.helpers.stages import ONE
@@ -103,10 +104,11 @@ def test_metrics_that_no_row_provides_are_not_reported(scripted):
 def test_a_best_metric_that_no_evaluation_of_the_run_measures_is_refused(name, needs):
     run = config()
     run.best_metric = name
+    trainers = {kind: SimpleNamespace(needs=kind) for kind in needs}
     with pytest.raises(ValueError, match=f"best_metric is '{name}', but it must be one of eval/accuracy_sampled, "):
-        file.check_best_metric(run, needs)
+        results.check_outputs(run, trainers)
     run.best_metric = {"demonstrations": "eval/loss", "pairs": "eval/pair_accuracy"}[max(needs - {"prompts"})]
-    file.check_best_metric(run, needs)
+    results.check_outputs(run, trainers)
 
 
 @pytest.fixture(scope="module")

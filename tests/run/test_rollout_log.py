@@ -70,7 +70,7 @@ def test_a_thought_opened_by_the_prompt_is_part_of_the_text(stage, published):
     assert tag_format(texts) == [1.0, 0.0] and columns["answer_texts"] == ["green square", None]
     assert columns["completion_ids"] == [ids.tolist(), ids[:2].tolist()]
     [samples] = Rollout.join([row], [prompt], [group], torch.zeros(2, 1)).groups
-    lines = describe_group(one, samples, [0.0, 0.0])["completions"]
+    lines = describe_group(one, samples, {})["completions"]
     assert [line["text"] for line in lines] == texts and "".join(t for t, _ in lines[0]["tokens"]) == texts[0]
     assert [line["tokens"][0] for line in lines] == [("<think>\n", None)] * 2
     evaluated = evaluate.result_line(one.processor, [], row, group, [[], []])["answers"]
