@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from minivlmrl.config.options import DataOptions
-from minivlmrl.data import loader
-from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data import file_dataset, loader, processor
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor, encode_answer
 from minivlmrl.data.rows import Row, uniform_numbers
 from minivlmrl.distributed.process_group import World
 from minivlmrl.tasks import shapes
@@ -38,7 +36,7 @@ def test_every_pass_visits_every_row_once_in_another_order(size, per_step):
     assert size < 50 or numbers[:50] != numbers[50:100]
 
 
-PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
+PROCESSOR = processor.Processor(shapes.tokenizer(), ImageProcessor())
 
 
 class Numbered:
@@ -87,7 +85,7 @@ def test_a_skipped_row_is_reported_in_the_step_that_needs_it(write_rows, tmp_pat
     """Not when a thread prepares it: a resumed run prepares it again, and would report it twice."""
     (tmp_path / "a.png").write_bytes((tmp_path / "red.png").read_bytes()[:40])
     images = ["red", "green", "blue", "a"]
-    rows = FileDataset(write_rows(*({"problem": image, "image": f"{image}.png"} for image in images)))
+    rows = file_dataset.FileDataset(write_rows(*({"problem": image, "image": f"{image}.png"} for image in images)))
     read = batches(rows=rows, prompts_per_step=1, skip_unreadable=True, image_workers=1)
     for _ in itertools.takewhile(lambda numbers: numbers != [3], loader.shuffled(4, 1, 0)):
         next(read)
@@ -102,7 +100,7 @@ def test_an_unreadable_row_is_replaced_by_the_next(write_rows, tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.png").write_bytes((tmp_path / "red.png").read_bytes()[:40])
     images = ["red", "a", "b", "green", "blue"]
-    rows = FileDataset(write_rows(*({"problem": image, "image": f"{image}.png"} for image in images)))
+    rows = file_dataset.FileDataset(write_rows(*({"problem": image, "image": f"{image}.png"} for image in images)))
     with pytest.raises(ValueError, match=r"rows\.jsonl:[23]: .*[ab]\.png: the image cannot be read"):
         [row.prompt(PROCESSOR) for row in next(batches(rows=rows, prompts_per_step=5))]
     read = batches(rows=rows, prompts_per_step=5, skip_unreadable=True)
@@ -125,11 +123,11 @@ def test_a_row_with_an_unreadable_image_in_an_answer_is_replaced(answers, write_
         second = {"role": "user", "content": [{"type": "image", "image": f"{image}.png"}]}
         row = {"prompt": [question], answers[0]: [answer, second, answer]}
         rows.append(row | {name: "blue" for name in answers[1:]})
-    rows = FileDataset(write_rows(*rows))
+    rows = file_dataset.FileDataset(write_rows(*rows))
     good, damaged = rows[0], rows[1]
-    assert encode_answer(PROCESSOR, good, getattr(good, answers[0])).pictures
+    assert processor.encode_answer(PROCESSOR, good, getattr(good, answers[0])).pictures
     with pytest.raises(ValueError, match=r"rows\.jsonl:2: .*cut\.png: .*data\.skip_unreadable=true"):
-        encode_answer(PROCESSOR, damaged, getattr(damaged, answers[0]))
+        processor.encode_answer(PROCESSOR, damaged, getattr(damaged, answers[0]))
     with pytest.warns(UserWarning, match=r"rows\.jsonl:2: .*cut\.png: .*skipped; 1 so far"):
         draw = next(batches(rows=rows, prompts_per_step=3, answers=answers, skip_unreadable=True))
     assert sorted(row.index for row in draw) == [0, 2, 2]
@@ -190,6 +188,6 @@ def test_errors_of_a_row_are_raised_when_it_is_used(workers):
 
 def test_rows_that_are_all_unreadable_end_the_run(write_rows, tmp_path):
     (tmp_path / "red.png").write_bytes(b"")
-    rows = FileDataset(write_rows(*[{"problem": "a", "image": "red.png"}] * 3))
+    rows = file_dataset.FileDataset(write_rows(*[{"problem": "a", "image": "red.png"}] * 3))
     with pytest.raises(ValueError, match=r"^The run ends, because 100 .*red\.png: "):
         next(batches(rows=rows, skip_unreadable=True))

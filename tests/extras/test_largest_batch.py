@@ -13,10 +13,7 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.distributed.process_group import World
-from minivlmrl.extras.memory.estimate import MemoryQuestion
-from minivlmrl.extras.memory.largest_batch import largest_rows, try_largest_batches
-from minivlmrl.extras.memory.memory_check import MemoryCheck, heaviest_rows
-from minivlmrl.extras.memory.out_of_memory import OutOfMemory, OutOfMemoryReport
+from minivlmrl.extras.memory import estimate, largest_batch, memory_check, out_of_memory
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.run import loop
 from minivlmrl.tasks import shapes
@@ -51,13 +48,13 @@ def test_a_trial_changes_nothing(stage, name, monkeypatch):
 
     before, random_state = copies(tried.trainer.trained), torch.get_rng_state()
     sizes = [RowSize(index=index) for index in range(8)]
-    question = MemoryQuestion(tried.trainer.config, name, None, 1, sizes, sizes[:1])
+    question = estimate.MemoryQuestion(tried.trainer.config, name, None, 1, sizes, sizes[:1])
     sampled = []
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "training_loss", training_loss)
         patch.setattr(Sampler, "sample_with", lambda sampler, *given: sampled.append(sample(sampler, *given)))
         datasets = {name: tried.batches.dataset, "eval": tried.batches.dataset}
-        try_largest_batches(question, tried.trainer, tried.optimizer, datasets, 100)
+        largest_batch.try_largest_batches(question, tried.trainer, tried.optimizer, datasets, 100)
     rows = range(STAGE["micro_batch_size"])
     assert len(batches) == 1 and len(batches[0].group.prompts) == len(rows)
     # the trial samples a rollout of 4 prompts, and 13 held-out rows, which fill a batch of 16,384 tokens
@@ -77,7 +74,7 @@ def test_a_trial_changes_nothing(stage, name, monkeypatch):
     assert all(value.equal(after[key]) for key, value in tried.trainer.trained.state_dict().items())
 
 
-class CheckedAsOnGPU(MemoryCheck):
+class CheckedAsOnGPU(memory_check.MemoryCheck):
     """A memory check that plans for a GPU, although the run trains on the CPU."""
 
     def on_rows(self, config, datasets, processor, world):
@@ -111,9 +108,9 @@ def test_memory_that_runs_out_is_reported_before_the_first_step(train, tmp_path,
 
     monkeypatch.setattr(Trainer, "training_loss", training_loss)
     monkeypatch.setattr(loop, "optimizer_step", None)  # a call of None would fail
-    with pytest.raises(OutOfMemory) as caught:
+    with pytest.raises(out_of_memory.OutOfMemory) as caught:
         given = f"--data.train_file={tmp_path / 'rows.jsonl'}"
-        train("run", [OutOfMemoryReport(), CheckedAsOnGPU()], "--stages=[grpo]", given)
+        train("run", [out_of_memory.OutOfMemoryReport(), CheckedAsOnGPU()], "--stages=[grpo]", given)
     assert str(caught.value).startswith("grpo step 0, phase forward: memory ran out (CUDA out of memory.")
     assert "rows.jsonl:6 with" in str(caught.value) and metrics(tmp_path / "run") == []
 
@@ -125,12 +122,12 @@ def test_unreadable_rows_are_not_tried(write_rows, tmp_path):
     broken = tmp_path / "broken.png"
     broken.write_bytes(broken.read_bytes()[:2000])
     data = FileDataset(write_rows(*({"problem": "a", "image": f"{name}.png"} for name in ("broken", "large", "red"))))
-    sizes = heaviest_rows(data, PROCESSOR)
+    sizes = memory_check.heaviest_rows(data, PROCESSOR)
     assert [size.index for size in sizes] == [0, 1, 2] and sizes[0].weight == sizes[1].weight > sizes[2].weight
 
     def rows_of(count, skips=True, sizes=sizes):
-        question = MemoryQuestion(RunConfig(data=DataOptions(skip_unreadable=skips)), "grpo", None)
-        rows = largest_rows(question, SimpleNamespace(processor=PROCESSOR), data, sizes, count)
+        question = estimate.MemoryQuestion(RunConfig(data=DataOptions(skip_unreadable=skips)), "grpo", None)
+        rows = largest_batch.largest_rows(question, SimpleNamespace(processor=PROCESSOR), data, sizes, count)
         return [row.index for row in rows]
 
     assert rows_of(1) + rows_of(3) == [1, 1, 2, 1]

@@ -13,15 +13,10 @@ from minivlmrl.data.rows import Prompt
 from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.weights import copy_model, recompute_blocks
 from minivlmrl.extras.memory import estimate as memory
-from minivlmrl.generation.filters import Filters
-from minivlmrl.generation.generate import make_token_sampler, sample_by_uniforms
-from minivlmrl.generation.sampler import Sampler
+from minivlmrl.generation import filters, generate, sampler
 from minivlmrl.kernels import dense_attention, shared_prefix
-from minivlmrl.model import config_json, lora, vision
-from minivlmrl.model.build import initialize
+from minivlmrl.model import build, config_json, logprobs, lora, value_head, vision
 from minivlmrl.model.checkpoint import load_model
-from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.value_head import ValueModel
 from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.run.setup import patch_dtype
@@ -85,8 +80,8 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
     model = memory.MemoryEstimator(config).build(run).to_empty(device="cpu")
     if config.tie_word_embeddings:  # to_empty has given tied weights separate memory
         model.lm_head.weight = model.model.embed_tokens.weight
-    initialize(model, torch.Generator().manual_seed(0))
-    critics = [ValueModel(copy_model(model))] if stage == "ppo" else []
+    build.initialize(model, torch.Generator().manual_seed(0))
+    critics = [value_head.ValueModel(copy_model(model))] if stage == "ppo" else []
     models = torch.nn.ModuleList([model, *critics])
     weights = [*models.parameters(), *models.buffers()]
     if run.model.activation_checkpointing:
@@ -100,7 +95,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
 
     def forward_and_backward():
         with lora.dropout(models, run.adapter.dropout, "memory"):
-            outputs = [per_token_logps(model, batch)[0], *(critic(batch) for critic in critics)]
+            outputs = [logprobs.per_token_logps(model, batch)[0], *(critic(batch) for critic in critics)]
             sum(output.sum() for output in outputs).backward()
 
     optimizer = build_optimizer(models, run.grpo, run.optimizer)
@@ -143,9 +138,9 @@ ALL_FILTERS = {"top_k": 50, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.
 def test_sampling_a_token_takes_the_estimated_memory(options, rel):
     sampling = SamplingOptions(**options)
     logits = torch.randn(4, 151936)
-    warp = Filters(sampling, [torch.arange(9)] * 4, 1) if options else None
-    draw = sample_by_uniforms(torch.rand(4, 1, dtype=torch.float64))
-    choose = make_token_sampler(sampling.temperature, [], draw, warp)
+    warp = filters.Filters(sampling, [torch.arange(9)] * 4, 1) if options else None
+    draw = generate.sample_by_uniforms(torch.rand(4, 1, dtype=torch.float64))
+    choose = generate.make_token_sampler(sampling.temperature, [], draw, warp)
     with memory.AllocationTracker([]) as live:
         choose(logits, torch.arange(4), torch.zeros(4, dtype=torch.long))
     assert live.peak + logits.nbytes == pytest.approx(memory.DRAW_BYTES * logits.numel(), rel=rel)
@@ -251,7 +246,7 @@ def test_the_peak_of_each_phase(family, card, home, monkeypatch):  # noqa: PLR09
         "--dpo.micro_batch_size=2", "--sft.prompts_per_step=2", "--dpo.prompts_per_step=2",
         "--sampling.max_batch_tokens=3000", "--sampling.temperature=1"])  # fmt: skip
     model = estimator.build(run).to_empty(device="cpu")
-    initialize(model, torch.Generator().manual_seed(0))
+    build.initialize(model, torch.Generator().manual_seed(0))
     weights = [*model.parameters(), *model.buffers()]
     ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (WORK.text_tokens,))])
     patches = torch.rand(256, config.vision_config.patch_dim).to(patch_dtype(run))
@@ -260,7 +255,7 @@ def test_the_peak_of_each_phase(family, card, home, monkeypatch):  # noqa: PLR09
     answer = torch.randint(0, 400, (10,))
 
     def sampled(sampling, prompts, num_generations):
-        sample = Sampler(model, processor, sampling)
+        sample = sampler.Sampler(model, processor, sampling)
         with memory.AllocationTracker(weights) as live:
             sample([prompt] * prompts, num_generations, [str(i) for i in range(prompts)])
         return live.peak
@@ -274,7 +269,7 @@ def test_the_peak_of_each_phase(family, card, home, monkeypatch):  # noqa: PLR09
             memory.AllocationTracker([*weights, *gradients, batch.pixel_values]) as live,
             torch.set_grad_enabled(train),
         ):
-            logps, _ = per_token_logps(model, batch)
+            logps, _ = logprobs.per_token_logps(model, batch)
             if train:
                 logps.sum().backward()
         return live.peak + prompts * prompt.pixel_values.nbytes

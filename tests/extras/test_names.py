@@ -5,13 +5,11 @@ import re
 
 import pytest
 
-from minivlmrl.config.loading import load_config
-from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import options_of
+from minivlmrl.config import loading, options, parsing
 from minivlmrl.extras.names import CODE, read_tables
 from tests.helpers.links import ROOT
 
-OPTIONS = {option.path for option in options_of(RunConfig)}
+OPTIONS = {option.path for option in parsing.options_of(options.RunConfig)}
 # names that the papers and projects behind minivlmrl print; a name that is removed from minivlmrl stays in this list
 SOURCES = json.loads((ROOT / "tests" / "recorded" / "names_of_sources.json").read_text())
 # the recorded options are those that an earlier version had
@@ -20,14 +18,14 @@ REMOVED = sorted({*json.loads((ROOT / "tests" / "recorded" / "options.json").rea
 
 def refusal(name):
     with pytest.raises(ValueError) as error:
-        load_config("shapes.yaml", [f"--{name}=1"])
+        loading.load_config("shapes.yaml", [f"--{name}=1"])
     return str(error.value)
 
 
 def test_every_name_of_a_table_is_answered_as_the_table_says():
     assert len(read_tables()) > 300
     for name, rows in read_tables().items():
-        if name in {*OPTIONS, *vars(RunConfig())}:
+        if name in {*OPTIONS, *vars(options.RunConfig())}:
             continue
         message = refusal(name)
         for row in rows:

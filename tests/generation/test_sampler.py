@@ -11,10 +11,7 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.weights import is_sharded
 from minivlmrl.extras.families.qwen3_vl import Qwen3VisionTransformer
-from minivlmrl.generation import stop_strings
-from minivlmrl.generation.cuda_graphs import CapturedDecode
-from minivlmrl.generation.environments import check_environment
-from minivlmrl.generation.generate import Decode
+from minivlmrl.generation import cuda_graphs, environments, generate, stop_strings
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.generation.stop_strings import StopStrings
 from minivlmrl.model.vision import VisionTransformer
@@ -89,20 +86,20 @@ def test_the_largest_stop_token_must_be_in_the_vocabulary(sampler):
 @pytest.fixture
 def decodes(monkeypatch):
     """Record the class of each decode step, and whether the model's weights are sharded."""
-    seen, original = [], Decode.__call__
+    seen, original = [], generate.Decode.__call__
 
     def call(self, model, *inputs):
         seen.append((type(self), is_sharded(model)))
         return original(self, model, *inputs)
 
-    monkeypatch.setattr(Decode, "__call__", call)
+    monkeypatch.setattr(generate.Decode, "__call__", call)
     return seen
 
 
 @pytest.mark.parametrize(("graph", "on_a_gpu"), [("auto", True), ("never", False)])
 def test_the_option_cuda_graph_selects_the_decode_step(sampler, decodes, graph, on_a_gpu):
     sample_pairs(sampler(cuda_graph=graph))
-    assert set(decodes) == {(Decode, False)}
+    assert set(decodes) == {(generate.Decode, False)}
     assert sampler(world=SimpleNamespace(device=torch.device("cuda")), cuda_graph=graph).captured == on_a_gpu
 
 
@@ -113,7 +110,7 @@ def test_sharded_weights_sample_the_same_tokens(sampler, decodes, gather_weights
     own = sampler(sharded_model(), ONE, gather_weights)
     own.captured = captured
     found = sample_pairs(own)
-    assert set(decodes) == {(CapturedDecode if captured else Decode, not gather_weights)}
+    assert set(decodes) == {(cuda_graphs.CapturedDecode if captured else generate.Decode, not gather_weights)}
     assert found == sample_pairs(sampler())
 
 
@@ -201,5 +198,5 @@ def test_a_wrong_engine_is_named(stage, engine_file, engine, options, expected):
 def test_a_reward_that_reads_the_environment_needs_one():
     run = RunConfig(rewards={"environment": 1.0}, sampling=SamplingOptions())
     with pytest.raises(ValueError, match=r"but sampling.environment \(None\) does not have"):
-        check_environment(run)
-    check_environment(RunConfig(rewards={"format": 1.0}, sampling=SamplingOptions()))
+        environments.check_environment(run)
+    environments.check_environment(RunConfig(rewards={"format": 1.0}, sampling=SamplingOptions()))

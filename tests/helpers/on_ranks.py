@@ -21,10 +21,8 @@ from minivlmrl.distributed import process_group
 from minivlmrl.distributed.weights import is_sharded, reshard
 from minivlmrl.extras.agents import tool_sampler
 from minivlmrl.rewards.registry import REWARDS
-from minivlmrl.run import loop
-from minivlmrl.run.checkpoint_files import local_rows
+from minivlmrl.run import checkpoint_files, loop, setup
 from minivlmrl.run.optimizer import build_optimizer
-from minivlmrl.run.setup import build_model
 from minivlmrl.tasks import shapes
 from minivlmrl.trainers import registry
 from tests.helpers.children import fork_processes
@@ -115,7 +113,7 @@ def trainer_on_rank(folder: Path, overrides: list[str], world: process_group.Wor
     overrides = [f"--output_dir={folder / 'out'}", *(text.replace("FOLDER", str(folder)) for text in overrides)]
     config = load_config(folder / "recipe.yaml", overrides)
     [stage] = config.stage_names
-    model, processor = build_model(config, world)
+    model, processor = setup.build_model(config, world)
     return registry.find_trainer(stage, config)(config, model, processor, world)
 
 
@@ -139,7 +137,7 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.Worl
         weight = parameter.full_tensor() if config.uses_fsdp else parameter
         result.weights[name] = weight.detach().clone()
     if trainer.reference is not None:
-        result.reference = [local_rows(p)[0].clone() for p in trainer.reference.model.parameters()]
+        result.reference = [checkpoint_files.local_rows(p)[0].clone() for p in trainer.reference.model.parameters()]
     return result
 
 

@@ -9,9 +9,7 @@ import sys
 import pytest
 import torch
 
-from minivlmrl.model import config_json
-from minivlmrl.model.checkpoint import load_model
-from minivlmrl.model.packing import pack
+from minivlmrl.model import checkpoint, config_json, packing
 from tests.helpers import tiny
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
@@ -37,7 +35,7 @@ def saved_pair(folder, model_type: str = "qwen2_5_vl", tied: bool = False, dtype
     tiny.telling_weights(theirs)
     theirs.tie_weights()
     theirs.save_pretrained(folder)
-    return theirs.eval(), load_model(folder)
+    return theirs.eval(), checkpoint.load_model(folder)
 
 
 def in_float64(monkeypatch, model_type: str):
@@ -101,7 +99,7 @@ def their_inputs(prompt):
 
 def our_logits(model, rows):
     """Return logits for all rows, computed in one packed batch and split by row."""
-    batch = pack(rows, [[] for _ in rows], model.config)
+    batch = packing.pack(rows, [[] for _ in rows], model.config)
     return model.lm_head(model(batch)).split(batch.layout.prompt_lengths)
 
 

@@ -9,17 +9,14 @@ import torch
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.generation.sampler import ENGINES
-from minivlmrl.model.build import model_from_config
-from minivlmrl.model.checkpoint import read_config
+from minivlmrl.model import build, checkpoint, logprobs, packing
 from minivlmrl.model.families.registry import hub_name
-from minivlmrl.model.logprobs import completion_states
-from minivlmrl.model.packing import pack
 
 
 class LLM:
     def __init__(self, folder, logits_processors, load_format, mm_device_do_normalize, dtype, **options):
         self.llm_engine, self.normalizes = self, mm_device_do_normalize
-        self.model = model_from_config(read_config(Path(folder)), folder).to(dtype)
+        self.model = build.model_from_config(checkpoint.read_config(Path(folder)), folder).to(dtype)
         self.choosing = logits_processors[0](None)
         self.batch = []
         self.reset_encoder_cache = self.reset_prefix_cache = lambda: None
@@ -38,9 +35,9 @@ class LLM:
     def step(self):
         self.choosing.update_state([(i, row.params, None, row.ids) for i, row in enumerate(self.batch)])
         ids = [[Completion(torch.tensor([*row.ids, 0]))] for row in self.batch]
-        group = pack([self.prompt(row.given) for row in self.batch], ids, self.model.config, "cpu")
+        group = packing.pack([self.prompt(row.given) for row in self.batch], ids, self.model.config, "cpu")
         last = torch.tensor([len(one.ids) for [one] in ids]).cumsum(0) - 1  # the state before a token predicts it
-        logits = completion_states(self.model, group)[last] @ self.model.lm_head.weight.T
+        logits = logprobs.completion_states(self.model, group)[last] @ self.model.lm_head.weight.T
         for row, token in zip(self.batch, self.choosing.apply(logits.float()).argmax(-1).tolist(), strict=True):
             row.ids.append(token)
         LLM.abort_request(self, [row.name for row in self.batch if len(row.ids) == row.params.max_tokens])

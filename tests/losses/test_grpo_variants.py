@@ -9,11 +9,7 @@ import pytest
 import torch
 
 from minivlmrl.config.options import DPOOptions, GRPOOptions, PPOOptions, RewardModelOptions, SFTOptions
-from minivlmrl.losses import grpo_variants
-from minivlmrl.losses.grpo import TERMS, grpo_loss
-from minivlmrl.losses.ppo import ppo_loss
-from minivlmrl.losses.preference import dpo_loss, reward_loss
-from minivlmrl.losses.sft import sft_loss
+from minivlmrl.losses import grpo, grpo_variants, ppo, preference, sft
 from tests.helpers.by_hand import OFF_POLICY, loss_of, loss_options, near, policy, tensor
 
 NAN = float("nan")
@@ -24,22 +20,22 @@ def test_options_have_the_names_and_defaults_of_trl(trl):
     tensors = {"old_per_token_logps", "ref_per_token_logps", "token_weights", "normalizer"}
     theirs = {field.name: field.default for field in fields(trl.GRPOConfig)}
     theirs |= {"epsilon_low": theirs["epsilon"], "epsilon_high": theirs["epsilon"]}
-    ours = {name: value for name, value in grpo_loss.__kwdefaults__.items() if name not in tensors}
-    for term in TERMS.values():
+    ours = {name: value for name, value in grpo.grpo_loss.__kwdefaults__.items() if name not in tensors}
+    for term in grpo.TERMS.values():
         ours |= term.__kwdefaults__ or {}
     assert ours.keys() - theirs.keys() == {"kl_estimator", "importance_sampling_ratio"}
     assert all(theirs[name] == ours[name] for name in ours.keys() & theirs.keys())
 
 
 @pytest.mark.parametrize("section, loss, number", [
-    (GRPOOptions, grpo_loss, 7), (DPOOptions, dpo_loss, 8), (PPOOptions, ppo_loss, 2), (SFTOptions, sft_loss, 1),
-    (RewardModelOptions, reward_loss, 1),
+    (GRPOOptions, grpo.grpo_loss, 7), (DPOOptions, preference.dpo_loss, 8), (PPOOptions, ppo.ppo_loss, 2),
+    (SFTOptions, sft.sft_loss, 1), (RewardModelOptions, preference.reward_loss, 1),
 ])  # fmt: skip
 def test_a_recipe_and_a_call_from_python_have_the_same_defaults(section, loss, number):
     options = loss_options(section(), loss)
     assert len(options) == number
     defaults = {name: p.default for name, p in inspect.signature(loss).parameters.items() if name in options}
-    if loss is dpo_loss:
+    if loss is preference.dpo_loss:
         defaults["loss_type"] = [defaults["loss_type"]]  # a recipe has a list with names
     assert options == defaults
 

@@ -15,15 +15,9 @@ from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.generation.generate import generate, make_token_sampler
+from minivlmrl.losses import grpo, preference, sft
 from minivlmrl.losses.advantages import group_advantages
-from minivlmrl.losses.grpo import grpo_loss
-from minivlmrl.losses.preference import dpo_loss
-from minivlmrl.losses.sft import sft_loss
-from minivlmrl.model import config_json
-from minivlmrl.model.checkpoint import load_model, load_processor
-from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.packing import pack
-from minivlmrl.model.rope import get_rope_index
+from minivlmrl.model import checkpoint, config_json, logprobs, packing, rope
 from minivlmrl.rewards.text import accuracy, last_answer, tag_format
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
 from tests.helpers import tiny
@@ -46,9 +40,9 @@ def both(request, tmp_path_factory):
     model = tiny.model_of(config_json.from_dict(pairs.hub_config(request.param))).double()
     smallest, largest = pairs.PIXELS
     save_model(folder, model, Processor(pairs.TOKENIZER, ImageProcessor(min_pixels=smallest, max_pixels=largest)))
-    package = load_model(folder)
+    package = checkpoint.load_model(folder)
     return SimpleNamespace(
-        ours=pairs.in_float64(folder), package=package, processor=load_processor(folder), folder=folder
+        ours=pairs.in_float64(folder), package=package, processor=checkpoint.load_processor(folder), folder=folder
     )
 
 
@@ -96,7 +90,7 @@ def test_prompts_are_equal(both, name):
     assert torch.equal(torch.cat(patches), package.pixel_values)
     grids = [(1, h, w) for _, h, w in ours.images]
     assert grids == list(map(tuple, package.image_grid_thw.tolist()))
-    positions = get_rope_index(package.input_ids, package.image_grid_thw, both.package.config)
+    positions = rope.get_rope_index(package.input_ids, package.image_grid_thw, both.package.config)
     assert torch.equal(ours.positions, positions)
     assert ours.ids.tolist().count(pairs.IMAGE) == sum(h * w // 4 for _, h, w in grids)
 
@@ -112,8 +106,8 @@ def logps_of(both, name: str, answers: list[torch.Tensor]):
     """Return log-probabilities (G, T) of a row's completions by minimal.py and by the package, and the mask."""
     ours, package = prompts(both, name)
     ids, mask = pairs.padded(answers)
-    batch = pack([package], [[Completion(answer) for answer in answers]], both.package.config)
-    logps, _ = per_token_logps(both.package, batch)
+    batch = packing.pack([package], [[Completion(answer) for answer in answers]], both.package.config)
+    logps, _ = logprobs.per_token_logps(both.package, batch)
     assert torch.equal(batch.completion_mask, mask.float())
     return minimal.log_probabilities(both.ours, ours, ids), batch.pad(logps), mask
 
@@ -149,7 +143,7 @@ def test_grpo_is_equal(both, far, beta):
     advantages = tensor(1.5, -0.5, 1.0, -2.0)
     given = {"beta": beta, "epsilon_high": 0.28, "old_per_token_logps": old, "ref_per_token_logps": ref}
     others = {"loss_type": "grpo", "use_bias_correction_kl": False}
-    loss, metrics = grpo_loss(package, advantages, mask.double(), **given, **others)
+    loss, metrics = grpo.grpo_loss(package, advantages, mask.double(), **given, **others)
     assert [metrics[f"clip_ratio/{side}_mean"] > 0.05 for side in ("low", "high")] == [far > 0] * 2
     check_gradients(both, minimal.grpo_loss(ours, advantages, mask, **given), loss)
 
@@ -157,7 +151,7 @@ def test_grpo_is_equal(both, far, beta):
 @pytest.mark.parametrize("num_tokens", [None, 40])
 def test_sft_is_equal(both, num_tokens):
     ours, package, mask = logps_of(both, "an image", sampled())
-    expected = sft_loss(package, mask.double()) * mask.sum() / (num_tokens or mask.sum())
+    expected = sft.sft_loss(package, mask.double()) * mask.sum() / (num_tokens or mask.sum())
     check_gradients(both, minimal.sft_loss(ours, mask, num_tokens=num_tokens), expected)
 
 
@@ -198,21 +192,21 @@ def package_loss(both, stage, rows, reference, beta):
     packed = [both.processor(conversation(row["problem"], {"image": 1}), row["images"]) for row in rows]
     texts = {minimal.sft: TEXTS[:1], minimal.dpo: TEXTS[:2], minimal.grpo: TEXTS}[stage]
     group = [Completion(torch.tensor([*encode(text), pairs.IDS["<|im_end|>"]])) for text in texts]
-    batch = pack(packed, [group] * len(packed), config)
-    (logps, _), mask = per_token_logps(both.package, batch), batch.completion_mask
+    batch = packing.pack(packed, [group] * len(packed), config)
+    (logps, _), mask = logprobs.per_token_logps(both.package, batch), batch.completion_mask
     with torch.no_grad():
-        ref = batch.pad(per_token_logps(reference, batch)[0])
+        ref = batch.pad(logprobs.per_token_logps(reference, batch)[0])
     if stage is minimal.sft:
-        return sft_loss(batch.pad(logps), mask)
+        return sft.sft_loss(batch.pad(logps), mask)
     if stage is minimal.dpo:
         shape = (len(rows), 2, -1)
         given = {"beta": beta, "ref_per_token_logps": ref.view(shape)}
-        return dpo_loss(batch.pad(logps).view(shape), mask.view(shape), **given)[0]
+        return preference.dpo_loss(batch.pad(logps).view(shape), mask.view(shape), **given)[0]
     forms, right = tag_format(TEXTS), accuracy([last_answer(text) for text in TEXTS], ["red"] * len(TEXTS))
     rewards = tensor(*(0.5 * form + (form and truth) for form, truth in zip(forms, right, strict=True)))
     advantages = group_advantages(rewards.repeat(len(rows)), len(TEXTS))
     given = {"loss_type": "grpo", "beta": beta, "use_bias_correction_kl": False, "ref_per_token_logps": ref}
-    return grpo_loss(batch.pad(logps), advantages, mask, **given)[0]
+    return grpo.grpo_loss(batch.pad(logps), advantages, mask, **given)[0]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +219,7 @@ def test_steps_end_with_equal_weights(both, stage, beta, monkeypatch, capsys):
     ]
     ours, package, reference = (
         pairs.in_float64(both.folder),
-        *(load_model(both.folder, torch.float64) for _ in range(2)),
+        *(checkpoint.load_model(both.folder, torch.float64) for _ in range(2)),
     )
     advantages = minimal.group_advantages  # of float32 rewards, which round differently
     monkeypatch.setattr(minimal, "group_advantages", lambda rewards, n: advantages(rewards.double(), n))

@@ -15,11 +15,9 @@ from minivlmrl.config.options import LoRAOptions
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.extras.families.qwen3_5 import CenteredRMSNorm, GatedDeltaNet
 from minivlmrl.files import INDEX
-from minivlmrl.model import build, checkpoint
+from minivlmrl.model import build, checkpoint, lora, value_head
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.families.registry import FAMILIES, find_family
-from minivlmrl.model.lora import inject_adapters
-from minivlmrl.model.value_head import load_value_model
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 
@@ -45,7 +43,7 @@ def copy(folder, tmp_path):
 
 
 @pytest.mark.parametrize(("read", "first"), [
-    (load_model, "read_tensors"), (load_processor, "load_tokenizer"), (load_value_model, "read_tensors"),
+    (load_model, "read_tensors"), (load_processor, "load_tokenizer"), (value_head.load_value_model, "read_tensors"),
 ])  # fmt: skip
 def test_a_folder_that_is_replaced_while_it_is_read_gives_no_mixture(copy, monkeypatch, read, first):
     """A run saves its checkpoint again after the first file was read."""
@@ -299,7 +297,7 @@ def test_infinite_values_are_found_before_quantization(copy):
     checkpoint.check_loaded(torch.full((70_000,), 1.0, dtype=torch.float16), UP, copy)
     edit_weights(copy, lambda weights: weights[UP][0].fill_(torch.inf))
     with pytest.raises(ValueError, match=f"tensor {UP} contains NaN or infinite values"):
-        load_model(copy, None, "cpu", None, partial(inject_adapters, options=LoRAOptions(r=2, quantize="nf4")))
+        load_model(copy, None, "cpu", None, partial(lora.inject_adapters, options=LoRAOptions(r=2, quantize="nf4")))
 
 
 def other_patches(folder):

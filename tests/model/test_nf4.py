@@ -12,14 +12,12 @@ from minivlmrl.config.options import LoRAOptions
 from minivlmrl.distributed.weights import copy_model
 from minivlmrl.extras.answers.chat import inference_config
 from minivlmrl.extras.check.summary import trainable_summary
-from minivlmrl.model import nf4
+from minivlmrl.model import nf4, peft, value_head
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.families.registry import FAMILIES, hub_name
 from minivlmrl.model.lora import adapters, inject_adapters, quantize_base
 from minivlmrl.model.nf4 import NF4, dynamic_code, pack_nf4, unpack_nf4
-from minivlmrl.model.peft import load_adapter
 from minivlmrl.model.plain_weights import gather_full_tensor, packed_layers, part_of, plain_weights
-from minivlmrl.model.value_head import ValueModel
 from tests.helpers.on_ranks import shards_bytes
 from tests.model.test_lora import adapted, batch, loss
 from tests.record.record_bitsandbytes import SHAPE, digest, numbers, recorded
@@ -109,7 +107,7 @@ def test_outputs_and_gradients_equal_those_of_the_unpacked_weights(pair):
 def test_a_copy_shares_the_packed_base(pair):
     """A value model on the same base adds only adapters and a head."""
     model, _ = pair
-    twin = ValueModel(copy_model(model)).backbone
+    twin = value_head.ValueModel(copy_model(model)).backbone
     theirs = packed_layers(twin)
     assert all(theirs[name].packed is layer.packed for name, layer in packed_layers(model).items())
     assert torch.equal(twin(batch(model)), model(batch(model)))
@@ -123,7 +121,7 @@ def test_a_run_writes_the_unpacked_base_and_its_adapter(run, plain, own, checkpo
     small = [f"--{s}.max_steps=2" for s in ("sft", "grpo", "ppo")] + ["--grpo.beta=0.1"]
     folder = run(*own, "--adapter.r=4", "--adapter.quantize=nf4", *small, *options, f"--stages={stages}")
     model = load_model(checkpoint)
-    load_adapter(model, folder / "checkpoint" / "adapter")
+    peft.load_adapter(model, folder / "checkpoint" / "adapter")
     quantize_base(model)
     written, computed = dict(load_model(folder / "checkpoint").named_parameters()), plain_weights(model)
     assert adapters(model)

@@ -5,14 +5,10 @@ import torch
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions, ModelOptions
+from minivlmrl.model import decoder, logprobs, lora, peft, trainable
 from minivlmrl.model.checkpoint import load_model
-from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import FAMILIES, family_of, find_family
-from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import adapters, init_adapters, inject_adapters
-from minivlmrl.model.peft import gather_adapter, load_adapter
 from minivlmrl.model.plain_weights import is_adapter, part_of
-from minivlmrl.model.trainable import select_trained
 from minivlmrl.run.setup import build_model
 from tests.helpers import tiny
 from tests.helpers.runs import metrics
@@ -26,7 +22,7 @@ ADAPTERS = ["--adapter.r=4", f"--adapter.target={ALL}"]
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_blocks_of_a_model_cover_its_layers_once(model_type):
     model = tiny.model(model_type=model_type)
-    assert family_of(model) is find_family(model_type) and type(model) is VisionLanguageModel
+    assert family_of(model) is find_family(model_type) and type(model) is decoder.VisionLanguageModel
     names = {id(module): name for name, module in model.named_modules()}
     blocks = [names[id(block)] for block in model.blocks()]
     assert blocks == [f"visual.blocks.{i}" for i in range(4)] + [f"model.layers.{i}" for i in range(3)]
@@ -36,7 +32,7 @@ def test_the_blocks_of_a_model_cover_its_layers_once(model_type):
 @pytest.mark.parametrize("freeze", [["vision", "merger"], ["language", "embeddings"], ["embeddings"]], ids=str)
 def test_frozen_parts(tied, freeze):
     model = tiny.model(tied)
-    select_trained(model, freeze)
+    trainable.select_trained(model, freeze)
     trained = {part_of(name) for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {"vision", "merger", "language", "embeddings"} - set(freeze)
     assert {part_of(name) for name, p in model.named_parameters() if not p.requires_grad} == set(freeze)
@@ -44,25 +40,25 @@ def test_frozen_parts(tied, freeze):
 
 def test_ranges_of_layers_are_frozen():
     model = tiny.model()
-    select_trained(model, ["layers.0", "visual.blocks.1-1", "embeddings"])
+    trainable.select_trained(model, ["layers.0", "visual.blocks.1-1", "embeddings"])
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     prefixes = ("model.layers.0.", "visual.blocks.1.", "model.embed_tokens.", "lm_head.")
     assert frozen == {name for name, _ in model.named_parameters() if name.startswith(prefixes)}
     with pytest.raises(ValueError, match=r"model.freeze is 'layers.1-9', but it must be a range within 0-2"):
-        select_trained(model, ["layers.1-9"])
+        trainable.select_trained(model, ["layers.1-9"])
     with pytest.raises(ValueError, match=r"model.freeze is 'layers.3', but it must be a range within 0-2"):
-        select_trained(model, ["layers.3"])
+        trainable.select_trained(model, ["layers.3"])
     with pytest.raises(ValueError, match=r"freeze contains 'layer.0-1', but each item must be vision, merger"):
         ModelOptions(freeze=["layer.0-1"])
 
 
 def test_adapters_of_frozen_parts_are_frozen_too():
     model = adapted()
-    select_trained(model, ["vision"])
+    trainable.select_trained(model, ["vision"])
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert all(map(is_adapter, trained)) and {part_of(name) for name in trained} == {"merger", "language"}
     with pytest.raises(ValueError, match=r"model.freeze is \[merger\], so no parameter would .*adapter.target"):
-        select_trained(adapted(["merger"]), ["merger"])
+        trainable.select_trained(adapted(["merger"]), ["merger"])
 
 
 REFERENCED = {"grpo": "--grpo.beta=0.1", "dpo": "--dpo.beta=0.1", "ppo": "--ppo.kl_coef=0.1"}
@@ -92,7 +88,9 @@ def test_the_reference_is_the_base_without_a_copy(stage, name, size):
     run = stage(name, *ADAPTERS, REFERENCED[name], f"--{name}.micro_batch_size={size}")
     [first, *_], plain = run.next(), stage(name).model
     with torch.no_grad():
-        logps = first.group.pad(per_token_logps(run.model, first.group, run.trainer.config.sampling.temperature)[0])
+        logps = first.group.pad(
+            logprobs.per_token_logps(run.model, first.group, run.trainer.config.sampling.temperature)[0]
+        )
     assert torch.equal(first.ref_per_token_logps, logps)  # new adapters are 0
     kept = sum(p.numel() for p in run.trainer.reference.model.parameters())
     assert kept < 0.5 * sum(p.numel() for p in plain.parameters())
@@ -100,7 +98,7 @@ def test_the_reference_is_the_base_without_a_copy(stage, name, size):
     run.go(1)
     second = run.next()[0]
     with torch.no_grad():
-        expected = per_token_logps(plain, second.group, run.trainer.config.sampling.temperature)[0]
+        expected = logprobs.per_token_logps(plain, second.group, run.trainer.config.sampling.temperature)[0]
     torch.testing.assert_close(second.ref_per_token_logps, second.group.pad(expected), rtol=1e-12, atol=1e-12)
 
 
@@ -108,10 +106,10 @@ def test_a_run_continues_from_an_adapter(run, plain, own, checkpoint, home):
     given = [*own, "--adapter.r=4", "--adapter.alpha=7"]
     folder = run("--stages=[sft]", *given, name="first") / "checkpoint"
     start = load_model(checkpoint)
-    load_adapter(start, folder / "adapter")
+    peft.load_adapter(start, folder / "adapter")
     more = [f"--adapter.path={folder / 'adapter'}", "--stages=[dpo]"]
     model, _ = build_model(load_config(home / "recipe.yaml", [*given, *more]), ONE)
-    assert any(layer.lora_B.any() for layer in adapters(model).values())
+    assert any(layer.lora_B.any() for layer in lora.adapters(model).values())
     for name, parameter in start.named_parameters():
         assert torch.equal(parameter, dict(model.named_parameters())[name]), name
     ways = ([], ["--sharding.enabled=true"])
@@ -128,9 +126,9 @@ def test_a_run_continues_from_an_adapter(run, plain, own, checkpoint, home):
 ])  # fmt: skip
 def test_an_adapter_with_other_settings_is_refused(tmp_path, home, checkpoint, option, expected):
     model = load_model(checkpoint)
-    inject_adapters(model, LoRAOptions(r=4))
-    init_adapters(model, 0)
-    gather_adapter(model)(tmp_path / "adapter")
+    lora.inject_adapters(model, LoRAOptions(r=4))
+    lora.init_adapters(model, 0)
+    peft.gather_adapter(model)(tmp_path / "adapter")
     options = ["--model.config=null", f"--model.path={checkpoint}", f"--adapter.path={tmp_path / 'adapter'}"]
     build_model(load_config(home / "recipe.yaml", [*options, "--adapter.r=4"]), ONE)
     with pytest.raises(ValueError, match=f"adapter.path: .*{expected}"):

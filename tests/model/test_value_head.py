@@ -6,10 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from minivlmrl.config.options import ShardingOptions
 from minivlmrl.data.rows import Prompt
-from minivlmrl.distributed.fsdp import Sharding
-from minivlmrl.distributed.saving import save_model
-from minivlmrl.distributed.value_models import save_value_model
-from minivlmrl.distributed.weights import copy_model
+from minivlmrl.distributed import fsdp, saving, value_models, weights
 from minivlmrl.extras.reward_model import last_token_scores, pack_with_last_token
 from minivlmrl.model.attention import GroupAttention
 from minivlmrl.model.logprobs import completion_states
@@ -67,8 +64,8 @@ def test_values_of_a_bfloat16_model_are_float32(groups, way):
     prompts, completions = groups
     policy = tiny.model(dtype=torch.bfloat16 if way == "bfloat16 weights" else torch.float32)
     if way == "bfloat16 compute":
-        Sharding(ShardingOptions(), ONE, torch.float32, compute_dtype=torch.bfloat16).shard(policy)
-    model = ValueModel(copy_model(policy))
+        fsdp.Sharding(ShardingOptions(), ONE, torch.float32, compute_dtype=torch.bfloat16).shard(policy)
+    model = ValueModel(weights.copy_model(policy))
     model.score.weight.fill_(1 + 2**-12)
     batch = tiny.pack(prompts, completions, policy.config)
     values, states = model(batch), completion_states(model.backbone, batch)
@@ -83,21 +80,21 @@ def test_the_language_head_is_trained_only_if_tied_and_the_model_is_saved(groups
     assert model.backbone.lm_head.weight.requires_grad == tied
     without = {name for name, p in model.named_parameters() if p.grad is None}
     assert without == (set() if tied else {"backbone.lm_head.weight"})
-    save_value_model(tmp_path / "judge", model, tiny.processor(), ONE)
+    value_models.save_value_model(tmp_path / "judge", model, tiny.processor(), ONE)
     assert torch.equal(score(load_value_model(tmp_path / "judge"), groups), score(model, groups))
     assert load_value_model(tmp_path / "judge", torch.float32).score.weight.dtype == torch.float32
     assert not list(tmp_path.glob("**/*.partial"))
 
 
 def test_a_plain_model_is_refused(tmp_path):
-    save_model(tmp_path / "policy", tiny.model(), tiny.processor())
+    saving.save_model(tmp_path / "policy", tiny.model(), tiny.processor())
     with pytest.raises(ValueError, match=r"policy does not contain score\.safetensors, the head of a reward model"):
         load_value_model(tmp_path / "policy")
 
 
 @pytest.mark.parametrize("change", [lambda w: {"score.weight": w[:, :-1].contiguous()}, lambda w: {"head": w}])
 def test_wrong_and_incomplete_heads_are_refused(tmp_path, change):
-    save_value_model(tmp_path / "judge", value_model(), tiny.processor(), ONE)
+    value_models.save_value_model(tmp_path / "judge", value_model(), tiny.processor(), ONE)
     file = tmp_path / "judge" / "score.safetensors"
     save_file(change(load_file(file)["score.weight"]), file)
     with pytest.raises(ValueError, match=r"safetensors contains .* must contain only score\.weight with shape \(1, 64"):

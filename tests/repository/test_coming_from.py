@@ -10,9 +10,7 @@ import PIL.Image
 import pytest
 
 from minivlmrl.commands.train import train_recipe
-from minivlmrl.config.loading import load_config
-from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import options_of
+from minivlmrl.config import loading, options, parsing
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.losses.grpo import grpo_loss
 from minivlmrl.model.build import random_model
@@ -30,7 +28,7 @@ OTHER_NAMES = (ROOT / "minivlmrl" / "extras" / "other_names.md").read_text()
 ])  # fmt: skip
 def test_recipes_have_the_loss_of_their_source(name):
     """Clipped ratios and 0.04 times k3, averaged over each completion, then over completions."""
-    config = load_config(f"{name}.yaml").grpo
+    config = loading.load_config(f"{name}.yaml").grpo
     assert (config.adam_beta2, config.lr_scheduler_type) == (0.999, "linear")
     assert loss_options(config, grpo_loss) == {
         "loss_type": "grpo", "importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.2,
@@ -50,7 +48,7 @@ def test_options_exist():
     """Names in the second column of a table, and names such as `section.option`, are options."""
     sources = "TRL", "VLM-R1 and ms-swift", "EasyR1 and verl"
     tables = [row for name in sources for row in rows_of(PAGE, f"From {name}")]
-    known = {option.path for option in options_of(RunConfig)}
+    known = {option.path for option in parsing.options_of(options.RunConfig)}
     sections = {path.partition(".")[0] for path in known if "." in path}
     ours = {name for name in set(re.findall(r"`(\w+\.\w+)`", PAGE)) if name.partition(".")[0] in sections}
     ours |= {name for theirs, cell, _ in tables for name in names_here(theirs, cell)}
@@ -65,7 +63,7 @@ def test_options_of_trl_exist_in_trl_and_defaults_marked_same_are_equal(trl, row
     assert {*theirs} <= {*known, *inspect.signature(trl.GRPOTrainer).parameters}
     if row[2].startswith("same"):
         defaults = [known[name].default for name in theirs]
-        here = [functools.reduce(getattr, name.split("."), RunConfig()) for name in ours]
+        here = [functools.reduce(getattr, name.split("."), options.RunConfig()) for name in ours]
         assert defaults == (here if len(here) == len(theirs) else list(*here))
 
 
@@ -102,7 +100,7 @@ def test_the_trl_script_and_its_recipe_are_equivalent(trl, tmp_path, monkeypatch
     [theirs] = seen
     model, processor = random_model(ROOT / "recipes" / "shapes_model.json", shapes.tokenizer(), seed=0)
     save_model(tmp_path / "model", model, processor)
-    ours = load_config("counts.yaml")
+    ours = loading.load_config("counts.yaml")
     arguments = theirs["args"]
     prompts = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps // arguments.num_generations
     assert (ours.model.path, ours.output_dir) == (theirs["model"], arguments.output_dir)

@@ -14,9 +14,7 @@ import PIL.Image
 import pytest
 import yaml
 
-from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
+from minivlmrl.data import file_dataset, image, processor
 from minivlmrl.tasks import shapes
 
 TABLE = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text(encoding="utf-8"))
@@ -26,7 +24,7 @@ for section, entries in TABLE.items():
     for [(message, given)] in map(dict.items, entries):
         CASES += [(section, message, one) for one in (given if isinstance(given, list) else [given])]
 TURNS = ("prompt", "messages", "completion", "chosen", "rejected")
-PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=28 * 28))
+PROCESSOR = processor.Processor(shapes.tokenizer(), image.ImageProcessor(7, 2, 2, min_pixels=28 * 28))
 
 
 def spell_out(turn):
@@ -48,6 +46,6 @@ def test_a_row_is_refused(write_rows, section, message, given):
     PIL.Image.new("RGB", (3000, 10)).save(file.with_name("long.png"))
     sentence = re.escape(message).replace(r"\.\*", ".*").replace(r"\$", "$")
     with pytest.raises(ValueError, match=rf"rows\.jsonl:{len(rows)}: {sentence}"):
-        dataset = FileDataset(file, **without(given if section == "files" else {}, "rows"))
+        dataset = file_dataset.FileDataset(file, **without(given if section == "files" else {}, "rows"))
         if section == "prompts":
             dataset[0].prompt(PROCESSOR)

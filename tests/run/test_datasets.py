@@ -8,9 +8,7 @@ import pytest
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import DataOptions, RunConfig
-from minivlmrl.data import file_dataset
-from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.processor import Processor
+from minivlmrl.data import file_dataset, image, processor
 from minivlmrl.run import datasets
 from minivlmrl.run.setup import filter_long_rows
 from minivlmrl.tasks.shapes import TASK, tokenizer
@@ -79,7 +77,7 @@ def open_rows_on_rank(folder, options, world):
         setattr(module, name, recorded(getattr(module, name)))
     config = RunConfig(data=DataOptions(train_file=str(folder / "rows.jsonl"), max_prompt_tokens=60))
     found = datasets.load_datasets(config, {"grpo": "prompts"}, world=world)
-    rows = filter_long_rows(config, found, Processor(tokenizer(), ImageProcessor()), world)["grpo"]
+    rows = filter_long_rows(config, found, processor.Processor(tokenizer(), image.ImageProcessor()), world)["grpo"]
     lines = [rows.read(i)[0].where[-1] for i in range(len(rows))]
     config.data.train_file = str(folder / "missing.jsonl")
     with pytest.raises(ValueError) as raised:

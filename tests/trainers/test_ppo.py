@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from minivlmrl.losses import ppo
-from minivlmrl.model.checkpoint import load_model
-from minivlmrl.model.logprobs import completion_states, per_token_logps
-from minivlmrl.model.value_head import load_value_model
+from minivlmrl.model import checkpoint, logprobs, value_head
 from minivlmrl.rewards.registry import REWARDS
 from tests.helpers.stages import completions_of, letter_rewards, main, snapshot
 from tests.helpers.tiny import pack
@@ -44,8 +42,8 @@ def test_advantages_and_returns_by_hand(stage, samples, monkeypatch, kl_estimato
     prompts = [sample.prompt for sample in samples[-1].samples]
     alone = pack(prompts, [[c.ids] for c in completions], policy.config, "cpu")
     with torch.no_grad():
-        logps, ref = (alone.pad(per_token_logps(m, alone, 1.5)[0]) for m in (policy, reference))
-        values = alone.pad(run.trainer.critic(completion_states(policy, alone))[:, 0])
+        logps, ref = (alone.pad(logprobs.per_token_logps(m, alone, 1.5)[0]) for m in (policy, reference))
+        values = alone.pad(run.trainer.critic(logprobs.completion_states(policy, alone))[:, 0])
     mask, scores = alone.completion_mask, 2 * letter_rewards(run.trainer, samples[-1]) - 0.5
     assert values.abs().max() > 1e-3 and {c.stopped for c in completions} == {True, False}
     if penalty:  # TRL 1.12: scores[~contain_eos_token] -= missing_eos_penalty
@@ -93,7 +91,7 @@ def test_gradients_of_a_policy_and_a_separate_critic(stage, samples):
     total, tokens = 0.0, batch.loss_mask.sum()
     for row, (prompt, completion) in enumerate(zip(prompts, completions_of(samples[-1]), strict=True)):
         alone, length = pack([prompt], [[completion.ids]], run.model.config, "cpu"), len(completion.ids)
-        logps, values = per_token_logps(run.model, alone)[0], critic(alone)
+        logps, values = logprobs.per_token_logps(run.model, alone)[0], critic(alone)
         ratio = (logps - batch.old_per_token_logps[row, :length]).exp()
         A, R, old = (x[row, :length] for x in (batch.advantages, batch.returns, batch.old_values))
         near = old + (values - old).clamp(-0.2, 0.2)
@@ -126,9 +124,9 @@ def test_a_separate_critic_uses_its_own_vision_tower(stage, samples, critic):
 
 def test_a_run_continues_with_a_saved_critic(folder, lively, tmp_path, stage):
     main(folder, tmp_path, "one", "--stages=[ppo]", SEPARATE, "--ppo.max_steps=2")
-    saved = load_value_model(tmp_path / "one" / "critic")
+    saved = value_head.load_value_model(tmp_path / "one" / "critic")
     assert saved.score.weight.any()
-    policy = load_model(tmp_path / "one" / "checkpoint")
+    policy = checkpoint.load_model(tmp_path / "one" / "checkpoint")
     assert not torch.equal(saved.backbone.model.norm.weight, policy.model.norm.weight)
     path = f"--ppo.critic_path={tmp_path / 'one' / 'critic'}"
     for options in ([], ["--adapter.r=2"], ["--model.activation_checkpointing=true"]):

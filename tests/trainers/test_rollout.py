@@ -8,9 +8,7 @@ import torch
 
 from minivlmrl.data.rows import Completion
 from minivlmrl.rewards.registry import RewardLog
-from minivlmrl.trainers import rollout_metrics
-from minivlmrl.trainers.base import SampledBatch
-from minivlmrl.trainers.rollout import RolloutTrainer
+from minivlmrl.trainers import base, rollout, rollout_metrics
 from minivlmrl.trainers.rollout_metrics import completion_metrics, group_metrics, reward_metrics, tool_metrics
 from tests.helpers.stages import ONE, SECOND_RANK
 
@@ -104,9 +102,9 @@ def test_the_mismatch_is_that_of_the_tokens_that_are_trained_on(mask):
     mask = torch.tensor(mask)
     group = SimpleNamespace(pad=lambda flat: flat.view(2, 2), completion_mask=torch.ones(2, 2))
     logps = torch.tensor([[4.0, 5.0], [6.0, 7.0]])
-    batch = SampledBatch(group, mask, None, samples=[], sampler_logps=logps)
+    batch = base.SampledBatch(group, mask, None, samples=[], sampler_logps=logps)
     differences = torch.tensor([[9.0, 2.0], [3.0, 4.0]]) * mask
-    metrics = RolloutTrainer.token_metrics(None, batch, logps + differences, torch.zeros(4))
+    metrics = rollout.RolloutTrainer.token_metrics(None, batch, logps + differences, torch.zeros(4))
     expected = (differences.square().sum() / max(mask.sum().item(), 1)).sqrt()
     torch.testing.assert_close(metrics["rollout/logp_mismatch_rms"], expected)
     assert metrics["rollout/logp_mismatch"] == differences.max()
@@ -118,5 +116,5 @@ def test_the_tokens_of_a_step_are_at_least_one(lengths, tokens):
     samples = [SimpleNamespace(completion=SimpleNamespace(policy_mask=torch.ones(n))) for n in lengths]
     config = SimpleNamespace(sampling=SimpleNamespace(max_new_tokens=7))
     trainer = SimpleNamespace(is_trained=lambda sample: True, world=ONE, config=config)
-    normalizer = RolloutTrainer.count_tokens(trainer, [samples])
+    normalizer = rollout.RolloutTrainer.count_tokens(trainer, [samples])
     assert (normalizer.sequences, normalizer.tokens, normalizer.max_completion_length) == (2, tokens, 7)

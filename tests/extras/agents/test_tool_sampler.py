@@ -11,11 +11,9 @@ import torch
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from minivlmrl.config.options import SamplingOptions
-from minivlmrl.data.folder_template import ChatTemplate
-from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data import folder_template, image, tokenizer
 from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.rows import Row
-from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.distributed.process_group import World
 from minivlmrl.extras.agents import tool_sampler
 from minivlmrl.extras.agents.environment import with_tools
@@ -54,8 +52,8 @@ class Eye:
         return ["a", PIL.Image.new("RGB", (56, 28)), "b"]
 
 
-TOKENIZER = train_tokenizer(["the cat sat on the mat, a small red cat"] * 3, 300)
-PROCESSOR = Processor(TOKENIZER, ImageProcessor(min_pixels=28 * 28))
+TOKENIZER = tokenizer.train_tokenizer(["the cat sat on the mat, a small red cat"] * 3, 300)
+PROCESSOR = Processor(TOKENIZER, image.ImageProcessor(min_pixels=28 * 28))
 ZOOM, CALCULATOR = (f"{ROOT}/recipes/tools.py:{name}" for name in ("Zoom", "calculator"))
 END = PROCESSOR.tokenizer.special_tokens["<|im_end|>"]
 RATIO = "but its aspect ratio must be at most 200; crop or remove the image"
@@ -205,7 +203,7 @@ FAMILIES["qwen3_5_nothink"] = PARAMETERS, ""
 @pytest.mark.parametrize("name", FAMILIES)
 def test_conversations_with_tools_match_the_published_template(monkeypatch, published, name):
     form, thought = FAMILIES[name]
-    template = None if name == "qwen2_5_vl" else ChatTemplate(published(name), name)
+    template = None if name == "qwen2_5_vl" else folder_template.ChatTemplate(published(name), name)
     processor = with_tools(replace(PROCESSOR, template=template), EYE)
     words, turns, reasons = "", [], {"reasoning_content": "hm"} if thought else {}
     told = [IMAGE_PART | {"image": picture(2)}], 'P a "b" <c> é (56, 84)'

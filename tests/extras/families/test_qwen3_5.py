@@ -14,13 +14,9 @@ from minivlmrl.extras import merge
 from minivlmrl.extras.memory.estimate import BatchShape, MemoryEstimator
 from minivlmrl.files import weight_files
 from minivlmrl.generation.generate import Decode, generate, make_token_sampler, prefill, sample_by_uniforms
-from minivlmrl.model import config_json
+from minivlmrl.model import build, checkpoint, config_json, logprobs, lora
 from minivlmrl.model.attention import GroupAttention, PackedLayout, attention_mask
-from minivlmrl.model.build import random_model
-from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.families.registry import find_family
-from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import init_adapters, inject_adapters
 from minivlmrl.tasks import shapes
 from tests.extras.families.test_qwen3_vl import film_prompt, qwen3_vl_name
 from tests.helpers import tiny
@@ -46,16 +42,16 @@ def test_tensors_for_multi_token_prediction_are_kept(tmp_path, most):
     """Tensors whose names begin with `mtp.`, which the model does not use, are saved bit for bit."""
     base, out = tmp_path / "base", tmp_path / "out"
     (tmp_path / "model.json").write_text(json.dumps(tiny.RUN_QWEN35))
-    model, processor = random_model(tmp_path / "model.json", shapes.tokenizer(), 0)
+    model, processor = build.random_model(tmp_path / "model.json", shapes.tokenizer(), 0)
     save_model(base, model, processor)
     file = base / "model.safetensors"
     weights = load_file(file)
     drafter = {"mtp.fc.weight": torch.randn(64, 128).bfloat16(), "mtp.norm.weight": torch.tensor([torch.nan])}
     save_file(weights | drafter, file, metadata={"format": "pt"})
-    model = load_model(base)
+    model = checkpoint.load_model(base)
     assert not drafter.keys() & dict(model.named_parameters()).keys()
-    inject_adapters(model, LoRAOptions(r=2))
-    init_adapters(model, 0)
+    lora.inject_adapters(model, LoRAOptions(r=2))
+    lora.init_adapters(model, 0)
     save_model(out, model, processor, max_shard_size=most)
     merge.main(["--model", str(base), "--adapter", str(out / "adapter"), "--out", str(tmp_path / "merged")])
     save_model(base, model, processor, max_shard_size=most)
@@ -73,7 +69,7 @@ def test_tensors_for_multi_token_prediction_are_kept(tmp_path, most):
     file = base / "model.safetensors"
     save_file(weights | {"mtq.fc.weight": torch.zeros(2)}, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"the tensor mtq\.fc\S* is not a parameter of the model"):
-        load_model(base)
+        checkpoint.load_model(base)
 
 
 def mixed_group():
@@ -113,7 +109,7 @@ def test_sampler_and_trainer_agree_on_every_token():
     ids = [[completion.ids for completion in group] for group in found]
     assert len({len(own) for group in ids for own in group}) > 4
     with torch.no_grad():
-        logps, _ = per_token_logps(model, tiny.pack(rows, ids, model.config))
+        logps, _ = logprobs.per_token_logps(model, tiny.pack(rows, ids, model.config))
     assert (logps - torch.cat([c.logps for group in found for c in group])).abs().max() <= 1e-12
 
 
@@ -142,8 +138,8 @@ def test_recurrent_states_take_the_estimated_memory():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_states_are_float32_or_wider(dtype):
     model = tiny.model(model_type="qwen3_5", dtype=dtype)
-    inject_adapters(model, LoRAOptions(r=2))
-    init_adapters(model, 0)
+    lora.inject_adapters(model, LoRAOptions(r=2))
+    lora.init_adapters(model, 0)
     rows, completions = mixed_group()
     packing = tiny.pack(rows[:2], completions[:2], model.config)
     attention = GroupAttention(packing.layout, keep_keys=True)
@@ -152,5 +148,5 @@ def test_states_are_float32_or_wider(dtype):
     assert {x.dtype for x in attention.layer_states[0]} == {dtype, torch.float32}
     [found] = sample_completions(model, rows[:1], 12)
     with torch.no_grad():
-        logps, _ = per_token_logps(model, tiny.pack(rows[:1], [[c.ids for c in found]], model.config))
+        logps, _ = logprobs.per_token_logps(model, tiny.pack(rows[:1], [[c.ids for c in found]], model.config))
     assert (logps - torch.cat([c.logps for c in found])).abs().max() <= (1e-5 if dtype == torch.float32 else 0.2)

@@ -7,14 +7,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from minivlmrl.extras.parity import assertions, command, loss_search, scales
 from minivlmrl.extras.parity import loss as parity
 from minivlmrl.extras.parity import names as table
 from minivlmrl.extras.parity import search as module
-from minivlmrl.extras.parity.assertions import assert_step
 from minivlmrl.extras.parity.audit import audit, report
-from minivlmrl.extras.parity.command import main
-from minivlmrl.extras.parity.loss_search import as_step
-from minivlmrl.extras.parity.scales import known_numbers
 from minivlmrl.extras.parity.search import TOLERANCE, computed, error, find_bugs
 from minivlmrl.extras.parity.step import Dump, read, write
 from tests.helpers.links import ROOT
@@ -73,10 +70,10 @@ def test_a_correct_step_agrees():
 def test_a_step_with_filters_does_not_agree_without_a_note(options, expected, tmp_path, capsys):
     d = step()
     write(tmp_path, d.about | options, dict(d))
-    assert main([str(tmp_path)]) == 0
+    assert command.main([str(tmp_path)]) == 0
     assert (f"note: tokens were sampled with {expected}" if expected else "loss") in (out := capsys.readouterr().out)
     assert ("note: " in out) == bool(expected)
-    assert main([str(tmp_path), "--json"]) == 0
+    assert command.main([str(tmp_path), "--json"]) == 0
     assert [expected in note for note in json.loads(capsys.readouterr().out)["notes"]] == [True] * bool(expected)
 
 
@@ -172,7 +169,7 @@ def test_padding_after_a_truncated_completion_is_no_end_token():
 ])  # fmt: skip
 def test_a_step_without_any_comparison_is_an_error(tensors, why, tmp_path):
     write(tmp_path, {"kind": "sft"}, ONE_ROW | tensors)
-    for call in (lambda: main([str(tmp_path)]), lambda: assert_step(tmp_path)):
+    for call in (lambda: command.main([str(tmp_path)]), lambda: assertions.assert_step(tmp_path)):
         with pytest.raises(ValueError, match=f"nothing was compared, because {why}"):
             call()
 
@@ -181,7 +178,7 @@ def test_a_step_without_any_comparison_is_an_error(tensors, why, tmp_path):
 def test_json_output_and_assert_step(right, tmp_path, capsys, monkeypatch):
     d = step(gradient=lambda x: x if right else x.sin())
     write(tmp_path, d.about, dict(d))
-    assert main([str(tmp_path), "--json", "--seconds=0"]) == int(not right)
+    assert command.main([str(tmp_path), "--json", "--seconds=0"]) == int(not right)
     shown = json.loads(capsys.readouterr().out)
     [loss] = shown["stages"]
     assert (shown["schema"], shown["agrees"]) == (1, right)
@@ -191,11 +188,11 @@ def test_json_output_and_assert_step(right, tmp_path, capsys, monkeypatch):
     report = (ROOT / "docs" / "library.md").read_text()
     assert all(f"`{field}`" in report for field in (*shown, *loss))
     if right:
-        return assert_step(tmp_path)
+        return assertions.assert_step(tmp_path)
     monkeypatch.setattr("minivlmrl.extras.parity.assertions.SECONDS", 0)
     assert not loss["explained"] and loss["where"][0].startswith("logps_gradient")
     with pytest.raises(AssertionError, match=f"(?s)^{tmp_path}\nloss +DIFFERS .*logps_gradient at"):
-        assert_step(tmp_path)
+        assertions.assert_step(tmp_path)
 
 
 ONE = torch.ones(1, 1)
@@ -237,7 +234,7 @@ def test_an_invalid_step_is_an_error(tensors, about, expected, tmp_path):
 def test_a_field_or_tensor_with_a_wrong_type_is_an_error(tensors, about, expected, tmp_path):
     write(tmp_path, {"kind": "sft"} | about, ONE_ROW | tensors)
     with pytest.raises(ValueError, match=f"the stage {expected}.* with docs/library.md"):
-        main([str(tmp_path)])
+        command.main([str(tmp_path)])
 
 
 def with_schedule(rate, rates=(), **schedule):
@@ -333,12 +330,12 @@ def test_a_factor_is_named_by_a_count_that_can_act(factor, expected):
     d.about["schedule"] = {"learning_rate": 0.7, "rates": [0.7]}
     assert explained("loss", d)[-1].says == expected
     rates = ["the learning rate of the previous step", "the largest learning rate"]
-    found = [name for name, number in known_numbers(d, "update").items() if number == 0.7]
+    found = [name for name, number in scales.known_numbers(d, "update").items() if number == 0.7]
     assert found == [f"{rate} over the current one" for rate in rates]
-    assert known_numbers(d, "logps")["the temperature"] == 0.7
+    assert scales.known_numbers(d, "logps")["the temperature"] == 0.7
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dpo", "sft"])
 def test_recorded_losses_of_trl_agree(kind):
     for _, options, batch, value, gradient in parity.cases(kind=kind):
-        assert error(computed("loss", as_step(batch, options, value, gradient), {})) < TOLERANCE, options
+        assert error(computed("loss", loss_search.as_step(batch, options, value, gradient), {})) < TOLERANCE, options

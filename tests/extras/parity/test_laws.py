@@ -5,10 +5,8 @@ import torch
 from torch.nn.functional import logsigmoid
 
 import minimal
+from minivlmrl.extras.parity import calling, command, common_laws
 from minivlmrl.extras.parity.all_laws import LAWS, examine, laws
-from minivlmrl.extras.parity.calling import call
-from minivlmrl.extras.parity.command import main
-from minivlmrl.extras.parity.common_laws import COMMON_LAWS
 from minivlmrl.extras.parity.loss import judge
 from minivlmrl.losses import grpo_variants, preference, sft  # noqa: F401  grpo_variants adds losses to grpo.py
 from minivlmrl.losses.grpo import AVERAGES, grpo_loss
@@ -104,7 +102,7 @@ def test_a_loss_that_breaks_one_law_is_told_this_law(law):
 
 
 def test_each_law_has_a_loss_that_breaks_it():
-    assert {law.__name__ for group in (COMMON_LAWS, *LAWS.values()) for law in group} == {*WRONG, *NOTED}
+    assert {law.__name__ for group in (common_laws.COMMON_LAWS, *LAWS.values()) for law in group} == {*WRONG, *NOTED}
 
 
 def of_both(q):
@@ -174,7 +172,7 @@ def test_our_policy_losses_obey_all_laws(loss_type, corrected):
 
 @pytest.mark.parametrize("level", ("sequence", "sequence_token"))
 def test_our_gspo_obeys_all_laws(level):
-    loss = lambda b, o: call(grpo_loss, b, o | {"importance_sampling_level": level})  # noqa: E731
+    loss = lambda b, o: calling.call(grpo_loss, b, o | {"importance_sampling_level": level})  # noqa: E731
     assert laws(loss, importance_sampling_level="sequence") == 16
 
 
@@ -301,12 +299,12 @@ def test_the_command_prints_the_smallest_batch(tmp_path, monkeypatch, capsys):
         "def wrong(batch, options):\n"
         "    return -batch['per_token_logps'].mean()\n"
     )
-    assert main(["--laws", "mine.py:right", "--only", "kind=sft"]) == 0
+    assert command.main(["--laws", "mine.py:right", "--only", "kind=sft"]) == 0
     assert "the loss obeys all 6 laws" in capsys.readouterr().out
-    assert main(["--laws", "mine.py:wrong", "--only", "kind=sft"]) == 1
+    assert command.main(["--laws", "mine.py:wrong", "--only", "kind=sft"]) == 1
     assert "broken: masked tokens are trained. Smallest batch: mask [[1, 0]]; its gr" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main(["--laws", "a_folder"])
+        command.main(["--laws", "a_folder"])
     assert "--laws is an option for a loss function, FILE.py:FUNCTION" in capsys.readouterr().err
 
 
