@@ -22,7 +22,6 @@ FORMULA = re.compile(r'(?<=class="arithmatex">)\s*\\([(\[])(.+?)\\[)\]]\s*(?=<)'
 START, INDEX = "README.md", "docs/README.md"
 STEP = "docs/scripts/step.py"  # writes docs/step.html
 TESTS = {  # files without a test file of the same name
-    "minivlmrl/data/chat_template.py": "tests/data/test_folder_template.py",
     "minivlmrl/data/messages.py": "tests/rows/test_refused.py",
     "minivlmrl/data/rows.py": "tests/data/test_loader.py",
 }

@@ -1,104 +1,322 @@
-"""Render messages as text and control tokens, with the Qwen2-VL and Qwen2.5-VL chat template."""
+"""Render conversations with a Jinja chat template, as text and control tokens."""
 
-from itertools import groupby
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from copy import copy
+from functools import cached_property
+from itertools import chain, groupby, takewhile
 from pathlib import Path
 
-from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, is_trained, part_kind
-from minivlmrl.errors import UserError, truncate
+import jinja2
+import jinja2.meta
+from jinja2.ext import LoopControlExtension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-
-class SpecialToken(str):
-    """Control token such as <|im_end|>; a str with the same characters is ordinary text."""
-
-
-class RewrittenTurnsError(UserError):
-    """Raised if a chat template changes a turn when more turns follow, for example by dropping reasoning."""
-
+from minivlmrl.config.types import Plain
+from minivlmrl.data.messages import check_messages, content_parts, is_trained, part_kind, shown_parts_of, text_of
+from minivlmrl.data.rendered_texts import find_missing_text
+from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE, SpecialToken
+from minivlmrl.errors import UserError, did_you_mean, error_context, pluralize, truncate
+from minivlmrl.json_files import parse_json, read_json
 
 START = SpecialToken("<|im_start|>")
 END = SpecialToken("<|im_end|>")
 # stop tokens: end of a turn, end of a document
 ENDS = (END, SpecialToken("<|endoftext|>"))
-# image and video placeholders, compared with `is`, because user text may contain the same characters
+# placeholders, compared with `is`: user text may contain the same characters
 IMAGE = SpecialToken("<|image_pad|>")
 VIDEO = SpecialToken("<|video_pad|>")
-SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
+# rendered image; no loss, because the model never generates these tokens
+VISION = (SpecialToken("<|vision_start|>"), IMAGE, SpecialToken("<|vision_end|>"))
+# chat template files, in transformers' order
+FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
+# SHA-256 of published Qwen2.5-VL templates (Qwen, TRL), which DEFAULT replaces
+PUBLISHED = (
+    "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
+    "31c85932a6d8826f0fe8d52b81767eba6b869128b0a7c7503d1e7baaad4e8043",
+)
+# template code for removing <think>...</think> from an answer
+THOUGHT_SPLIT = re.compile(r"(split|partition)\(\s*['\"]</think>")
+# tags that messages may contain even if they are special tokens
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+DEFAULT, WITH_TOOLS = (  # Qwen2-VL's and Qwen2.5-VL's chat template, without and with tool declarations
+    Path(__file__).with_name(f"{name}.jinja").read_text("utf-8").removesuffix("\n")
+    for name in ("qwen2_5_vl", "qwen2_5_vl_tools")
+)
+# Qwen3-VL: Qwen2.5-VL's template without a default system message
+DEFAULT_QWEN3 = re.sub(r"\n{%- if loop\.first.*?{% endif %}", "", DEFAULT, flags=re.DOTALL)
 
 
-def render(messages: list[dict]) -> list[str]:
-    r"""Render a prompt's messages, followed by the assistant header.
+def fail(message: str):
+    raise jinja2.TemplateError(message)
 
-    Example: one user message with an image and "What?" is rendered as
-        <|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n
-        <|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n<|im_start|>assistant\n
-    Processor.encode then repeats the <|image_pad|> id once per image token.
+
+def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+# Jinja sandbox like apply_chat_template in transformers. Templates may use {% break %}, but not {% generation %}.
+# Python internals, files and range() over more than 100,000 items are blocked. Time and memory are not, as in
+# {{ 'x' * 10**9 }}: only use templates that you trust.
+SANDBOX = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension])
+# replace Jinja's tojson, which escapes <, > and & for HTML
+SANDBOX.filters["tojson"] = to_json
+SANDBOX.globals["raise_exception"] = fail
+
+
+class RewrittenTurnsError(UserError):
+    """Raised if a chat template changes a turn when more turns follow, such as dropping reasoning."""
+
+
+class ChatTemplate:
+    """Jinja chat template that treats "<|im_end|>" in a user message as ordinary text.
 
     Args:
-        messages: see data/messages.py; without a system message, the default one is added.
-    Returns:
-        Text and control tokens in order. Control tokens are SpecialToken; text with the same characters stays text.
-        Neighboring strings are joined, because transformers also tokenizes the text between control tokens as a whole.
-        Source: chat_template.json of Qwen2.5-VL-Instruct and Qwen2-VL-Instruct.
+        source: template file, for error messages.
+        token_names: {name: value} for template variables such as eos_token.
     """
-    if not messages or messages[0]["role"] != "system":
-        messages = [SYSTEM, *messages]
-    pieces = [piece for message in messages for piece in render_message(message)]
-    return join_text([*pieces, START, "assistant\n"])
 
+    def __init__(
+        self,
+        text: str = DEFAULT,
+        source: str | Path = "the default template",
+        special_tokens: Collection[str] = SPECIAL_TOKENS,
+        token_names=(),
+    ):
+        self.text = text
+        self.source = source
+        self.token_names = dict(token_names)
+        self.tools = None  # JSON schemas of tools in prompts
+        try:
+            self.template = SANDBOX.from_string(text)
+        except Exception as error:
+            raise self._error(error) from error
+        # control tokens written only by the template
+        names: set[str] = {IMAGE, VIDEO}
+        written = [text]
+        # templates may build tokens: '<|' + message.role + '|>'
+        for conversation in [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]:
+            messages = [{"role": role, "content": ""} for role in conversation]
+            with suppress(ValueError):  # templates may reject a role
+                written.append(self._render(messages, True))
+        for name in special_tokens:
+            # messages may contain single characters such as "#"
+            is_written = len(name) > 1 and any(name in text for text in written)
+            if name in STRUCTURE or (is_written and name not in TAGS):
+                names.add(name)
+        # longer tokens first, because a token may begin with a shorter one
+        control_names = sorted(names, key=len, reverse=True)
+        self.controls = {name: SpecialToken(name) for name in control_names} | {IMAGE: IMAGE, VIDEO: VIDEO}
+        self.control = re.compile(f"({'|'.join(map(re.escape, control_names))})")
+        self.literal_tokens = re.compile("|".join(map(_literal_pattern, control_names)))
 
-def as_jinja(name: str = "qwen2_5_vl") -> str:
-    """Load the Jinja version of Qwen's chat template, for saved model folders."""
-    return Path(__file__).with_name(f"{name}.jinja").read_text("utf-8").removesuffix("\n")
+    @classmethod
+    def from_folder(cls, folder: str | Path, special_tokens=SPECIAL_TOKENS, default: str = DEFAULT) -> "ChatTemplate":
+        """Load a model folder's chat template, or `default` if there is none."""
+        token_names = {}
+        config_file = Path(folder) / "tokenizer_config.json"
+        config = read_json(config_file) if config_file.is_file() else {}
+        for name, value in config.items():
+            token_text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(token_text, str):
+                token_names[name] = token_text
+        for path in (Path(folder) / name for name in FILES):
+            if not path.is_file():
+                continue
+            if path.suffix == ".jinja":
+                with error_context(path):
+                    text = path.read_text(encoding="utf-8")
+            else:
+                text = read_json(path).get("chat_template")
+            if text is None and path.name != "chat_template.json":
+                continue
+            if not isinstance(text, str):
+                raise UserError(f"{path}: chat_template is {truncate(text, 40)}, but it must be a string")
+            plain = text.removesuffix("\n")
+            is_published = plain == DEFAULT or hashlib.sha256(plain.encode()).hexdigest() in PUBLISHED
+            return cls(DEFAULT if is_published else text, path, special_tokens, token_names)
+        return cls(default, special_tokens=special_tokens, token_names=token_names)
 
+    def render(self, messages: list[dict]) -> list[str]:
+        """Render a prompt as text and control tokens; joined, they equal transformers' apply_chat_template.
 
-def render_message(message: dict) -> list[str]:
-    """Render one message as text and control tokens.
-
-    Raises:
-        UserError: tool_calls, no content, or a part other than text, image or video.
-    """
-    if message.get("content") is None or message.get("tool_calls"):
-        raise UserError(
-            "this chat template can only render messages that have content and no tool_calls, but "
-            f"a message is {truncate(message, 80)}"
-        )
-    pieces = []
-    for part in content_parts(message):
-        kind = part_kind(part)
-        if kind is None:
-            raise UserError(f"a part of a message must be text, an image or a video, but it is {truncate(part, 80)}")
-        if kind == "text":
-            pieces.append(part["text"])
-        else:
-            placeholder = IMAGE if kind == "image" else VIDEO
-            pieces += [SpecialToken("<|vision_start|>"), placeholder, SpecialToken("<|vision_end|>")]
-    return [START, f"{message['role']}\n", *pieces, END, "\n"]
-
-
-def render_completion(turns: list[dict]) -> list[tuple[str, bool]]:
-    r"""Render a completion: an answer, possibly followed by more turns.
-
-    Example: the answer "two", the user turn "And 2?" and the answer "four" are rendered as follows, with trained tokens
-    in brackets:
-        [two<|im_end|>]\n<|im_start|>user\nAnd 2?<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>]
-
-    Returns:
-        (text or control token, trained) pairs; only assistant text and the following <|im_end|> are trained on.
-    Raises:
-        UserError: an answer has reasoning outside its content, for example in reasoning_content.
-    """
-    flagged = []
-    for turn in turns:
-        if any(turn.get(key) for key in THOUGHT_KEYS):
-            raise UserError(
-                f"the chat template does not render the reasoning of the answer {truncate(turn, 80)}; write "
-                "it into the content, as <think>...</think>, or remove it"
+        Raises:
+            UserError: the template fails, or leaves out an image, a video or text other than reasoning.
+        """
+        conversation, mark = self._marked(messages)
+        pieces = join_text(self._cut(self._render(conversation, True), mark))
+        shown_kinds = ["image" if piece is IMAGE else "video" for piece in pieces if piece is IMAGE or piece is VIDEO]
+        message_kinds = [part_kind(part) for part in shown_parts_of(messages)]
+        if shown_kinds != message_kinds:
+            raise self._error(
+                f"the template renders the images and videos {shown_kinds}, but the messages "
+                f"contain {message_kinds}; use a template that renders all images and videos"
             )
-        start, role, *inside, newline = render_message(turn)
-        flagged += [(start, False), (role, False)]
-        flagged += [(piece, is_trained(turn)) for piece in inside]
-        flagged.append((newline, False))
-    return join_flagged(flagged[2:-1])  # drop <|im_start|>assistant\n, which the prompt contains
+        self._check_texts(messages, "".join(pieces), len(messages))
+        return pieces
+
+    def render_completion(self, messages: list[dict], turns: list[dict]) -> list[tuple[str, bool]]:
+        """Render turns after a prompt.
+
+        Returns:
+            (text or control token, trained) pairs; see messages.is_trained.
+        Raises:
+            RewrittenTurnsError: later turns change an earlier one.
+            UserError: an assistant turn does not end with <|im_end|> and a newline, or text is missing.
+        """
+        given = [*messages, *turns]
+        conversation, mark = self._marked(given)
+        text = self._render(conversation, False)
+        flagged = []
+        end = None
+        for turn_number in range(len(messages), len(conversation)):
+            if conversation[turn_number]["role"] != "assistant":
+                continue
+            start = self._length(text, conversation[:turn_number], True)
+            if end is not None:
+                flagged += [(piece, False) for piece in self._cut(text[end:start], mark)]
+            turn_end = self._length(text, conversation[: turn_number + 1], False)
+            if not text[start:turn_end].endswith(f"{END}\n"):
+                raise self._error(
+                    f"SFT and training on pairs require a template that ends an assistant turn with {END} and a line "
+                    "break; replace the template with the chat_template.jinja of the original Qwen model"
+                )
+            end = turn_end - 1  # exclude the newline, which the model does not generate
+            is_written = is_trained(given[turn_number])
+            flagged += [(piece, is_written) for piece in self._cut(text[start:end], mark)]
+        self._check_texts(given, text.replace(mark, ""), len(messages))
+        return join_flagged(flagged)
+
+    def _check_texts(self, messages: list[dict], rendered: str, history: int):
+        missing = find_missing_text(messages, rendered, history)
+        if missing is None:
+            return
+        advice = "Use a template that renders every text unchanged, or remove this text from the row"
+        if "<think>" not in self.text:
+            advice += "; reasoning belongs in the content, as <think>...</think>"
+        if any(text_of(message).count("</think>") > 1 for message in messages):
+            advice = "The template may keep only one of several <think> blocks, so join the blocks of this answer"
+        raise self._error(f"the template does not render {missing}. {advice}")
+
+    def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
+        beginning = self._render(messages, add_generation_prompt)
+        if not text.startswith(beginning):
+            raise self._error(
+                f"the template renders the first {pluralize(len(messages), 'message')} differently if more messages "
+                "follow, so the answer cannot be located; use a template that only appends text for further "
+                "messages, or remove the reasoning from the answer if the prompt has none",
+                RewrittenTurnsError,
+            )
+        return len(beginning)
+
+    @cached_property
+    def generation_prefix(self) -> str:
+        """Opening tag at the end of every prompt, such as "<think>\\n", or ""."""
+        messages = [{"role": "user", "content": "?"}]
+        prompt = self._render(messages, True).removeprefix(self._render(messages, False))
+        _, tag, thought = prompt.rpartition("<think>")
+        return tag + thought if tag and "</think>" not in thought else ""
+
+    def with_tools(self, tools: list[dict]) -> "ChatTemplate":
+        """Return a copy that lists `tools` (JSON schemas) in prompts."""
+        if "in tools" not in self.text:
+            raise self._error(
+                "the template cannot render tools; set declare_tools = False in the class of the environment"
+            )
+        template = copy(self)
+        template.tools = tools
+        return template
+
+    def _marked(self, messages: list[dict]) -> tuple[list[dict], str]:
+        """Insert a rare character into control tokens in messages, to keep them plain text."""
+        check_messages(messages)
+        messages = _as_json(messages)
+        if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):
+            # Qwen3.8 would add an empty <think></think> before reasoning in the content
+            messages = [_with_thought_apart(message) for message in messages]
+        if "<function=" in self.text:  # such templates render arguments one by one, not as JSON
+            for call in chain(*(message.get("tool_calls") or () for message in messages)):
+                function = call.get("function", call)
+                if isinstance(function.get("arguments"), str):
+                    function["arguments"] = parse_json(function["arguments"])
+        all_text = json.dumps(messages, ensure_ascii=False) + self.text
+        # an unused Chinese character, because templates may strip spaces and escape symbols
+        mark = next(letter for letter in map(chr, range(0x20000, sys.maxunicode)) if letter not in all_text)
+        return _as_json(messages, lambda text: self.literal_tokens.sub(rf"\g<0>{mark}", text)), mark
+
+    def _render(self, messages: list[dict], add_generation_prompt: bool) -> str:
+        try:
+            return self.template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=self.tools,
+                documents=None,
+                **self.token_names,
+            )
+        except Exception as error:  # templates may raise any exception
+            raise self._error(error) from error
+
+    def _cut(self, text: str, mark: str) -> list[str]:
+        pieces = self.control.split(text)
+        return [self.controls.get(piece) or piece.replace(mark, "") for piece in pieces]
+
+    def _error(self, reason: str | Exception, kind: type[UserError] = UserError) -> UserError:
+        if isinstance(reason, Exception):
+            reason = " ".join(f"the template fails: {type(reason).__name__}: {reason}".split())
+        return kind(f"{self.source}: chat template: {reason}")
+
+
+def with_values(template: ChatTemplate, values: dict) -> ChatTemplate:
+    """Return a chat template with fixed variables, such as data.chat_template_kwargs: {"enable_thinking": False}."""
+    template = copy(template)
+    template_names = jinja2.meta.find_undeclared_variables(SANDBOX.parse(template.text))
+    template_names -= {*SANDBOX.globals, "messages", "tools", "add_generation_prompt"}
+    for name in values:
+        if name not in template_names:
+            raise template._error(
+                f"the template has no variable {name!r} (data.chat_template_kwargs); its variables are: "
+                f"{', '.join(sorted(template_names)) or 'none'}{did_you_mean(name, template_names)}"
+            )
+    template.token_names = template.token_names | values
+    return template
+
+
+def _literal_pattern(name: str) -> str:
+    """Return a regular expression for the first character of a control token written as text."""
+    # templates may strip the space in "<|im_ end|>", or join "<|im_" and the next message
+    others = [re.escape(character) for character in name[1:]]
+    endings = [*([*others[:length], "$"] for length in range(len(others))), others]
+    patterns = [r"\s*".join(["", *ending]) for ending in endings]
+    return f"{re.escape(name[0])}(?={'|'.join(patterns)})"
+
+
+def _with_thought_apart(message: dict) -> dict:
+    """Move <think>...</think> in an assistant message to reasoning_content."""
+    if message["role"] != "assistant" or "reasoning_content" in message:
+        return message
+    parts = content_parts(message)
+    texts = list(takewhile(lambda part: part_kind(part) == "text", parts))
+    thought = re.fullmatch(r"\s*<think>(.*?)</think>(.*)", text_of({"content": texts}), re.DOTALL)
+    if thought is None:
+        return message
+    answer = [{"type": "text", "text": thought[2]}, *parts[len(texts) :]]
+    return {**message, "reasoning_content": thought[1], "content": answer}
+
+
+def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
+    """Copy a nested value without nulls (missing in Parquet), applying `change` to strings."""
+    if isinstance(value, dict):
+        return {change(key): _as_json(item, change) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_as_json(item, change) for item in value]
+    if isinstance(value, str):
+        return change(value)
+    # only the type name: a template could call methods of other objects
+    return value if isinstance(value, int | float | None) else f"<{type(value).__name__}>"
 
 
 def join_text(pieces: list[str]) -> list[str]:
@@ -111,7 +329,7 @@ def join_text(pieces: list[str]) -> list[str]:
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join neighboring text, but keep trained and untrained text apart, so that no token contains both."""
+    """Join neighboring text, but not trained and untrained text, which need separate tokens."""
     joined = []
     for is_written, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
         joined += [(text, is_written) for text in join_text([piece for piece, _ in run])]

@@ -9,40 +9,29 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from minivlmrl.data.chat_template import (
-    ENDS,
-    IMAGE,
-    VIDEO,
-    RewrittenTurnsError,
-    SpecialToken,
-    render,
-    render_completion,
-)
+from minivlmrl.data.chat_template import ENDS, IMAGE, VIDEO, VISION, ChatTemplate, RewrittenTurnsError
 from minivlmrl.data.image import Grid, ImageProcessor
 from minivlmrl.data.messages import as_turns, check_counts, check_ends, part_kind, parts_of, shown_parts_of
 from minivlmrl.data.rows import Completion, Prompt, Row
+from minivlmrl.data.tokenizer import SpecialToken, Tokenizer
 from minivlmrl.errors import UserError
 
 if TYPE_CHECKING:
-    from minivlmrl.data.folder_template import ChatTemplate
-    from minivlmrl.data.tokenizer import Tokenizer
     from minivlmrl.data.video import Video, VideoFile
 
 # message part keys for kind and content; other keys, such as max_pixels, are options
 PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}
 AnyImage = TypeVar("AnyImage")
 AnyVideo = TypeVar("AnyVideo")
-VISION = ("<|vision_start|>", IMAGE, "<|vision_end|>")  # tokens without loss, which the model never generates
 
 
 @dataclass
 class Processor:
     """A checkpoint's tokenizer, chat template and image processor."""
 
-    tokenizer: "Tokenizer"
+    tokenizer: Tokenizer
     image_processor: ImageProcessor
-    # chat template from the model folder, None for the Qwen2.5-VL one in chat_template.py
-    template: "ChatTemplate | None" = None
+    template: ChatTemplate = field(default_factory=ChatTemplate)
     # where to find answers, such as "tags"; see find_answer in rewards/text.py
     answer_format: str = "tags"
     box_space: str = "resized"  # unit of box coordinates in answers; see data.box_space
@@ -64,19 +53,14 @@ class Processor:
                 such as {"type": "image", "max_pixels": 200704}.
             images, videos: one per image or video part, in order.
         """
-        pieces = render(messages) if self.template is None else self.template.render(messages)
-        pixel_values = []
-        grids = []
-        seconds = []
+        pieces = self.template.render(messages)
+        shown = []  # (patches, patch grid, seconds) per image and video
         for item, options in shown_parts(messages, images, videos):
             if isinstance(item, PIL.Image.Image):
-                patches, grid = self.image_processor(item, **options)
-                time = 0.0
+                shown.append((*self.image_processor(item, **options), 0.0))
             else:
-                patches, grid, time = item.patches(self.image_processor, **options)
-            pixel_values.append(patches)
-            grids.append(grid)
-            seconds.append(time)
+                shown.append(item.patches(self.image_processor, **options))
+        pixel_values, grids, seconds = ([values[i] for values in shown] for i in range(3))
         # Qwen3-VL puts a timestamp such as "<0.3 seconds>" before each pair of frames
         if self.image_processor.videos is not None:
             pieces, grids, seconds = self.image_processor.videos.insert_timestamps(pieces, grids, seconds)
@@ -126,8 +110,7 @@ class Processor:
 
         If prompts end with an opening tag such as "<think>", the text begins with this tag.
         """
-        generation_prefix = self.template.generation_prefix if self.template else ""
-        return generation_prefix + self.decode(completion.ids[completion.policy_mask])
+        return self.template.generation_prefix + self.decode(completion.ids[completion.policy_mask])
 
 
 def shown_parts(
@@ -204,9 +187,7 @@ def encode_windows(
 
 
 def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) -> Completion:
-    template = processor.template
-    pieces = render_completion(turns) if template is None else template.render_completion(messages, turns)
-    pieces = processor.mark_results(pieces)
+    pieces = processor.mark_results(processor.template.render_completion(messages, turns))
     shown = shown_parts(turns, images_in(turns), ())
     pictures = [(image, *processor.image_processor(image, **options)) for image, options in shown]
     if len(pictures) != sum(piece is IMAGE for piece, _ in pieces):

@@ -8,7 +8,6 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from minivlmrl.data.chat_template import SpecialToken
 from minivlmrl.errors import UserError, truncate
 from minivlmrl.json_files import read_json
 
@@ -18,7 +17,7 @@ SPECIAL_TOKENS = (
     "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
-# control tokens that only chat templates may write: turn and document boundaries, and placeholders
+# control tokens for chat templates only: turn and document boundaries, and placeholders
 STRUCTURE = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
@@ -28,20 +27,23 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# files besides tokenizer.json that may list added tokens
+# files besides tokenizer.json with added tokens
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKEN_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 SPECIAL_FIELDS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-# test string that encoding and decoding must not change
+# test string for encoding and decoding
 PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)
+
+
+class SpecialToken(str):
+    """Control token such as <|im_end|>; a str with the same characters is ordinary text."""
 
 
 class Tokenizer:
     """Convert text to token ids and back.
 
-    `special_tokens` maps all control tokens to ids. `structure` contains control tokens that text never produces:
-    "<|im_end|>" in text is encoded as ordinary characters. Text such as "<tool_call>" and "<|box_start|>" becomes a
-    control token, as in transformers.
+    `special_tokens` maps all control tokens to ids. Text never produces control tokens in `structure`: "<|im_end|>" in
+    text becomes ordinary characters. Other control tokens, such as "<tool_call>", may be in text, as in transformers.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
@@ -50,17 +52,18 @@ class Tokenizer:
         # disable truncation and padding set in tokenizer.json
         backend.no_truncation()
         backend.no_padding()
-        self.special_tokens: dict[str, int] = {}
-        for token_id, token in backend.get_added_tokens_decoder().items():
-            if token.special or token.content in SPECIAL_TOKENS:
-                self.special_tokens[token.content] = token_id
+        self.special_tokens: dict[str, int] = {
+            token.content: token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special or token.content in SPECIAL_TOKENS
+        }
         missing = set(SPECIAL_TOKENS) - self.special_tokens.keys()
         if missing:
             raise UserError(f"the tokenizer has no control token {min(missing)}")
         self.reserve(STRUCTURE)
 
     def reserve(self, names: Iterable[str]):
-        """Set the control tokens that only chat templates may write."""
+        """Set the control tokens for chat templates only."""
         self.structure = frozenset(names)
         self.backend = with_special_tokens(self.backend, self.structure)
         # encode "<|im_end|>" in text as ordinary characters
@@ -85,16 +88,16 @@ class Tokenizer:
         return self.backend.decode(ids, skip_special_tokens=False)
 
     def save(self, path: str | Path):
-        """Write a tokenizer.json in which all control tokens are special tokens."""
+        """Write a tokenizer.json; all control tokens are special tokens."""
         with_special_tokens(self.backend, self.special_tokens).save(str(path))
 
 
 def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -> tokenizers.Tokenizer:
-    """Return a tokenizer in which only the named tokens are special tokens."""
+    """Return a tokenizer whose only special tokens are `names`."""
     added_tokens = backend.get_added_tokens_decoder().values()
     if all(token.special == (token.content in names) for token in added_tokens):
         return backend
-    # rebuild from JSON, because `tokenizers` cannot change the flag `special`
+    # rebuild from JSON: `tokenizers` cannot change the flag `special`
     content = json.loads(backend.to_str())
     for token in content["added_tokens"]:
         token["special"] = token["content"] in names
@@ -102,13 +105,13 @@ def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a tokenizer.json, which must contain all tokens listed in other files in its folder."""
+    """Load a tokenizer.json with all tokens listed in other files of its folder."""
     advice = "write tokenizer.json with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
     if not Path(path).is_file():
         raise UserError(f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, {advice}")
     listed = listed_tokens(Path(path).parent)
     try:
-        read_json(Path(path))  # read_json has clear errors for Git LFS pointers and invalid JSON
+        read_json(Path(path))  # clear errors for Git LFS pointers and invalid JSON
         backend = tokenizers.Tokenizer.from_file(str(path))
         vocabulary = backend.get_vocab()
         unknown = [token.content for token in listed if token.content not in vocabulary]

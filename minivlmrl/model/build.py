@@ -3,11 +3,12 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from minivlmrl.data.chat_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import read_image_processor
 from minivlmrl.data.processor import Processor
@@ -17,11 +18,7 @@ from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.families.base import Family
 from minivlmrl.model.families.registry import CONTROL_TOKENS, find_family
-
-if TYPE_CHECKING:
-    from minivlmrl.data.folder_template import ChatTemplate
 
 # name suffixes of layers that write to the residual stream
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
@@ -62,17 +59,7 @@ def random_processor(
         {**family.images, **patches}, "data", min_pixels or token_pixels, max_pixels or ImageProcessor.max_pixels
     )
     images = replace(images, videos=family.read_videos({}, "data", images))
-    return Processor(tokenizer, images, default_template(family), box_space=family.box_space)
-
-
-def default_template(family: Family) -> "ChatTemplate | None":
-    """Return a family's default chat template, or None for the Qwen2.5-VL template in data/chat_template.py."""
-    if family.default_system:
-        return None
-    # lazy import: Qwen2-VL and Qwen2.5-VL need no Jinja
-    from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
-
-    return ChatTemplate(DEFAULT_QWEN3, "the default template")
+    return Processor(tokenizer, images, ChatTemplate(family.template), box_space=family.box_space)
 
 
 def model_from_config(model_config: ModelConfig, where: str | Path) -> VisionLanguageModel:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minivlmrl.data.chat_template import as_jinja
+from minivlmrl.data.chat_template import DEFAULT, DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import image_settings, read_image_processor, video_settings, write_image_processor
@@ -23,7 +23,7 @@ from minivlmrl.errors import UserError, error_context, require
 from minivlmrl.files import INFERENCE_CONFIG, check_model_folder, unchanged, weight_files
 from minivlmrl.json_files import check_downloaded, read_json, write_json
 from minivlmrl.model import config_json
-from minivlmrl.model.build import PATCHES, assign, default_template, model_from_config
+from minivlmrl.model.build import PATCHES, assign, model_from_config
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import CONTROL_TOKENS, family_of, find_family, hub_name, module_name
@@ -188,9 +188,6 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
     Args:
         min_pixels, max_pixels: bounds on pixels per image, by default from preprocessor_config.json.
     """
-    # lazy import: models with random weights need no Jinja
-    from minivlmrl.data.folder_template import ChatTemplate
-
     folder = find_folder(folder)
     with unchanged(folder):
         config = read_config(folder)
@@ -203,11 +200,9 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
         tokenizer = load_tokenizer(folder / "tokenizer.json")
         with error_context(f"{folder}/config.json"):
             check_fit(config, images, image_file, tokenizer)
-        template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
+        template = ChatTemplate.from_folder(folder, tokenizer.special_tokens, family.template)
         tokenizer.files |= carried_files(folder)
-        template = template or default_template(family)
-        if template is not None:
-            tokenizer.reserve(template.controls)
+        tokenizer.reserve(template.controls)
         return Processor(tokenizer, images, template, box_space=family.box_space, end_token_ids=end_token_ids(folder))
 
 
@@ -305,12 +300,11 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
     if videos := family_of(model).write_videos(images, processor.sizes.get("video", {})):
         write_json(folder / "video_preprocessor_config.json", videos)
     template = processor.template
-    if template is not None and Path(template.source).name == "processor_config.json":
+    if Path(template.source).name == "processor_config.json":
         # processor_config.json is not copied, because its image settings may be outdated
         write_json(folder / "chat_template.json", {"chat_template": template.text})
-    if (template is None or template.is_default) and "chat_template.jinja" not in carried:
-        template_text = as_jinja() if template is None else template.text
-        (folder / "chat_template.jinja").write_bytes(template_text.encode())
+    if template.text in (DEFAULT, DEFAULT_QWEN3) and "chat_template.jinja" not in carried:
+        (folder / "chat_template.jinja").write_bytes(template.text.encode())
     if "tokenizer.json" not in carried:
         tokenizer.save(folder / "tokenizer.json")
     if "tokenizer_config.json" not in carried:

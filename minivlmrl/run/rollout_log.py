@@ -229,7 +229,7 @@ def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
 
 def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, float | None]]:
     """Yield (text, log-probability in nats) for the tokens of a completion."""
-    if processor.template and processor.template.generation_prefix:
+    if processor.template.generation_prefix:
         yield processor.template.generation_prefix, None
     stream = DecodeStream(skip_special_tokens=False)
     assert completion.logps is not None

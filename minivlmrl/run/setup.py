@@ -11,6 +11,7 @@ import torch
 
 from minivlmrl.config.loading import inference_yaml, trained_quantization
 from minivlmrl.config.options import RunConfig
+from minivlmrl.data.chat_template import with_values
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.file_dataset import without_rows
 from minivlmrl.data.image_settings import RESIZE
@@ -170,17 +171,11 @@ def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
     image_processor = replace(processor.image_processor, dtype=patch_dtype(config))
     if data.resize_backend:
         image_processor = replace(image_processor, resize=RESIZE[data.resize_backend])
-    template = processor.template
-    if data.chat_template_kwargs:
-        # lazy import of Jinja
-        from minivlmrl.data.folder_template import with_values
-
-        template = with_values(template, data.chat_template_kwargs)
     processor.tokenizer.files[INFERENCE_CONFIG] = inference_yaml(config).encode()
     processor = replace(
         processor,
         image_processor=image_processor,
-        template=template,
+        template=with_values(processor.template, data.chat_template_kwargs),
         answer_format=data.answer_format,
         box_space=data.box_space or processor.box_space,
         end_token_ids=[*processor.end_token_ids, *(config.sampling.stop_token_ids or ())],

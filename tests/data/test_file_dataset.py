@@ -9,8 +9,8 @@ import torch
 
 from minivlmrl.config.options import DataOptions, RunConfig
 from minivlmrl.data import row_files
+from minivlmrl.data.chat_template import DEFAULT, DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import Processor, encode_completion, images_in
@@ -111,8 +111,8 @@ def test_a_turn_without_loss_is_context(write_rows, key, family):
     row = FileDataset(write_rows({"messages": turns}), ("problem", "completion"))[0]
     latest = "(message.content if loop.last else message.content.split('</think>')[-1]) | trim"
     rewriting = CHATML.replace("message.content | trim", latest)
-    source = {"none": None, "qwen3": DEFAULT_QWEN3, "jinja": CHATML, "rewritten": rewriting}[family]
-    template = source and ChatTemplate(source, "template")
+    source = {"none": DEFAULT, "qwen3": DEFAULT_QWEN3, "jinja": CHATML, "rewritten": rewriting}[family]
+    template = ChatTemplate(source, "template")
     processor = Processor(shapes.tokenizer(), ImageProcessor(), template)
     content = encode_completion(processor, row.messages, row.completion)
     assert processor.decode(content.ids[content.policy_mask]) == "good"

@@ -4,7 +4,7 @@ import PIL.Image
 import pytest
 import torch
 
-from minivlmrl.data.folder_template import ChatTemplate
+from minivlmrl.data.chat_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.tokenizer import train_tokenizer
@@ -39,7 +39,7 @@ def test_pictures_in_later_turns_equal_transformers_whole_conversation(theirs):
     turns = [assistant("red"), user([text("and"), {"type": "image", "image": second}, text("it?")]), assistant([
         text("look"), {"type": "image", "image": third, "max_pixels": 6000}, text("blue")])]  # fmt: skip
     messages = [user([IMAGE_PART, text("What?")])]
-    prompt, completion = PROCESSOR(messages, [first]), encode_completion(PROCESSOR, [], turns)
+    prompt, completion = PROCESSOR(messages, [first]), encode_completion(PROCESSOR, messages, turns)
     sizes = [tuple(28 * side // 2 for side in grid[:0:-1]) for *_, grid in completion.pictures[1:]]
     expected = theirs(messages + turns, [first, second, third.resize(sizes[0], PIL.Image.Resampling.BICUBIC)])
     ids = torch.cat([prompt.input_ids, completion.ids])
@@ -64,7 +64,7 @@ def test_an_answer_that_begins_with_a_newline():
     assert len(tokenizer.encode("\n\n")) == 1
     last = [*tokenizer.encode("\nred"), tokenizer.special_tokens["<|im_end|>"]]
     for turns in ([assistant("\nred")], [assistant("blue"), assistant("\nred")]):
-        completion = encode_completion(Processor(tokenizer, ImageProcessor()), [], turns)
+        completion = encode_completion(Processor(tokenizer, ImageProcessor()), [user("?")], turns)
         assert completion.ids.tolist()[-len(last) :] == last
         assert completion.policy_mask[-len(last) :].all() and not completion.policy_mask[: -len(last)][-1:].any()
 
@@ -85,7 +85,7 @@ def test_missing_images_and_videos_in_a_completion_are_refused(part):
     processor = Processor(shapes.tokenizer(), ImageProcessor())
     for turns in ([assistant([part])], [assistant("a"), {"role": "user", "content": [part]}, assistant("b")]):
         with pytest.raises(ValueError, match=r"1 placeholder for an? .*, but 0 images and 0 videos were given"):
-            encode_completion(processor, [], turns)
+            encode_completion(processor, [user("?")], turns)
 
 
 def test_a_picture_of_an_answer_that_the_template_drops_is_refused(published):

@@ -10,8 +10,8 @@ import torch
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.data import processor as processors
+from minivlmrl.data.chat_template import ChatTemplate
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.rows import Row

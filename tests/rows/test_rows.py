@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from minivlmrl.data.chat_template import ChatTemplate
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.folder_template import ChatTemplate
 from minivlmrl.data.processor import Processor, encode_answer
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.errors import error_context

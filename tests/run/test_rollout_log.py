@@ -10,7 +10,7 @@ import torch
 from pytest import approx
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.folder_template import ChatTemplate
+from minivlmrl.data.chat_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minivlmrl.data.folder_template import ChatTemplate
+from minivlmrl.data.chat_template import ChatTemplate
 from minivlmrl.distributed.process_group import World
 from minivlmrl.extras.memory.out_of_memory import longest_row
 from minivlmrl.model.logprobs import per_token_logps

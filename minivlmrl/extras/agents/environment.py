@@ -8,7 +8,7 @@ from typing import Annotated, Protocol
 
 from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.parsing import build
-from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate
+from minivlmrl.data.chat_template import DEFAULT, WITH_TOOLS, ChatTemplate
 from minivlmrl.data.processor import Processor
 from minivlmrl.errors import UserError, error_context, pluralize, require, truncate
 from minivlmrl.extras.agents.schema import json_schema, type_schema
@@ -85,10 +85,9 @@ def with_tools(processor: Processor, name: str) -> Processor:
     template = processor.template
     tools = tools_of(environment)
     if settings_of(environment).declare_tools:
-        if template is None or template.text == DEFAULT:
+        if template.text == DEFAULT:
             # Qwen2-VL and Qwen2.5-VL chat templates do not support tools
-            values = template.token_names if template else {}
-            template = ChatTemplate(WITH_TOOLS, name, processor.tokenizer.special_tokens, values)
+            template = ChatTemplate(WITH_TOOLS, name, processor.tokenizer.special_tokens, template.token_names)
             files = processor.tokenizer.files
             files.pop("chat_template.json", None)
             files["chat_template.jinja"] = WITH_TOOLS.encode()

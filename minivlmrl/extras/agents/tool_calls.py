@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minivlmrl.config.parsing import build, read_value
 from minivlmrl.config.time_limit import Overtime, time_limit
-from minivlmrl.data.chat_template import END, join_text, render, render_message
+from minivlmrl.data.chat_template import END, START, VISION, join_text
 from minivlmrl.data.image import Grid
 from minivlmrl.data.messages import part_kind
 from minivlmrl.data.processor import Processor
@@ -186,8 +186,7 @@ def valid_text(value: Any) -> Any:
 
 def turn_opening(processor: Processor) -> list[str]:
     """Return what the chat template writes between a user turn and the assistant text."""
-    lay = render if processor.template is None else processor.template.render
-    pieces = lay([{"role": "user", "content": "?"}])
+    pieces = processor.template.render([{"role": "user", "content": "?"}])
     last_end = len(pieces) - pieces[::-1].index(END)
     return pieces[last_end:]
 
@@ -199,11 +198,13 @@ def render_answers(answers: list[list[dict]], opening: Sequence[str] = ()) -> li
         answers: message parts, one list per tool result.
         opening: result of `turn_opening`; "" = write <result>...</result> into the assistant turn.
     """
-    if not opening:
-        parts = [p if "image" in p else part(f"<result>{p['text']}</result>") for p in answers[0]]
-        return join_text(render_message({"role": "user", "content": parts})[2:-2])
-    parts = []
-    for answer_parts in answers:
-        parts += [part("\n<tool_response>\n"), *answer_parts, part("\n</tool_response>")]
-    start, role, first, *inside, _ = render_message({"role": "user", "content": parts})
-    return join_text(["\n", start, role, first.removeprefix("\n"), *inside, *opening])
+    text, start, end = "<result>{}</result>", "", ""
+    if opening:
+        text, start, end = "{}", "\n<tool_response>\n", "\n</tool_response>"
+    pieces = []
+    for parts in answers:
+        pieces.append(start)
+        for shown in parts:
+            pieces += VISION if "image" in shown else [text.format(shown["text"])]
+        pieces.append(end)
+    return join_text(["\n", START, "user", *pieces, END, *opening] if opening else pieces)

@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minivlmrl.data.chat_template import SpecialToken
 from minivlmrl.data.messages import content_parts, is_trained, part_kind, text_of
 from minivlmrl.data.processor import Processor
+from minivlmrl.data.tokenizer import SpecialToken
 from minivlmrl.errors import UserError
 
 

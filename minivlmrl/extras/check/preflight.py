@@ -73,7 +73,7 @@ class Preflight(Callback):
         trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
         if world.is_main:
             describe_model(config, model)
-            if processor.template and "<think>" in processor.template.text:
+            if "<think>" in processor.template.text:
                 prefix = processor.template.generation_prefix
                 print(f"prompts open the answer with {prefix!r}, which reward functions get as part of the completion")
             print_all(collect_notes(config, trainers))

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from minivlmrl.config.parsing import build
 from minivlmrl.config.types import Count
-from minivlmrl.data.chat_template import VIDEO, SpecialToken, join_text
+from minivlmrl.data.chat_template import DEFAULT_QWEN3, VIDEO, join_text
 from minivlmrl.data.image import Grid, ImageProcessor, check_ratio
 from minivlmrl.data.image_settings import FIXED, SAMPLING, area_bounds, patch_settings, read_sampling, write_sampling
+from minivlmrl.data.tokenizer import SpecialToken
 from minivlmrl.errors import UserError, error_context, pluralize, require
 from minivlmrl.model.config import Depth, ModelConfig, Size, TokenId, VisionConfig
 from minivlmrl.model.families.base import Family
@@ -244,7 +245,7 @@ class Qwen3VL(Family):
     vision_config_type = DeepStackVisionConfig
     vision_hidden_act = "gelu_pytorch_tanh"
     files_have_module_names = True
-    default_system = False
+    template = DEFAULT_QWEN3
     # 64 to 16,384 tokens of 32 x 32 pixels
     images: ClassVar[dict[str, Any]] = {
         "image_mean": [0.5] * 3,

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from minivlmrl.data.chat_template import DEFAULT
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import write_video_processor
 from minivlmrl.model.config import ModelConfig, VisionConfig
@@ -39,8 +40,7 @@ class Family:
     files_have_module_names: ClassVar[bool] = False
     unused_prefixes: ClassVar[tuple[str, ...]] = ()  # name prefixes of ignored tensors in weight files
 
-    # whether the chat template adds a system message to prompts without one
-    default_system: ClassVar[bool] = True
+    template: ClassVar[str] = DEFAULT  # Jinja chat template for model folders without one
     # default image settings, as in preprocessor_config.json
     images: ClassVar[Mapping[str, Any]] = {}
     box_space: ClassVar[str] = "resized"  # coordinate unit of predicted boxes; see data/boxes.py

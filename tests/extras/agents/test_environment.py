@@ -7,7 +7,7 @@ import PIL.Image
 import pytest
 
 from minivlmrl.config.loading import load_config
-from minivlmrl.data.folder_template import with_values
+from minivlmrl.data.chat_template import ChatTemplate, with_values
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
@@ -91,11 +91,12 @@ def own(tmp_path):
 
 def test_qwen2_5_vl_renders_a_list_of_tools_with_template_options(own, tmp_path):
     tokenizer = train_tokenizer(["a"], 300)
-    for template in (None, with_values(None, {"add_vision_id": True})):
+    for values in ({}, {"add_vision_id": True}):
+        template = with_values(ChatTemplate(), values)
         made = with_tools(Processor(tokenizer, ImageProcessor(), template), f"{tmp_path}/own.py:tools")
         rendered = "".join(made.template.render([user([IMAGE_PART])]))
         assert '"name": "double", "description": "Double a number."' in rendered and made.tools == ("double", "shout")
-        assert ("Picture 1: " in rendered) is (template is not None)
+        assert ("Picture 1: " in rendered) is bool(values)
         assert b"in tools" in tokenizer.files["chat_template.jinja"]
 
 

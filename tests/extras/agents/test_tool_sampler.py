@@ -11,7 +11,7 @@ import torch
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from minivlmrl.config.options import SamplingOptions
-from minivlmrl.data import folder_template, image, tokenizer
+from minivlmrl.data import chat_template, image, tokenizer
 from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
@@ -162,7 +162,9 @@ DEMONSTRATED = {
 @pytest.mark.parametrize("name", DEMONSTRATED)
 def test_demonstrated_calls_have_the_ids_of_the_sampler(monkeypatch, name):
     turns = DEMONSTRATED[name]
-    demonstrated = encode_completion(ToolProcessor(**vars(PROCESSOR) | {"tools": ("both", "look", "read")}), [], turns)
+    demonstrated = encode_completion(
+        ToolProcessor(**vars(PROCESSOR) | {"tools": ("both", "look", "read")}), [user("?")], turns
+    )
     words = PROCESSOR.decode(demonstrated.ids[demonstrated.policy_mask]).replace("\n", "")
     [[completion]], _, _ = sample_texts(monkeypatch, words)
     assert demonstrated.ids.tolist() == completion.ids.tolist() or "\n" in turns[0]["content"]
@@ -203,7 +205,7 @@ FAMILIES["qwen3_5_nothink"] = PARAMETERS, ""
 @pytest.mark.parametrize("name", FAMILIES)
 def test_conversations_with_tools_match_the_published_template(monkeypatch, published, name):
     form, thought = FAMILIES[name]
-    template = None if name == "qwen2_5_vl" else folder_template.ChatTemplate(published(name), name)
+    template = PROCESSOR.template if name == "qwen2_5_vl" else chat_template.ChatTemplate(published(name), name)
     processor = with_tools(replace(PROCESSOR, template=template), EYE)
     words, turns, reasons = "", [], {"reasoning_content": "hm"} if thought else {}
     told = [IMAGE_PART | {"image": picture(2)}], 'P a "b" <c> é (56, 84)'

@@ -11,7 +11,7 @@ import torch
 
 from minivlmrl.__main__ import main
 from minivlmrl.config.options import SamplingOptions
-from minivlmrl.data.folder_template import ChatTemplate
+from minivlmrl.data.chat_template import ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row

@@ -11,8 +11,8 @@ import PIL.Image
 import pytest
 import torch
 
+from minivlmrl.data.chat_template import DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.folder_template import DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import RESIZE, read_image_processor
 from minivlmrl.data.processor import Processor
@@ -22,7 +22,7 @@ from minivlmrl.distributed.saving import save_model
 from minivlmrl.extras.families import qwen3_vl
 from minivlmrl.extras.video_files import sample_indices
 from minivlmrl.model import config_json
-from minivlmrl.model.build import default_template, random_model
+from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.tasks import shapes
@@ -173,14 +173,14 @@ def test_a_whole_run_and_the_commands_on_its_folder(whole_run, sizes):
     folder = whole_run(sizes, CLASSES[sizes["model_type"]])
     template = json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template")
     template = template or (folder / "chat_template.jinja").read_text()
-    assert ChatTemplate(template, "saved").is_default
+    assert template == DEFAULT_QWEN3
 
 
 def video_processor(**videos) -> Processor:
     """Return a processor with default settings, which resizes images as torchvision does."""
     images = read_images({}, "")
     images.resize, images.videos = RESIZE["torch"], qwen3_vl.Videos(**videos)
-    return Processor(shapes.tokenizer(), images, default_template(FAMILY))
+    return Processor(shapes.tokenizer(), images, ChatTemplate(FAMILY.template, "t"))
 
 
 def test_sampled_frames_of_a_file_match_transformers():
@@ -224,7 +224,7 @@ def their_processor(tmp_path_factory, oracle):
     images = transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil(
         **{name: PUBLISHED[name] for name in ("patch_size", "size", "image_mean", "image_std")}
     )
-    template = default_template(FAMILY).text
+    template = FAMILY.template
     return oracle.their_processor(Qwen3VLProcessor, folder, tokenizer, template, images, Told())
 
 

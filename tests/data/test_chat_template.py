@@ -7,10 +7,9 @@ import re
 
 import pytest
 
-from minivlmrl.data.chat_template import SpecialToken, render, render_completion
-from minivlmrl.data.folder_template import DEFAULT, WITH_TOOLS, ChatTemplate, environment, with_values
+from minivlmrl.data.chat_template import DEFAULT, SANDBOX, WITH_TOOLS, ChatTemplate, with_values
 from minivlmrl.data.messages import part_kind
-from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE
+from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE, SpecialToken
 from tests.helpers.talk import CHATML, assistant, bracketed, renders_as_transformers
 
 HI = [{"role": "user", "content": "hi"}]
@@ -31,10 +30,10 @@ TOOL_TALK = [*HI, CALL, {"role": "tool", "content": "4"}, assistant("four"), {"r
 
 def test_tojson_takes_no_other_arguments():
     """A chat template must not choose the class that json.dumps uses."""
-    assert environment().from_string("{{ x | tojson(indent=1) }}").render(x=["ä"]) == '[\n "ä"\n]'
+    assert SANDBOX.from_string("{{ x | tojson(indent=1) }}").render(x=["ä"]) == '[\n "ä"\n]'
     for argument in ("default=x", "cls=x", "skipkeys=true"):
         with pytest.raises(TypeError, match="unexpected keyword"):
-            environment().from_string("{{ x | tojson(" + argument + ") }}").render(x=["ä"])
+            SANDBOX.from_string("{{ x | tojson(" + argument + ") }}").render(x=["ä"])
 
 
 THINK, OFF = "<think>\n", {"enable_thinking": False}
@@ -52,10 +51,9 @@ def test_template_options_work_as_in_transformers(published, transformers, tmp_p
 
     write(tmp_path, {"chat_template.jinja": published(name)})
     template = with_values(ChatTemplate.from_folder(tmp_path), values)
-    rendered = (template.render if template else render)(CONVERSATION)
     options = {"chat_template": published(name), "add_generation_prompt": True}
-    assert "".join(rendered) == render_jinja_template([CONVERSATION], **options, **values)[0][0]
-    assert (template.generation_prefix if template else "") == opened
+    assert "".join(template.render(CONVERSATION)) == render_jinja_template([CONVERSATION], **options, **values)[0][0]
+    assert template.generation_prefix == opened
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"])
@@ -274,8 +272,8 @@ REFUSED = [
     ("qwen3_6", HI, TWO_THOUGHTS.format("\n"), SEVERAL),
     ("qwen3", HI, f"<think>\nhm\n</think>\n\n{HM}", "the template renders the first 2 messages .* only appends .*, or "
      "remove the reasoning from the answer if the prompt has none"),
-    ("\n{% if %}", HI, None, f"{FAILS} in line 2: TemplateSyntaxError: Expected an expression"),
-    ("\n{% generation %}a{% endgeneration %}", HI, None, f"{FAILS} in line 2: .*unknown tag 'generation'"),
+    ("\n{% if %}", HI, None, f"{FAILS}: TemplateSyntaxError: Expected an expression, .* line 2"),
+    ("\n{% generation %}a{% endgeneration %}", HI, None, f"{FAILS}: .*unknown tag 'generation'.* line 2"),
     ("{{ ''.__class__.__mro__ }}", HI, None, FAILS + r": SecurityError"),
     ("{% include '/etc/passwd' %}", HI, None, FAILS + r": TypeError: no loader"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", HI, None, FAILS + r": RecursionError"),
@@ -295,8 +293,8 @@ def test_what_is_refused(published, text, prompt, answer, sentence):
 @pytest.mark.parametrize("part", [{"type": "audio", "text": "a"}, {"type": "text", "text": 3}, {}, "a"])
 def test_unknown_parts_are_refused_by_the_default_template(part):
     assert part_kind(part) is None
-    with pytest.raises(ValueError, match="a part of a message must be text, an image or a video, but it is"):
-        render(user(part))
+    with pytest.raises(ValueError, match="message 0 has a part that is neither text, image nor video: "):
+        ChatTemplate(DEFAULT, "t").render(user(part))
 
 
 def test_other_refusals(tmp_path):
@@ -306,9 +304,9 @@ def test_other_refusals(tmp_path):
     with pytest.raises(ValueError, match=r"^t: chat template: the template cannot render tools; set declare_tools = F"):
         ChatTemplate(DEFAULT, "t").with_tools([])
     with pytest.raises(ValueError, match=r"no variable 'enable_thinkin' .*; its variables are: .*add_vision_id"):
-        with_values(None, {"enable_thinkin": False})
-    with pytest.raises(ValueError, match=r"^the chat template does not render the reasoning of the answer .*'hm'"):
-        render_completion([assistant("four") | {"reasoning_content": "hm"}])
+        with_values(ChatTemplate(DEFAULT, "t"), {"enable_thinkin": False})
+    with pytest.raises(ValueError, match=r"render message 1 completely: the text 'hm' .*; reasoning belongs in"):
+        ChatTemplate(DEFAULT, "t").render_completion(HI, [assistant("four") | {"reasoning_content": "hm"}])
     for name, content in (
         ("chat_template.json", {"chat_template": "{% if %}"}),
         ("tokenizer_config.json", {"chat_template": [{"name": "rag", "template": "x"}, 3]}),
@@ -319,8 +317,8 @@ def test_other_refusals(tmp_path):
 
 
 FOLDERS = {
-    "nothing": ({}, None),
-    "a tokenizer's without": ({"tokenizer_config.json": {"eos_token": "<|im_end|>"}}, None),
+    "nothing": ({}, DEFAULT),
+    "a tokenizer's without": ({"tokenizer_config.json": {"eos_token": "<|im_end|>"}}, DEFAULT),
     "json before jinja": ({"chat_template.json": {"chat_template": "A"}, "chat_template.jinja": "B"}, "A"),
     "processor first": (
         {"processor_config.json": {"chat_template": "C"}, "chat_template.json": {"chat_template": "A"}}, "C"
@@ -338,7 +336,7 @@ def test_the_published_template_is_recognized(published, tmp_path, file):
 
     text = published("qwen2_5_vl")
     for known in (text, text + "\n", published("qwen2_5_vl_training"), DEFAULT):
-        assert found(known) is None
+        assert found(known).text == DEFAULT
     assert found(text.replace("Picture", "Image")).text == text.replace("Picture", "Image")
 
 
@@ -353,10 +351,10 @@ def test_the_template_of_a_folder_is_chosen_as_in_transformers(tmp_path, name, t
     """transformers' ProcessorMixin does not read templates in tokenizer_config.json."""
     files, text = FOLDERS[name]
     found = ChatTemplate.from_folder(write(tmp_path, files))
-    assert (found and found.text) == text
+    assert found.text == text
     if "tokenizer" not in name:
         config, _ = transformers.ProcessorMixin.get_processor_dict(tmp_path)
-        assert config.get("chat_template") == text
+        assert config.get("chat_template", DEFAULT) == text
 
 
 def test_a_folder_gives_the_template_its_token_names_and_control_tokens(tmp_path):
