@@ -1,7 +1,7 @@
 """Datasets that read rows from data files.
 
-Opening a file parses and checks all rows once, and collects RowFacts. Every access to a row parses it again, so changes
-to a Row object are lost.
+Opening a file parses and checks all rows once, and collects RowFacts. Every access parses a row again, so changes to a
+Row are lost.
 """
 
 import re
@@ -65,8 +65,7 @@ class RowFile:
         self.columns: list[str] = []
         self.given: set[str] = set()  # columns with a value in at least one row
         self.unread: set[str] = set()
-        # row sizes for one processor, from row_sizes.measure: {line: {answer names: size}}
-        self.sizes: dict[int, dict[tuple, Any]] = {}
+        self.sizes: dict[tuple, Any] = {}  # {(line, answer names): RowSize for `processor`}; see row_sizes.measure
         self.processor: Any = None
 
     def columns_of(self, line: int) -> dict:
@@ -74,7 +73,7 @@ class RowFile:
         return rename_columns(self.convert(self.source[line]), self.options.columns)
 
     def open(self, line: int, required: Sequence[str], known: Collection[str]) -> tuple[Row, list[Media]]:
-        """Parse and check a row when its file is opened; see row_checks.checked_row."""
+        """Parse and check a row when opening its file; see row_checks.checked_row."""
         where = self.source.where(line)
         with error_context(where):
             try:
@@ -90,7 +89,7 @@ class RowFile:
         return row, media
 
     def read(self, line: int) -> tuple[Row, list[Media]]:
-        """Read a row without loading its images and videos; return the row and their sources."""
+        """Read a row; return it without images and videos, and their sources."""
         row, media = read_row(self.columns_of(line), self.options)
         row.where = self.source.where(line)
         row.columns = dict.fromkeys(self.columns) | row.columns | self.constants
@@ -118,7 +117,7 @@ class RowFile:
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """Properties of a row, collected when its file is opened."""
+    """Row properties, collected when opening a file."""
 
     file: RowFile
     line: int  # row index in the file
@@ -144,11 +143,10 @@ class FileDataset(Sequence[Row]):
     """Rows from one data file, or from several files after mix().
 
     Args:
-        required: columns that all rows must have; "problem" = any prompt column.
+        required: required columns; "problem" = any prompt column.
         constants: columns added to every row.
-        checks_files: whether to check that image and video files exist; only on rank 0, because shared file systems are
-            slow.
-        reads: further columns that a stage or reward reads, or None for all.
+        checks_files: whether to check for missing media files; only on rank 0, because shared file systems are slow.
+        reads: further columns for stages and rewards, None = all.
         options: see RowOptions.
     Raises:
         UserError: no rows, an invalid row, or a missing image or video file.
@@ -200,17 +198,15 @@ class FileDataset(Sequence[Row]):
         return facts.file.load(facts.line, fetch_image, load_video)
 
     def read(self, index: int) -> tuple[Row, list[Media]]:
-        """Read a row without loading its images and videos; return the row and their sources."""
+        """Read a row; return it without images and videos, and their sources."""
         facts = self.facts[index]
         return facts.file.read(facts.line)
 
     def content(self, index: int) -> str:
         """Hash a row's prompt and media file contents."""
         row, media = self.read(index)
-        hashed_parts: list[str | bytes | Path] = [repr(row.messages)]
-        for source, path in files_of(media, str(self.facts[index].file.folder)):
-            hashed_parts.append(Path(path) if path else source)
-        return digest(hashed_parts)
+        files = files_of(media, str(self.facts[index].file.folder))
+        return digest([repr(row.messages), *(Path(path) if path else source for source, path in files)])
 
     def select(self, facts: list[RowFacts]) -> "FileDataset":
         """Return a dataset with the given rows, which may come from several datasets."""
@@ -224,7 +220,7 @@ class FileDataset(Sequence[Row]):
 
     @property
     def files(self) -> list[RowFile]:
-        return list({id(facts.file): facts.file for facts in self.facts}.values())
+        return list(dict.fromkeys(facts.file for facts in self.facts))
 
     @property
     def columns(self) -> set[str]:
@@ -233,7 +229,7 @@ class FileDataset(Sequence[Row]):
 
     @property
     def unread(self) -> list[str]:
-        """Columns that no stage or reward reads."""
+        """Columns unused by stages and rewards."""
         return sorted({name for file in self.files for name in file.unread})
 
     @property
@@ -258,19 +254,21 @@ def is_foreign(error: BaseException | None) -> bool:
 
 
 def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_files: bool) -> tuple[RowFacts, list[str]]:
-    """Return RowFacts for a row, and a list of missing media files.
+    """Return RowFacts, and a list of missing media files.
 
     Args:
-        checks_files: whether to check that media files exist, and read their sizes.
+        checks_files: whether to look for media files, and read their sizes.
     """
     answers = {name: getattr(row, name) for name in ANSWERS}
     texts = {"prompt": repr(row.messages)} | {name: repr(answer) for name, answer in answers.items()}
+    joined = {name: "\n".join(map(text_of, as_turns(answer or []))) for name, answer in answers.items()}
+    boxes = {name: MARKED_BOX.search(text) for name, text in joined.items()}
     solution = row.columns.get("solution")
     literal_tokens = CONTROL.findall("".join([*texts.values(), str(solution)]))
     shown = media + [part["image"] for part in answer_image_parts(row)]
     images = [item for item in shown if item.kind == "image"]
     with error_context(row.where):
-        sizes, times, missing = look_at_files(row, shown, file.folder) if checks_files else ([], [], [])
+        sizes, times, missing = look_at_files(row, shown if checks_files else [], file.folder)
     facts = RowFacts(
         file,
         line,
@@ -281,7 +279,7 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
         text_bytes={name: len(text.encode()) for name, text in texts.items()},
         solution=solution,
         literal_tokens=tuple(dict.fromkeys(literal_tokens)),
-        boxes=find_boxes(answers),
+        boxes={name: box[0] for name, box in boxes.items() if box},
         box_space=row.columns.get("box_space"),
         images=tuple((image_size(item, file.folder) if checks_files else None, item.options) for item in images),
     )
@@ -291,7 +289,7 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
 def look_at_files(row: Row, media: list[Media], folder: Path) -> tuple[list[int], list[float], list[str]]:
     """Return media file sizes (bytes) and modification times, and describe missing files.
 
-    For an image stored in the row, the size is the length of its bytes or base64 string, and the time is 0.
+    An image stored in the row has the length of its bytes or base64 string as size, and time 0.
     """
     sizes = []
     times = []
@@ -311,36 +309,26 @@ def look_at_files(row: Row, media: list[Media], folder: Path) -> tuple[list[int]
     return sizes, times, missing
 
 
-def find_boxes(answers: Mapping[str, str | list[dict] | None]) -> dict[str, str]:
-    """Return the first box in each answer: {answer column: box as written}."""
-    boxes = {}
-    for name, answer in answers.items():
-        text = "\n".join(text_of(turn) for turn in as_turns(answer or []))
-        if box := MARKED_BOX.search(text):
-            boxes[name] = box[0]
-    return boxes
-
-
 def image_size(image: Media, folder: Path) -> Size | None:
-    """Return an image's (width, height), or None if it is unreadable."""
+    """Return an image's (width, height), None = unreadable."""
     try:
         return read_header(image.sources[0], folder).size
-    except ValueError:  # training on the unreadable image raises the error again
+    except ValueError:  # raised again in training
         return None
 
 
 def read_header(source: Source, folder: Path) -> PIL.Image.Image:
-    """Open an image file only to read its size; the returned image cannot be decoded."""
+    """Open an image to read its size; the returned image cannot be decoded."""
     with open_image(source, folder) as image:
         return image
 
 
 class LazyImages(Sequence):
-    """A row's images, decoded on every access, so that no decoded image stays in memory."""
+    """A row's images, decoded on every access, to save memory."""
 
     def __init__(self, decoders: Sequence[Callable[[], PIL.Image.Image]]):
         self.decoders = decoders
-        self.sizes = {}  # {index: (width, height)}, for images decoded so far
+        self.sizes = {}  # {index: (width, height)} of decoded images
 
     def __len__(self) -> int:
         return len(self.decoders)

@@ -8,7 +8,6 @@ this image has 8 tokens.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,21 +23,18 @@ from minivlmrl.errors import UserError
 Grid = tuple[int, int, int]  # number of patches in time, height and width
 
 
-def load_image(file: str | Path | Image) -> Image:
-    """Load an image file as RGB, rotated according to its EXIF orientation.
+def load_image(image: Image) -> Image:
+    """Decode an opened image file as RGB, rotated according to its EXIF orientation.
 
     Raises:
         UserError: the aspect ratio exceeds 200, or the colors are unknown (see to_rgb).
     """
-    image = file if isinstance(file, Image) else PIL.Image.open(file)
     check_ratio(image.width, image.height)  # check before decoding: very long images would take gigabytes
     return to_rgb(PIL.ImageOps.exif_transpose(to_8_bits(image)))
 
 
 def to_rgb(image: Image) -> Image:
     """Convert a PIL image to RGB; transparent pixels become white."""
-    if 0 in image.size:
-        raise UserError(f"the image has {image.width} x {image.height} pixels, but it must have at least 1 x 1")
     if image.mode in ("I", "F"):
         raise UserError(
             f"the pixels are 32-bit numbers (mode {image.mode}), so the values of black and white are not known; save "
@@ -66,8 +62,8 @@ def to_8_bits(image: Image) -> Image:
 
 
 def check_ratio(width: int, height: int):
-    """Raise UserError if the aspect ratio exceeds 200, as in transformers."""
-    if max(height, width) > 200 * min(height, width):
+    """Raise UserError if the image is empty or its aspect ratio exceeds 200, as in transformers."""
+    if not 0 < max(height, width) <= 200 * min(height, width):
         raise UserError(
             f"the image has {width} x {height} pixels, but its aspect ratio must be at most 200; "
             "crop or remove the image"

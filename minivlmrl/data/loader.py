@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -81,20 +82,14 @@ class Batches(Iterator[list[Row]]):
 
     def prepare_row(self, index: int, key: str) -> tuple[Row, dict[int, ValueError]]:
         """Load a row, or the next readable one, and its prompt; also return errors from skipped rows."""
-
-        def use(row: Row) -> Prompt:
-            return readable_prompt(row, self.processor, self.checked_answers)
-
+        use = partial(readable_prompt, processor=self.processor, answers=self.checked_answers)
         row, prompt, failures = next_readable(self.dataset, index, use, self.skip_unreadable)
         row.key = key
         row.prepared_prompt = prompt
         return row, failures
 
-    def row(self, index: int, key: str = "") -> Row:
-        """Load a row with its prompt; `key` is the seed for sampling."""
-        return self.rows([(index, key)])[0]
-
     def rows(self, rows: list[tuple[int, str]]) -> list[Row]:
+        """Load rows with their prompts; see batch_rows."""
         return self.wait_for(self.submit(rows))
 
     def wait_for(self, futures: Sequence[Future]) -> list[Row]:

@@ -62,7 +62,7 @@ def fetch_image(source: Source, folder: str | Path | None = None) -> Image:
 
 @contextlib.contextmanager
 def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Image]:
-    """Open an image, and convert all exceptions in the `with` block to UserError."""
+    """Open an image; exceptions in the `with` block become UserError."""
     name, file = open_source(source, folder)
     try:
         # a stream, because Pillow 13 maps a rotated grayscale TIFF from a path with width and height swapped
@@ -98,7 +98,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     text = str(source)
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
     if text.startswith("data:"):
-        # base64.b64decode rejects invalid characters, while urllib ignores them
+        # reject invalid characters, unlike urllib
         with error_context(f"{name}: the data is not valid base64"):
             return name, io.BytesIO(base64.b64decode("".join(text.partition(",")[2].split()), validate=True))
     if text.startswith(("http://", "https://")):
@@ -109,7 +109,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     if text.startswith("file://"):
         text = url2pathname(text.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
-    # reject pipes and devices, which could be endless
+    # pipes and devices could be endless
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise UserError(f"{path} is a pipe or a device; use a regular file instead")
     return str(path) if len(str(path)) <= 400 else name, path
@@ -120,14 +120,14 @@ class Media:
     """An image or video in a row: source and options."""
 
     kind: str
-    # path, data URI or bytes; a video may be a list of frames
+    # path, data URI or bytes; list of frames for some videos
     source: str | bytes | list[str]
     options: dict[str, float]  # image or video options, such as max_pixels
-    column: str | None = None  # column with the image or video, None if it is in a message part
+    column: str | None = None  # None for a message part
 
     @property
     def sources(self) -> Sequence[str | bytes]:
-        """Source as a list: one item, or one per frame."""
+        """Sources as a list, one per frame."""
         return self.source if isinstance(self.source, list) else [self.source]
 
 
@@ -137,12 +137,12 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
     An entry is a path or other source, or a dict with options: {"image": "cat.jpg", "max_pixels": 200704}.
 
     Returns:
-        {"image" or "video": media in column order}, only for kinds that have a column.
+        {"image" or "video": media in column order}, without kinds that have no column.
     """
     row_media = {}
     for name, kind in MEDIA.items():
         entries = columns.get(name)
-        # some tools write "" or [null] in rows without images
+        # "" or [null] = no image
         if entries in EMPTY or (isinstance(entries, list) and all(entry in EMPTY for entry in entries)):
             continue
         if kind in row_media:
@@ -159,15 +159,15 @@ def place_media(
 ) -> tuple[list[dict], list[Media]]:
     """Assign a row's images and videos to message parts.
 
-    Images in a column fill image parts without a file, in order. If messages contain only text, the images replace
-    <image> tags, or precede the first user text. Videos are assigned like images.
+    Images in a column fill image parts without a file, in order. In text-only messages, images replace <image> tags, or
+    precede the first user text. Videos are assigned like images.
 
     Args:
         turns: prompt messages, followed by an answer if it contains images.
-        row_media: {"image" or "video": media from columns}. Options in a part override those in a column.
+        row_media: {"image" or "video": media from columns}; options in a part override a column's.
         options: options for all rows.
     Returns:
-        Messages with one part per image and video, and the media in the same order.
+        Messages with one part per image and video, and the media in order.
     """
     counts = {kind: len(entries) for kind, entries in row_media.items()}
     if not shown_parts_of(turns):  # <image> is ordinary text if there are image parts
@@ -175,7 +175,6 @@ def place_media(
     kinds = [(part, part_kind(part)) for part in shown_parts_of(turns)]
     check_counts([kind for part, kind in kinds if kind and not source_keys(part, kind)], counts)
     next_media = {kind: iter(row_media.get(kind, ())) for kind in KINDS}
-    common_options = {"image": options.image, "video": options.video}
     messages = []
     media = []
     for number, turn in enumerate(turns):
@@ -185,8 +184,7 @@ def place_media(
             if kind in KINDS:
                 with error_context(f"message {number}"):
                     item = _media(part, kind, next_media[kind])
-                if common_options[kind]:
-                    item.options = _with_common(item, common_options[kind])
+                item.options = _with_common(item, getattr(options, kind))
                 media.append(item)
                 sizes = {name: item.options[name] for name in item.options if name not in SAMPLING_OPTIONS}
                 part = {"type": kind, **sizes}
@@ -196,12 +194,12 @@ def place_media(
 
 
 def _with_common(item: Media, common_options: dict) -> dict:
-    """Return an image's own options, or the common options if it has none; for a video, merge both."""
+    """Return an image's own options, or else the common ones; for a video, merge both."""
     if item.kind == "image":
         return item.options or common_options
     # a row's nframes overrides the common frame sampling options
     ignored = SAMPLING_OPTIONS if "nframes" in item.options else ()
-    if isinstance(item.source, list):  # a list of frames is not sampled, but fps is its frame rate
+    if isinstance(item.source, list):  # frames are not sampled, but have a frame rate
         ignored = {*SAMPLING_OPTIONS} - {"fps"}
     return {name: common_options[name] for name in common_options if name not in ignored} | item.options
 
@@ -219,7 +217,7 @@ def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str
 
 
 def source_keys(part: dict, kind: str) -> list[str]:
-    """Return the keys that contain the file in a message part, such as "image_url"."""
+    """Return a message part's keys for a file, such as "image_url"."""
     return [name for name in SOURCES[kind] if part.get(name) is not None]
 
 
@@ -241,22 +239,17 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
     source: Plain = entry[names[0]] if names else None
     if names == ["base64"]:
         source = {"bytes": source}
-    if isinstance(source, dict):
-        source = _source_in(source)
+    if isinstance(source, dict):  # such as Hugging Face's {"bytes", "path"} or OpenAI's {"url"}
+        # reject OpenAI's {"detail": "low"}, which would not shrink the image
+        known = SOURCE_KEYS if source.get("detail") == "low" else (*SOURCE_KEYS, "detail")
+        check_keys(source, known, "the source")
+        content = source.get("bytes", source.get("data"))
+        if content is None:
+            source = source.get("path" if "bytes" in source else "url")
+        else:  # JSON files contain bytes as base64
+            source = f"data:;base64,{content}" if isinstance(content, str) else content
     frames = source if kind == "video" and isinstance(source, list) else [source]
     if not frames or not all(isinstance(frame, str | bytes) for frame in frames):
         frame_list = ", or a list with a path or data URI per frame" if kind == "video" else ""
         raise UserError(f"each {kind} must be a path or data URI{frame_list}, but found {truncate(source, 60)}")
     return Media(kind, source, options)
-
-
-def _source_in(source: dict) -> Plain:
-    """Return the image source in a dict, such as Hugging Face's {"bytes", "path"} or OpenAI's {"url"}."""
-    # reject OpenAI's {"detail": "low"}, because the image would not be shrunk
-    known = SOURCE_KEYS if source.get("detail") == "low" else (*SOURCE_KEYS, "detail")
-    check_keys(source, known, "the source")
-    content = source.get("bytes", source.get("data"))
-    if content is not None:
-        # JSON files contain bytes as base64
-        return f"data:;base64,{content}" if isinstance(content, str) else content
-    return source.get("path" if "bytes" in source else "url")

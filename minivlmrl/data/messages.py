@@ -13,7 +13,7 @@ MARK = re.compile("<(image|video)>")
 KINDS = ("image", "video")
 BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # beginnings of JPEG, PNG, WebP and GIF files, in base64
 ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
-# maximum characters per message: `tokenizers` encodes a million per second, but fails on ten million
+# maximum characters per message; `tokenizers` fails on ten million
 MAX_TEXT = 2**20
 # message keys for reasoning outside the content
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -46,7 +46,7 @@ def part_kind(part: dict) -> str | None:
 
 
 def as_turns(text_or_turns: str | list[dict], role: str = "assistant") -> list[dict]:
-    """Convert a string to a list with one turn; return lists unchanged."""
+    """Convert a string to one turn; return lists unchanged."""
     if isinstance(text_or_turns, str):
         return [{"role": role, "content": text_or_turns}]
     return text_or_turns
@@ -58,7 +58,7 @@ def parts_of(turns: Iterable[dict]) -> list[dict]:
 
 def shown_parts_of(turns: Iterable[dict]) -> list[dict]:
     """Return all image and video parts in turns."""
-    return [part for turn in turns for part in content_parts(turn) if part_kind(part) != "text"]
+    return [part for part in parts_of(turns) if part_kind(part) != "text"]
 
 
 def text_of(message: dict) -> str:
@@ -88,8 +88,7 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
     """Insert the last user text (the question) into data.prompt_template.
 
     Raises:
-        UserError: the last user turn does not have exactly one text part, or the template contains <image> although the
-            conversation has image parts.
+        UserError: not exactly one text part in the last user turn, or images in both template and conversation.
     """
     if MARK.search(template) and shown_parts_of(turns):
         raise UserError(
@@ -138,7 +137,7 @@ def add_system_prompt(messages: list[dict], system_prompt: str | None) -> list[d
 
 
 def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
-    """Raise UserError unless a prompt has exactly one placeholder per image and video."""
+    """Raise UserError unless a prompt has one placeholder per image and video."""
     places = [kinds.count(kind) for kind in KINDS]
     numbers = [media.get(kind, 0) for kind in KINDS]
     if places != numbers:
@@ -161,7 +160,7 @@ def check_ends(turns: list[dict]):
 
 
 def is_trained(turn: dict) -> bool:
-    """Return True for a turn to train on: an assistant turn without a key such as "loss": false."""
+    """Return True for an assistant turn without a key such as "loss": false."""
     return turn["role"] == "assistant" and all(turn.get(key) in (None, True) for key in LOSS_KEYS)
 
 
@@ -176,7 +175,7 @@ def check_keys(value: dict, known: Iterable[str], name: str):
 
 
 def check_messages(messages: list[dict]):
-    """Raise UserError for a message without a role or content, or that no chat template can render."""
+    """Raise UserError for a message without role or content, or with unknown parts."""
     for number, message in enumerate(messages):
         fields = message if isinstance(message, dict) else {}
         content, calls = fields.get("content"), fields.get("tool_calls") or []

@@ -90,16 +90,15 @@ def without_nulls(text_or_turns: str | list[dict]) -> str | list[dict]:
     """
     if isinstance(text_or_turns, str):
         return text_or_turns
-    turns = []
-    for turn in text_or_turns:
-        turn = {"content": None} | {key: value for key, value in turn.items() if value is not None}
+    turns = [{"content": None} | _given(turn) for turn in text_or_turns]
+    for turn in turns:
         if isinstance(turn["content"], list):
-            parts = []
-            for part in turn["content"]:
-                parts.append({key: value for key, value in part.items() if value is not None})
-            turn["content"] = parts
-        turns.append(turn)
+            turn["content"] = [_given(part) for part in turn["content"]]
     return turns
+
+
+def _given(values: dict) -> dict:
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def shared_turns(answers: Answers, columns: dict) -> list[dict]:

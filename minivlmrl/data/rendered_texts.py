@@ -1,4 +1,4 @@
-"""Check that a rendered conversation contains the text of all messages."""
+"""Find message texts that a chat template leaves out."""
 
 import contextlib
 import json
@@ -15,15 +15,15 @@ THOUGHT = re.compile(r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<thin
 
 
 def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> str | None:
-    """Describe the first text in messages that a chat template left out.
+    """Describe the first missing text in a rendered conversation.
 
-    Templates may change whitespace and order, and may escape tool call arguments as JSON.
+    Templates may change whitespace and order, and escape tool call arguments as JSON.
 
     Args:
         history: number of leading messages whose reasoning templates may drop.
     Returns:
-        End of an error message, such as "message 2 completely: the text 'Hi' of the role 'user' is missing or changed";
-        None if nothing is missing.
+        End of an error message, such as "message 2 completely: the text 'Hi' of the role 'user' is missing or changed",
+        or None.
     """
     compact = _compact(rendered)
     texts, calls = [], []  # texts to find: (text, message number, kind)
@@ -53,14 +53,14 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
         start = place + len(text)
     else:
         return []
-    # longer strings first, because they may contain shorter ones
+    # longer strings first: they may contain shorter ones
     missing = []
     for index, text in sorted(enumerate(map(_compact, texts)), key=lambda item: -len(item[1])):
         before, found, after = compact.partition(text) if text else (compact, " ", "")
         if not found:
             missing.append(index)
         elif text:
-            compact = f"{before} {after}"  # the space prevents a match across the removed string
+            compact = f"{before} {after}"  # the space prevents matches across the gap
     return sorted(missing)
 
 
@@ -83,7 +83,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
     if isinstance(calls, dict):
         for key, value in calls.items():
             if value is None:
-                continue  # parquet fills missing keys with nulls, which templates leave out
+                continue  # missing key in parquet
             if key in ("function", "name", "arguments"):
                 yield from _call_texts(value)
             elif key not in ("id", "type", "index"):
@@ -94,7 +94,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
             yield from _call_texts(value)
     elif isinstance(calls, str):
         with contextlib.suppress(ValueError):
-            parsed = json.loads(calls)  # tool call arguments may be a JSON string
+            parsed = json.loads(calls)  # arguments as a JSON string
             if isinstance(parsed, dict):
                 yield from _call_texts(parsed)
                 return
@@ -102,7 +102,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
 
 
 def _json_forms(text: str) -> list[str]:
-    """Return how templates may write a string: unchanged, or escaped as JSON once or twice."""
+    """Return a string unchanged, and escaped as JSON once and twice."""
     forms = [text]
     for ensure_ascii in (False, True):
         escaped = json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]

@@ -1,4 +1,4 @@
-"""Check rows once, when their file is opened: conversations, texts, answers, and columns that no stage reads."""
+"""Check conversations, texts, answers and unread columns once, when a data file is opened."""
 
 import ast
 import json
@@ -50,7 +50,7 @@ SUFFIXES = {
     "image": "png|jpe?g|jfif|webp|bmp|gif|tiff?|heic|heif|avif|jp2|ppm",
     "video": "mp4|webm|mov|avi|mkv|m4v|mpe?g",
 }
-# media file path or URL, possibly with a query string
+# media file path or URL, with an optional query string
 FILE_NAMES = {
     kind: re.compile(rf"[^\n\t]{{1,400}}\.({suffixes})(\?\S*)?", re.IGNORECASE) for kind, suffixes in SUFFIXES.items()
 }
@@ -58,12 +58,12 @@ FILE_NAMES = {
 MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
 # start of a conversation rendered by a chat template
 RENDERED = re.compile(r"\s*<\|im_start\|>(system|user)\n")
-# tags in other projects: ms-swift (names and boxes in column `objects`), Qwen-VL (image path between <img> tags), MMMU
+# other projects' tags: ms-swift (names and boxes from column `objects`), Qwen-VL (image path in <img> tags), MMMU
 # <image 1>, Phi <|image_1|>, LLaVA-OneVision <image_placeholder>, InternLM <ImageHere>
 OBJECT_TAG = re.compile("<ref-object>|<bbox>")
 PATH_TAG = re.compile("<img>.*?</img>")
 OTHER_TAG = re.compile(r"<\|?\s*image[ _-]?(\d*)\s*\|?>|<image_?placeholder>|<imagehere>|\[img\]", re.IGNORECASE)
-LIST = re.compile(r"""\s*\[\s*(\{\s*)?['"]""")  # start of a list of objects or strings, in JSON or Python
+LIST = re.compile(r"""\s*\[\s*(\{\s*)?['"]""")  # start of a JSON or Python list with objects or strings
 
 
 def checked_row(
@@ -72,11 +72,11 @@ def checked_row(
     """Check and read a row; see read_row.
 
     Args:
-        required: columns that the row must have; "problem" stands for any prompt column.
-        known: columns that a stage, reward or data.columns reads.
+        required: required columns; "problem" = any prompt column.
+        known: columns read by a stage, a reward or data.columns.
     Raises:
-        UserError: the row is invalid.
-        LayoutError: the row has another project's layout.
+        UserError: invalid row.
+        LayoutError: row with another project's layout.
     """
     check_columns(columns, known)
     check_prompts(columns, options.prompt_template)
@@ -89,31 +89,35 @@ def checked_row(
     except LayoutError:
         raise
     except ValueError:
-        # check_unread has a clearer error for misspelled columns
+        # clearer error for misspelled columns
         check_unread(columns, listed, folder, known)
         raise
     check_required(row, required)
     shown = [*media, *(part["image"] for part in answer_image_parts(row))]
-    if shown:  # columns named in data.columns may contain images for a reward
+    if shown:  # columns in data.columns may contain images for a reward
         known = {*known, *options.columns.values()}
     check_unread(columns, shown, folder, known)
     return row, media
 
 
 def check_columns(columns: dict, known: Collection[str]):
-    """Raise UserError for an invalid turn, or a value with the wrong type."""
+    """Raise UserError for invalid turns and wrong types."""
     for name, value in columns.items():
         if value is None:
             continue
-        if name in VALUES and (name != "label" or name in known):  # column `label` has other meanings in other projects
+        if name in VALUES and (name != "label" or name in known):  # other projects use `label` differently
             read_value(VALUES[name], value, f"column {name!r}", json=True)
         if name == "solution" and str(value).count("<answer>") > 1:
             require(False, "column 'solution'", value, "a string with at most one <answer> tag")
-        if name in ("tools", "functions") and name not in known and declares_tools(value):
-            raise UserError(
-                f"column {name!r} declares tools that the prompt would not show: {truncate(value, 60)}. Remove the "
-                f"column, or keep it for a reward with data.columns: {{{name}: {name}}}"
-            )
+        if name in ("tools", "functions") and name not in known:
+            # tools such as {"type": "function", "function": {...}}
+            items = literal_list(value) if isinstance(value, str) else value
+            keys = {"function", "parameters", "input_schema"}
+            if isinstance(items, list) and any(isinstance(item, dict) and keys & item.keys() for item in items):
+                raise UserError(
+                    f"column {name!r} declares tools that the prompt would not show: {truncate(value, 60)}. Remove the "
+                    f"column, or keep it for a reward with data.columns: {{{name}: {name}}}"
+                )
         if name in TEXTS:
             if not isinstance(value, TEXTS[name]):
                 kind = LayoutError if isinstance(value, str | dict) else UserError
@@ -123,40 +127,31 @@ def check_columns(columns: dict, known: Collection[str]):
 
 
 def check_prompts(columns: dict, template: str):
-    """Raise UserError for a row with several prompts, or any prompt if data.prompt_template has no {problem}."""
+    """Raise UserError for several prompts, or any prompt if data.prompt_template has no {problem}."""
     given = [name for name in PROMPTS if columns.get(name) is not None]
     if "{problem}" not in template:
         expected = f"a string that contains {{problem}}, because the row has {given}"
         require(not given, "data.prompt_template", template, expected)
     # `messages` may contain prompt and answer
-    if given == ["messages"] and columns["messages"][-1]["role"] == "assistant":
-        given += [name for name in ["completion"] if columns.get(name) is not None]
+    is_answered = given == ["messages"] and columns["messages"][-1]["role"] == "assistant"
+    if is_answered and columns.get("completion") is not None:
+        given.append("completion")
     if len(given) > 1:
         raise LayoutError(
             f"the row has both columns {given[0]!r} and {given[1]!r}, but only one of them is allowed; remove the other"
         )
 
 
-def declares_tools(value: Plain) -> bool:
-    """Return True for a list of tools such as {"type": "function", "function": {...}}, or such a list as a string."""
-    items = literal_list(value) if isinstance(value, str) else value
-    keys = {"function", "parameters", "input_schema"}
-    return isinstance(items, list) and any(isinstance(item, dict) and keys & item.keys() for item in items)
-
-
 def check_turns(turns: list[dict], is_prompt: bool = False):
-    """Raise UserError for an invalid turn, or a key or image that would be ignored.
+    """Raise UserError for an invalid turn, or an ignored key or image.
 
     Args:
-        is_prompt: whether the turns are from column `prompt`, which has no loss.
+        is_prompt: True for column `prompt`, which has no loss.
     """
-    foreign = [turn for turn in turns if not (isinstance(turn, dict) and isinstance(turn.get("role"), str))]
-    if foreign:
-        raise LayoutError(
-            f"message {turns.index(foreign[0])} must have a role, and content that is a string or a list of parts, but "
-            f"it is {truncate(foreign[0], 80)}"
-        )
-    check_messages(turns)
+    try:
+        check_messages(turns)
+    except ValueError as error:  # `minivlmrl convert` may know these messages
+        raise LayoutError(error) from error
     roles = [turn["role"] for turn in turns]
     if not turns or not TURN_KEYS.keys() >= set(roles):
         raise LayoutError(
@@ -172,7 +167,7 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
 
 
 def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
-    """Raise UserError for an unknown key, or a key such as "loss" with a wrong value or in the wrong turn."""
+    """Raise UserError for an unknown key, or a loss key with a wrong value or in the wrong turn."""
     try:
         check_keys(turn, TURN_KEYS[turn["role"]], f"{name} of the role {turn['role']}")
     except ValueError as error:  # `minivlmrl convert` removes unknown keys
@@ -191,7 +186,7 @@ def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
 
 
 def check_parts(turn: dict, name: str):
-    """Raise UserError for a message part or tool call with content that would be ignored."""
+    """Raise UserError for ignored content in a message part or tool call."""
     if encoded := ENCODED.match(text_of(turn)):
         raise UserError(
             f"a text seems to contain an image that the model would not see: {truncate(encoded[0], 60)}. Write it as a "
@@ -208,7 +203,7 @@ def check_parts(turn: dict, name: str):
 
 
 def check_call(call: dict, turn_name: str):
-    """Raise UserError for a tool call that has an unknown key, or that templates would render as invalid JSON."""
+    """Raise UserError for an unknown key, or a tool call rendered as invalid JSON."""
     name = f"a tool call of {turn_name}"
     check_keys(call, CALL_KEYS, name)
     function = call.get("function", call)
@@ -228,14 +223,15 @@ def check_call(call: dict, turn_name: str):
 
 
 def check_texts(columns: dict):
-    """Raise LayoutError for strings that contain a list, a rendered conversation, or tags from other projects."""
+    """Raise LayoutError for a list or conversation in a string, or another project's tags."""
     texts = {name: columns[name] for name in TEXTS if columns.get(name) is not None}
-    for name, value in texts.items():
-        if isinstance(value, str) and RENDERED.match(value):
-            raise LayoutError(f"column {name!r} is a conversation that a chat template has already rendered")
     for name in (*texts, *MEDIA):
         value = columns.get(name)
-        if isinstance(value, str) and is_list_text(value, name):
+        if not isinstance(value, str):
+            continue
+        if RENDERED.match(value):
+            raise LayoutError(f"column {name!r} is a conversation that a chat template has already rendered")
+        if is_list_text(value, name):
             raise LayoutError(
                 f"column {name!r} is a list written as a string, in JSON or Python: {truncate(value, 60)}"
             )
@@ -250,13 +246,13 @@ def check_texts(columns: dict):
 
 
 def literal_list(text: str) -> list | None:
-    """Parse a list of objects or strings in JSON or Python; return None for other strings."""
+    """Parse a JSON or Python list with objects or strings; return None for other strings."""
     value = parse_literal(text) if LIST.match(text) else None
     return value if isinstance(value, list) else None
 
 
 def parse_literal(text: str) -> Plain:
-    """Parse a string as JSON or a Python literal; return None if it is neither."""
+    """Parse JSON or a Python literal; return None if neither."""
     for parse in (json.loads, ast.literal_eval):
         try:
             return parse(text)
@@ -266,7 +262,7 @@ def parse_literal(text: str) -> Plain:
 
 
 def is_list_text(text: str, column: str) -> bool:
-    """Return True for a string with a list of turns or images, or a prompt that is a list with one string."""
+    """Return True for a list of turns or images, or a prompt list with one string."""
     items = literal_list(text)
     if column in MEDIA:
         return items is not None
@@ -279,7 +275,7 @@ def is_list_text(text: str, column: str) -> bool:
 
 
 def check_question(columns: dict, media: Sequence[Media]):
-    """Raise UserError if a question has no text, image or video."""
+    """Raise UserError for a question without text, image and video."""
     for name in PROMPTS:
         value = columns.get(name)
         asked = [turn for turn in as_turns(value or "", "user") if turn["role"] == "user"]
@@ -292,17 +288,15 @@ def check_question(columns: dict, media: Sequence[Media]):
 def check_answers(row: Row, columns: dict):
     """Raise UserError for an empty answer, an answer without loss, or a pair of identical answers."""
     place = next((name for name in PROMPTS if columns.get(name) is not None), "chosen")
-    contents = {}  # {answer column: turns with their text parts joined}
     for name in ANSWERS:
         answer = getattr(row, name)
         if answer is None:
             continue
         turns = as_turns(answer)
-        contents[name] = [{**turn, "content": (text_of(turn), shown_parts_of([turn]))} for turn in turns]
         with error_context(f"column {column_of(name, place)!r}"):
             try:
                 check_ends(turns)
-            except ValueError as error:  # the answer may be a whole conversation, which `minivlmrl convert` can read
+            except ValueError as error:  # maybe a whole conversation, which `minivlmrl convert` reads
                 raise LayoutError(error) from error
             for turn in turns:
                 if turn["role"] == "assistant" and not text_of(turn).strip() and not turn.get("tool_calls"):
@@ -311,7 +305,7 @@ def check_answers(row: Row, columns: dict):
                 raise UserError(
                     f"every assistant turn of the answer has {' or '.join(LOSS_KEYS)}: false; remove this key"
                 )
-    if "chosen" in contents and contents["chosen"] == contents.get("rejected"):
+    if row.chosen is not None and as_turns(row.chosen) == as_turns(row.rejected or []):
         raise UserError("the columns 'chosen' and 'rejected' are identical; remove the row")
     if row.messages and row.messages[-1]["role"] == "assistant":
         raise UserError(
@@ -320,27 +314,27 @@ def check_answers(row: Row, columns: dict):
 
 
 def check_required(row: Row, required: Collection[str]):
-    """Raise UserError if a row lacks a column that a stage or reward needs."""
+    """Raise UserError if a row lacks a required column."""
     for name in required:
         if name == "problem" or row.columns.get(name) is not None or getattr(row, name, None) is not None:
             continue
-        error = missing_column(name, row.columns, f"Rename a column with data.columns: {{YOURS: {name}}}")
-        if name in row.columns or name in (*ANSWERS, "label", "solution"):
-            raise error
-        raise UserError(
-            f"{error}. A reward function has the argument {name!r}; docs/rewards.md lists the arguments that are not "
-            "columns of the rows"
-        )
+        cure = f"Rename a column with data.columns: {{YOURS: {name}}}"
+        if name not in (*ANSWERS, "label", "solution"):
+            cure += (
+                f". A reward function has the argument {name!r}; docs/rewards.md lists the arguments that are not "
+                "columns of the rows"
+            )
+        raise missing_column(name, row.columns, cure)
 
 
 def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Collection[str]):
-    """Raise UserError if a column contains an image or video that the model would not see.
+    """Raise UserError if a column contains an image or video outside the prompt and answers.
 
     Nested values are searched for paths, URLs, data URIs, base64 strings and bytes.
 
     Args:
-        media: images and videos that the model sees.
-        known: columns that a stage or reward reads, which may contain other images.
+        media: images and videos in the prompt and answers.
+        known: columns with other images, for a stage or reward.
     """
     sources = [source for item in media for source in item.sources]
     for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:
@@ -362,7 +356,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 
 def _leaves(value: Plain) -> Iterator[str | bytes]:
     if isinstance(value, dict):
-        # Hugging Face's {"bytes": ..., "path": ...} is one image, so ignore the path
+        # one Hugging Face image: {"bytes": ..., "path": ...}
         value = [value["bytes"]] if isinstance(value.get("bytes"), str | bytes) else [*value.values()]
     if isinstance(value, list):
         for item in value:
@@ -372,7 +366,7 @@ def _leaves(value: Plain) -> Iterator[str | bytes]:
 
 
 def _unread_kind(item: str | bytes, folder: Path) -> str | None:
-    """Return "image" or "video" if the value looks like a media file or its name, otherwise None."""
+    """Return "image" or "video" for a media file or file name, else None."""
     if isinstance(item, bytes):
         return "image" if MAGIC.match(item) else None
     if encoded := ENCODED.match(item):
@@ -386,9 +380,9 @@ def _unread_kind(item: str | bytes, folder: Path) -> str | None:
 
 def _is_source(item: str | bytes, source: str | bytes) -> bool:
     """Return True if two paths may be the same file, such as "/cats/1.png" and "1.png"."""
-    if item is source or item == source or f"data:;base64,{item!s}" == source:
+    if source in (item, f"data:;base64,{item!s}"):
         return True
-    if isinstance(item, bytes) or isinstance(source, bytes) or max(len(item), len(source)) > 500:
+    if isinstance(item, bytes) or isinstance(source, bytes):
         return False
     path, other = (re.split(r"[\\/]+", text.removeprefix("./")) for text in (item, source))
     length = min(len(path), len(other))

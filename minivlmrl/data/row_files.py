@@ -20,7 +20,6 @@ from minivlmrl.json_files import check_downloaded, check_surrogates, parse_json,
 
 # parquet types that JSON lacks, whose values are converted to strings
 NO_JSON_TYPES = date, time, timedelta, Decimal
-WRAPPERS = "data", "rows", "examples", "samples", "items", "train"  # JSON object keys that may contain all rows
 # names of files written by `minivlmrl convert`
 CONVERTED = re.compile(r"rows(_.+)?_(converted|trl|ms-swift|verl)\.\w+")
 SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # start, separator or end of a JSON list
@@ -62,12 +61,9 @@ def split_of(path: str | Path) -> tuple[Path, str | None]:
 
 def convert_advice(path: str | Path, format: str | None = None, columns: Mapping[str, str] | None = None) -> str:
     """Return advice for an error message, such as "convert the file once with `minivlmrl convert ...`"."""
-    options = {}
-    if format:
-        options["format"] = format
     renamed = {theirs: ours for theirs, ours in (columns or {}).items() if theirs != ours}
-    if renamed:
-        options["columns"] = json.dumps(renamed)
+    options = {"format": format or "", "columns": json.dumps(renamed) if renamed else ""}
+    options = {name: value for name, value in options.items() if value}
     command = f"minivlmrl convert {_for_shell(str(path))}"
     for name, value in options.items():
         command += f" --{name}={_for_shell(value)}"
@@ -130,24 +126,13 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}:{line}: the file is not encoded in UTF-8 ({error}); save it as UTF-8") from error
 
 
-def find_coco(path: Path, text: str) -> dict:
-    """Return the content of a COCO file, or {} if the file contains rows.
-
-    Raises:
-        UserError: the file contains another object instead of rows.
-    """
+def find_coco(text: str) -> dict:
+    """Return the content of a COCO file, {} for other files."""
     try:
-        content, end = ROW_DECODER.raw_decode(text.strip())
+        content = ROW_DECODER.decode(text.strip())
     except (ValueError, RecursionError):
         return {}
-    if not isinstance(content, dict) or end < len(text.strip()):
-        return {}
-    if {"images", "annotations"} <= content.keys():
-        return content
-    name = next((name for name in WRAPPERS if isinstance(content.get(name), list)), None)
-    if name and not content.keys() & {"problem", "prompt", "messages", "image", "images"}:
-        raise UserError(f"{path}: the rows are in the list {name!r} of an object; keep only this list in the file")
-    return {}
+    return content if isinstance(content, dict) and {"images", "annotations"} <= content.keys() else {}
 
 
 class Lines:
@@ -159,7 +144,7 @@ class Lines:
         text = read_text(path)
         if text.lstrip().startswith("["):
             self.texts = self.split_list(text)
-        elif find_coco(path, text):
+        elif find_coco(text):
             raise UserError(f"{path}: the file is in COCO's format; {convert_advice(path)}")
         elif text.strip().partition("\n")[0].strip() == "{":
             raise UserError(
@@ -254,10 +239,7 @@ class Arrow:
             try:
                 table = self.read_group(file, group)
                 [row] = table.slice(index - self.starts[number], 1).to_pylist()
-            except (
-                OverflowError,
-                OSError,
-            ) as error:  # pyarrow fails, for example, for years that Python does not support
+            except (OverflowError, OSError) as error:  # for example, years that Python does not support
                 raise UserError(f"the row cannot be read ({error})") from error
             return map_nested(row, str, NO_JSON_TYPES)
 

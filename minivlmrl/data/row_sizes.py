@@ -95,7 +95,7 @@ def row_size(row: Row, processor: Processor, answers: Sequence[str]) -> RowSize:
     )
 
 
-def measure(rows: FileDataset, index: int, processor: Processor, answers: Sequence[str] = ()) -> RowSize:
+def measure(rows: Dataset, index: int, processor: Processor, answers: Sequence[str] = ()) -> RowSize:
     """Return a row's size, measured once per processor and then cached.
 
     Args:
@@ -103,20 +103,19 @@ def measure(rows: FileDataset, index: int, processor: Processor, answers: Sequen
     Raises:
         UserError: an image is unreadable, or the processor rejects its size.
     """
+    if not isinstance(rows, FileDataset):
+        return row_size(rows[index], processor, answers)
     facts = rows.facts[index]
     file = facts.file
     if file.processor is not processor:
         file.processor = processor
         file.sizes = {}
-    sizes = file.sizes.setdefault(facts.line, {})
-    if not answers and sizes:  # the row was already measured with answers
-        size = next(iter(sizes.values()))
-        return replace(size, answer_tokens=None, longest=size.prompt_tokens, index=index)
-    if tuple(answers) not in sizes:
+    key = (facts.line, *answers)
+    if key not in file.sizes:
         row = file.load(facts.line, read_header, outline_video)
         with error_context(row.where):
-            sizes[tuple(answers)] = row_size(row, processor, answers)
-    return replace(sizes[tuple(answers)], index=index)
+            file.sizes[key] = row_size(row, processor, answers)
+    return file.sizes[key]
 
 
 def row_sizes(
@@ -133,10 +132,7 @@ def row_sizes(
     """
     for index in indices:
         try:
-            if isinstance(rows, FileDataset):
-                yield measure(rows, index, processor, answers)
-            else:
-                yield replace(row_size(rows[index], processor, answers), index=index)
+            yield replace(measure(rows, index, processor, answers), index=index)
         except ValueError as error:
             if unreadable is None:
                 raise

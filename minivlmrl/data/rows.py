@@ -134,8 +134,7 @@ def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: i
     Returns:
         (keys * num_generations, max_new_tokens) float64, one number per token.
     """
-    shape = num_generations, max_new_tokens
-    numbers = [random_numbers(key).random(shape) for key in keys]
+    numbers = [random_numbers(key).random((num_generations, max_new_tokens)) for key in keys]
     return torch.from_numpy(numpy.concatenate(numbers))
 
 

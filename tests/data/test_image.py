@@ -13,6 +13,10 @@ from minivlmrl.data.image import ImageProcessor, load_image, smart_resize
 from tests.record.record_vision import noise
 
 
+def load(image):
+    return load_image(image if isinstance(image, PIL.Image.Image) else PIL.Image.open(image))
+
+
 def test_the_largest_aspect_ratio_is_200():
     smart_resize(1, 200, 28, 3136, 12845056)
     with pytest.raises(ValueError, match="9 x 2000 pixels, but its aspect ratio"):
@@ -98,7 +102,7 @@ ANIMATED = {"save_all": True, "append_images": [PIL.Image.new("RGB", (2, 1), "bl
 ], ids=lambda value: str(value) if isinstance(value, tuple) else getattr(value, "mode", "TIFF"))  # fmt: skip
 def test_each_mode_is_shown_as_a_person_sees_it(image, rgb):
     """The color of the first pixel was computed by hand, so the rounding may differ by 1."""
-    found = load_image(image).getpixel((0, 0))
+    found = load(image).getpixel((0, 0))
     assert all(abs(a - b) <= 1 for a, b in zip(found, rgb, strict=True)), found
 
 
@@ -106,14 +110,14 @@ def test_other_images_are_turned_upright():
     image = PIL.Image.new("LA", (3, 2), (0, 0))
     image.getexif()[0x0112] = 6
     for turned in (image, in_file(in_memory("I;16", 0x1234), exif=image.getexif())):
-        assert load_image(turned).size == turned.size[::-1]
+        assert load(turned).size == turned.size[::-1]
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_pixels_without_a_known_white_are_refused(mode):
     for image in (in_memory(mode, 1), in_file(in_memory(mode, 1), "TIFF")):
         with pytest.raises(ValueError, match=rf"32-bit numbers \(mode {mode}\), .*; save the image with 8 bits per"):
-            load_image(image)
+            load(image)
 
 
 @pytest.mark.parametrize(("options", "grid"), [

@@ -15,7 +15,7 @@ import torch
 
 from minivlmrl.config.options import RowOptions
 from minivlmrl.data import file_dataset
-from minivlmrl.data.image import ImageProcessor, load_image
+from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import check_options
 from minivlmrl.data.media import fetch_image
 from minivlmrl.data.processor import Processor
@@ -143,7 +143,7 @@ def test_at_most_two_images_are_decoded_at_a_time(folder, monkeypatch):
     prompts = [row.prompt(PROCESSOR) for row in rows]
     assert len(alive) == 9 and most == 2
     monkeypatch.undo()
-    loaded = [load_image(folder / f"{name}.png") for name in COLORS]
+    loaded = [fetch_image(folder / f"{name}.png") for name in COLORS]
     assert torch.equal(prompts[2].pixel_values, PROCESSOR(rows[2].messages, loaded).pixel_values)
     assert image_and_box_sizes(rows[0], prompts[0], PROCESSOR)[0] == (56, 28) and len(alive) == 9
 

@@ -13,7 +13,7 @@ import torch
 from minivlmrl.__main__ import main as start
 from minivlmrl.config.options import DataOptions, SamplingOptions
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.image import load_image
+from minivlmrl.data.media import fetch_image
 from minivlmrl.data.messages import conversation
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.distributed.saving import save_model
@@ -60,7 +60,7 @@ def sample_text(
     model = load_model(folder / "checkpoint")
     processor = load_processor(folder / "checkpoint", *pixels)
     messages = conversation(prompt, {"image": len(images), "video": len(videos)}, system_prompt=system)
-    question = processor(messages, [load_image(folder / name) for name in images], list(videos))
+    question = processor(messages, [fetch_image(folder / name) for name in images], list(videos))
     [[completion]] = sampler.Sampler(model, processor, SamplingOptions(**given), ONE)([question], 1, [f"ask/{seed}"])
     return processor.decode(completion.ids), not completion.stopped
 

@@ -8,7 +8,8 @@ import torch
 
 import minimal
 from minivlmrl.config.options import OptimizerOptions, TrainingOptions
-from minivlmrl.data.image import ImageProcessor, load_image
+from minivlmrl.data.image import ImageProcessor
+from minivlmrl.data.media import fetch_image
 from minivlmrl.data.messages import conversation
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
@@ -76,7 +77,7 @@ def test_files_are_read_equally(tmp_path, mode, orientation):
     image = noise(mode, (7, 4))
     image.getexif()[0x0112] = orientation
     image.save(tmp_path / "image.png", exif=image.getexif())
-    expected = load_image(tmp_path / "image.png")
+    expected = fetch_image(tmp_path / "image.png")
     loaded = minimal.load_image(tmp_path / "image.png")
     assert loaded.mode == "RGB" and loaded.size == ((7, 4) if orientation < 5 else (4, 7))
     assert loaded.tobytes() == expected.tobytes()

@@ -38,7 +38,7 @@ def read_rows(path: Path) -> Rows:
         yield from _read_folder(path)
     elif path.suffix in (".csv", ".tsv"):
         yield from _read_cells(path)
-    elif path.suffix in (".json", ".jsonl") and (coco := find_coco(path, read_text(path))):
+    elif path.suffix in (".json", ".jsonl") and (coco := find_coco(read_text(path))):
         yield from _read_coco(path, coco)
     else:
         yield from _read_rows(path)

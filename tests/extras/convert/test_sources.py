@@ -117,7 +117,7 @@ def test_wrong_annotations_are_named(tmp_path, change, expected):
 @pytest.mark.parametrize("open_file", [lambda path: FileDataset(path), lambda path: main([str(path)])])
 def test_rows_inside_an_object_are_named(tmp_path, open_file):
     (tmp_path / "rows.json").write_text(json.dumps({"version": 2, "data": [RED]}, indent=1))
-    with pytest.raises(ValueError, match="the rows are in the list 'data' of an object; keep only this list in the fi"):
+    with pytest.raises(ValueError, match="write one object per line, or a JSON list of objects"):
         open_file(tmp_path / "rows.json")
 
 
