@@ -266,7 +266,9 @@ class ChatTemplate:
 
     def _error(self, reason: str | Exception, kind: type[UserError] = UserError) -> UserError:
         if isinstance(reason, Exception):
-            reason = " ".join(f"the template fails: {type(reason).__name__}: {reason}".split())
+            line = getattr(reason, "lineno", None)  # only syntax errors have a line number
+            where = "" if line is None else f" in line {line}"
+            reason = f"the template fails{where}: {type(reason).__name__}: {reason}".partition("\n")[0]
         return kind(f"{self.source}: chat template: {reason}")
 
 

@@ -65,7 +65,8 @@ class RowFile:
         self.columns: list[str] = []
         self.given: set[str] = set()  # columns with a value in at least one row
         self.unread: set[str] = set()
-        self.sizes: dict[tuple, Any] = {}  # {(line, answer names): RowSize for `processor`}; see row_sizes.measure
+        # row sizes for one processor, from row_sizes.measure: {line: {answer names: size}}
+        self.sizes: dict[int, dict[tuple, Any]] = {}
         self.processor: Any = None
 
     def columns_of(self, line: int) -> dict:

@@ -35,6 +35,8 @@ def load_image(image: Image) -> Image:
 
 def to_rgb(image: Image) -> Image:
     """Convert a PIL image to RGB; transparent pixels become white."""
+    if 0 in image.size:
+        raise UserError(f"the image has {image.width} x {image.height} pixels, but it must have at least 1 x 1")
     if image.mode in ("I", "F"):
         raise UserError(
             f"the pixels are 32-bit numbers (mode {image.mode}), so the values of black and white are not known; save "
@@ -62,8 +64,8 @@ def to_8_bits(image: Image) -> Image:
 
 
 def check_ratio(width: int, height: int):
-    """Raise UserError if the image is empty or its aspect ratio exceeds 200, as in transformers."""
-    if not 0 < max(height, width) <= 200 * min(height, width):
+    """Raise UserError if the aspect ratio exceeds 200, as in transformers."""
+    if max(height, width) > 200 * min(height, width):
         raise UserError(
             f"the image has {width} x {height} pixels, but its aspect ratio must be at most 200; "
             "crop or remove the image"

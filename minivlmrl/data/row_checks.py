@@ -288,11 +288,13 @@ def check_question(columns: dict, media: Sequence[Media]):
 def check_answers(row: Row, columns: dict):
     """Raise UserError for an empty answer, an answer without loss, or a pair of identical answers."""
     place = next((name for name in PROMPTS if columns.get(name) is not None), "chosen")
+    contents = {}  # {answer column: turns with joined text parts}
     for name in ANSWERS:
         answer = getattr(row, name)
         if answer is None:
             continue
         turns = as_turns(answer)
+        contents[name] = [{**turn, "content": (text_of(turn), shown_parts_of([turn]))} for turn in turns]
         with error_context(f"column {column_of(name, place)!r}"):
             try:
                 check_ends(turns)
@@ -305,7 +307,7 @@ def check_answers(row: Row, columns: dict):
                 raise UserError(
                     f"every assistant turn of the answer has {' or '.join(LOSS_KEYS)}: false; remove this key"
                 )
-    if row.chosen is not None and as_turns(row.chosen) == as_turns(row.rejected or []):
+    if "chosen" in contents and contents["chosen"] == contents.get("rejected"):
         raise UserError("the columns 'chosen' and 'rejected' are identical; remove the row")
     if row.messages and row.messages[-1]["role"] == "assistant":
         raise UserError(

@@ -110,12 +110,15 @@ def measure(rows: Dataset, index: int, processor: Processor, answers: Sequence[s
     if file.processor is not processor:
         file.processor = processor
         file.sizes = {}
-    key = (facts.line, *answers)
-    if key not in file.sizes:
+    sizes = file.sizes.setdefault(facts.line, {})
+    if not answers and sizes:  # the row was already measured with answers
+        size = next(iter(sizes.values()))
+        return replace(size, answer_tokens=None, longest=size.prompt_tokens)
+    if tuple(answers) not in sizes:
         row = file.load(facts.line, read_header, outline_video)
         with error_context(row.where):
-            file.sizes[key] = row_size(row, processor, answers)
-    return file.sizes[key]
+            sizes[tuple(answers)] = row_size(row, processor, answers)
+    return sizes[tuple(answers)]
 
 
 def row_sizes(

@@ -33,8 +33,8 @@ class Video:
 
     def __post_init__(self):
         check_options("video", {"fps": self.fps})
-        if not self.frames:
-            raise UserError("the video has no frames")
+        if not self.frames or 0 in self.frames[0].size:
+            raise UserError("the video must have frames with at least 1 x 1 pixels, but has none")
         first = self.frames[0]
         for number, frame in enumerate(self.frames):
             if frame.size != first.size:

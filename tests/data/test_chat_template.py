@@ -272,8 +272,8 @@ REFUSED = [
     ("qwen3_6", HI, TWO_THOUGHTS.format("\n"), SEVERAL),
     ("qwen3", HI, f"<think>\nhm\n</think>\n\n{HM}", "the template renders the first 2 messages .* only appends .*, or "
      "remove the reasoning from the answer if the prompt has none"),
-    ("\n{% if %}", HI, None, f"{FAILS}: TemplateSyntaxError: Expected an expression, .* line 2"),
-    ("\n{% generation %}a{% endgeneration %}", HI, None, f"{FAILS}: .*unknown tag 'generation'.* line 2"),
+    ("\n{% if %}", HI, None, f"{FAILS} in line 2: TemplateSyntaxError: Expected an expression"),
+    ("\n{% generation %}a{% endgeneration %}", HI, None, f"{FAILS} in line 2: .*unknown tag 'generation'"),
     ("{{ ''.__class__.__mro__ }}", HI, None, FAILS + r": SecurityError"),
     ("{% include '/etc/passwd' %}", HI, None, FAILS + r": TypeError: no loader"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", HI, None, FAILS + r": RecursionError"),

@@ -46,7 +46,7 @@ REFUSED = [  # (call, error message)
     (lambda: shown(FRAMES, pixels=2), "unknown key pixels; did you mean min_pixels or max_pixels?"),
     (lambda: shown(FRAMES, max_pixels=50_000), "max_pixels is 50000, but it must be at least min_pixels, which is 100"),
     (lambda: shown(FRAMES, resized_width=100), "resized_height and resized_width must be given together"),
-    (lambda: shown([]), "the video has no frames"),
+    (lambda: shown([]), "the video must have frames with at least 1 x 1 pixels"),
     (lambda: shown([noise("RGB", (4, 5)), noise("RGB", (5, 4))]), "frame 1 has 5 x 4 pixels and frame 0 has 4 x 5"),
     (lambda: load_video(["a.png"] * 4, video_end=2), "video_end selects frames of a video file, but"),
     (lambda: sys.modules.update(av=None) or load_video("a.mp4"), r"^a\.mp4: .* requires PyAV; run pip install -e '\."),

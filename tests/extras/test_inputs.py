@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from minivlmrl.config.loading import load_config
-from minivlmrl.data import processor as processors
 from minivlmrl.data.chat_template import ChatTemplate
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
@@ -182,9 +181,9 @@ def letters(run, patch):
 
 
 def without_texts(run, patch):
-    original = processors.render
+    original = ChatTemplate.render
     emptied = lambda message: {**message, "content": [p for p in message["content"] if p.get("type") == "image"]}  # noqa: E731
-    patch.setattr(processors, "render", lambda messages: original([emptied(message) for message in messages]))
+    patch.setattr(ChatTemplate, "render", lambda self, messages: original(self, [emptied(m) for m in messages]))
 
 
 def gray_processor(run, patch):
