@@ -13,6 +13,7 @@ from minivlmrl.data.chat_template import ChatTemplate
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.messages import text_of
+from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.extras.inputs import InputCheck, check_inputs
 from minivlmrl.model import decoder
@@ -170,9 +171,9 @@ def prompt_starts(group):
 
 
 def letters(run, patch):
-    original = processors.Processor.encode
+    original = Processor.encode
     patch.setattr(
-        processors.Processor, "encode",
+        Processor, "encode",
         lambda self, pieces, grids: [
             ids if type(piece) is not str else [x for letter in piece for x in self.tokenizer.encode(letter)]
             for piece, ids in zip(pieces, original(self, pieces, grids), strict=True)
