@@ -197,6 +197,6 @@ def test_a_wrong_engine_is_named(stage, engine_file, engine, options, expected):
 
 def test_a_reward_that_reads_the_environment_needs_one():
     run = RunConfig(rewards={"environment": 1.0}, sampling=SamplingOptions())
-    with pytest.raises(ValueError, match=r"but sampling.environment \(None\) does not have"):
+    with pytest.raises(ValueError, match=r"sampling\.environment \(None\) has a method get_reward"):
         environments.check_environment(run)
     environments.check_environment(RunConfig(rewards={"format": 1.0}, sampling=SamplingOptions()))
