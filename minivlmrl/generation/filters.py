@@ -55,11 +55,6 @@ class Filters:
                 counts = torch.tensor([len(ids) for ids in allowed_ids])
                 completion.sampling_mask = counts, torch.cat(allowed_ids)
 
-    def add_seen(self, rows: Tensor, ids: Tensor):
-        """Record sampled token ids (r,) for the repetition penalty."""
-        if self.seen is not None:
-            self.seen[rows, ids] = True
-
 
 def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None = None) -> Tensor:
     """Apply repetition penalty, temperature, top_k, top_p and min_p; at temperature 0, apply only the penalty.
@@ -71,8 +66,8 @@ def filter_logits(logits: Tensor, sampling: SamplingOptions, seen: Tensor | None
         Scores (r, V) as in transformers' generate, -inf for removed tokens.
     """
     scores = logits
-    penalty = sampling.repetition_penalty
-    if penalty != 1 and seen is not None:
+    if seen is not None:
+        penalty = sampling.repetition_penalty
         penalized = torch.where(scores < 0, scores * penalty, scores / penalty)
         scores = torch.where(seen, penalized, scores)
     if sampling.temperature == 0:

@@ -58,7 +58,13 @@ class Sampler:
         self.on_tokens: Callable[[Tensor, Tensor], None] = lambda rows, ids: None
         by_layer = is_sharded(model) and not gather_weights
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_batch_tokens is None
-        self.captured = self.device.type == "cuda" and can_capture(model, sampling, by_layer)
+        # decode as a CUDA graph; FSDP cannot gather layers inside a graph
+        self.captured = (
+            self.device.type == "cuda"
+            and sampling.cuda_graph == "auto"
+            and not by_layer
+            and family_of(model).in_cuda_graphs
+        )
         self.filters: Filters | None = None
         self.stop_strings: StopStrings | None = None
 
@@ -133,8 +139,15 @@ class Sampler:
         self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
         """Sample completions with `model`, the gathered or sharded policy."""
-        if self.keeps_vision:
-            keep_vision(model, prompts, self.device)
+        num_patches = [int(prompt.image_grid_thw.prod(-1).sum()) for prompt in prompts]
+        if self.keeps_vision and any(num_patches):  # later forward passes then skip the vision tower
+            pixel_values = to_device(torch.cat([prompt.pixel_values for prompt in prompts]), self.device)
+            image_grid_thw = torch.cat([prompt.image_grid_thw for prompt in prompts])
+            vision_embeds = model.visual(pixel_values, image_grid_thw)
+            patches_per_token = model.config.vision_config.spatial_merge_size**2
+            num_tokens = [count // patches_per_token for count in num_patches]
+            for prompt, embeds in zip(prompts, vision_embeds.split(num_tokens), strict=True):
+                prompt.vision_embeds = embeds
         limit = self.sampling.max_new_tokens
         groups = generate(model, prompts, num_generations, limit, sample_token, self.decode(), self.device)
         if self.filters is not None:
@@ -161,8 +174,8 @@ class Sampler:
 
     def record_tokens(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Record a new token per row; return (r,) bool, True if the token completes a stop string."""
-        if self.filters is not None:
-            self.filters.add_seen(rows, ids)
+        if self.filters is not None and self.filters.seen is not None:
+            self.filters.seen[rows, ids] = True
         self.on_tokens(rows, ids)
         if self.stop_strings is None:
             return torch.zeros_like(ids, dtype=torch.bool)
@@ -215,23 +228,3 @@ def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, 
         )
     if not all(bool(x.sampled_logps.isfinite().all()) for x in chain(*completions)):
         raise UserError("sampling.engine returned log-probabilities that are NaN or infinite")
-
-
-def can_capture(model: VisionLanguageModel, sampling: SamplingOptions, by_layer: bool) -> bool:
-    """Check whether decode steps can be captured as a CUDA graph."""
-    # FSDP cannot gather layers inside a graph
-    return sampling.cuda_graph == "auto" and not by_layer and family_of(model).in_cuda_graphs
-
-
-def keep_vision(model: VisionLanguageModel, prompts: Sequence[Prompt], device: torch.device):
-    """Cache image embeddings in the prompts, so that later forward passes skip the vision tower."""
-    patches_per_token = model.config.vision_config.spatial_merge_size**2
-    num_patches = [int(prompt.image_grid_thw.prod(-1).sum()) for prompt in prompts]
-    if not any(num_patches):
-        return
-    pixel_values = to_device(torch.cat([prompt.pixel_values for prompt in prompts]), device)
-    image_grid_thw = torch.cat([prompt.image_grid_thw for prompt in prompts])
-    vision_embeds = model.visual(pixel_values, image_grid_thw)
-    num_tokens = [count // patches_per_token for count in num_patches]
-    for prompt, embeds in zip(prompts, vision_embeds.split(num_tokens), strict=True):
-        prompt.vision_embeds = embeds

@@ -66,11 +66,7 @@ class StopStrings:
         for row, token_id in zip(rows.tolist(), ids.tolist(), strict=True):
             before = self.before[row]
             text = before + self.bytes_of(token_id)
-            is_complete = False
-            for string in self.strings:
-                # search only for stop strings that end in the new token
-                start = max(0, len(before) + 1 - len(string))
-                is_complete |= string in text[start:]
-            ends.append(is_complete)
+            # search only for stop strings that end in the new token
+            ends.append(any(string in text[max(0, len(before) + 1 - len(string)) :] for string in self.strings))
             self.before[row] = text[-self.longest :]
         return torch.tensor(ends, device=ids.device)

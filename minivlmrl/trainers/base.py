@@ -6,9 +6,9 @@ A stage in a recipe (sft, dpo, grpo, ...) is a Trainer subclass.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.trainers.phase_timer import PhaseTimer
+
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -91,13 +93,10 @@ class Rollout:
         first_sample: int = 0,
     ) -> "Rollout":
         """Build a rollout; `rewards` has shape (completions, reward functions)."""
-        numbered_rewards = enumerate(rewards, first_sample)
+        index, values = count(first_sample), iter(rewards)
         groups = []
         for row, prompt, answers in zip(rows, prompts, completions, strict=True):
-            groups.append([])
-            for completion in answers:
-                index, own_rewards = next(numbered_rewards)
-                groups[-1].append(Sample(index, row, prompt, completion, own_rewards))
+            groups.append([Sample(next(index), row, prompt, completion, next(values)) for completion in answers])
         return cls(groups)
 
     @property
@@ -239,3 +238,8 @@ def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
         )
     loss, metrics = pair
     return loss, metrics
+
+
+def split(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    """Split a list into parts with `size` items; the last part may be shorter."""
+    return [items[start : start + size] for start in range(0, len(items), size)]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +34,6 @@ class GRPOBatch(SampledBatch):
 
     advantages: Tensor  # (R,)
     old_per_token_logps: Tensor | None = None  # (R, T) log-probabilities before the first update
-    old_entropies: Tensor | None = None  # (R, T)
     importance_sampling_ratio: Tensor | None = None  # (R, T) or (R, 1): trainer probability / sampler probability
     entropy_threshold: float | None = None  # minimum entropy of tokens to train on
     num_entropy_tokens: float | None = None  # number of tokens in the step with entropy >= entropy_threshold
@@ -50,7 +48,6 @@ class GRPOTrainer(RolloutTrainer):
     stage = "grpo"
     config_type = GRPOOptions
     options: GRPOOptions
-    num_gen_batches = 1  # batches that dynamic sampling needed for the current rollout
 
     @classmethod
     def check(cls, config: RunConfig):
@@ -60,22 +57,14 @@ class GRPOTrainer(RolloutTrainer):
 
     @staticmethod
     def has_reference(options: GRPOOptions) -> bool:
-        return bool(options.beta)
+        return options.beta > 0
 
     def generate_rollout(self, rows: Sequence[Row]) -> Rollout:
-        most_batches = self.options.max_num_gen_batches
-        if most_batches == 1:
+        if self.options.max_num_gen_batches == 1:
             return self.sample_and_score(rows)
         from minivlmrl.trainers.dynamic_sampling import sample_until_groups_differ
 
-        rollout, self.num_gen_batches = sample_until_groups_differ(self, rows, self.compared_rewards, most_batches)
-        return rollout
-
-    def compared_rewards(self, rollout: Rollout) -> Tensor:
-        """Return the rewards that dynamic sampling compares: (samples, K), or weighted sums (samples, 1)."""
-        if self.options.multi_objective_aggregation == "normalize_then_sum":
-            return rollout.rewards
-        return self.total_rewards(rollout.samples)[:, None]
+        return sample_until_groups_differ(self, rows)
 
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
         """Compute weighted reward sums, plus DAPO's penalty for overlong completions."""
@@ -91,21 +80,26 @@ class GRPOTrainer(RolloutTrainer):
         options = self.options
         rewards = self.world.all_gather(rollout.rewards)  # (n * world.size, K)
         totals = self.world.all_gather(self.total_rewards(rollout.samples))  # (n * world.size,)
-        in_groups = group_metrics(totals, options.num_generations)
-        rollout.metrics = self.rollout_metrics(rollout, rewards, totals, **in_groups)
-        if options.max_num_gen_batches > 1:
-            rollout.metrics["num_gen_batches"] = float(self.num_gen_batches)
+        rollout.metrics = group_metrics(totals, options.num_generations) | rollout.metrics
+        rollout.metrics = self.rollout_metrics(rollout, rewards, totals)
         advantages = self.compute_advantages(totals, rewards)
         steps = [self.micro_batches(groups, advantages) for groups in parts]
         if self.kl_in_reward:
             # RLOO: subtract the KL penalty from the rewards, and compute advantages again
-            kl = self.gather_kl(list(chain(*steps)))
+            batches = list(chain(*steps))
+            kl = []  # KL to the reference per sample (k1, in nats)
+            for batch in batches:
+                assert batch.old_per_token_logps is not None and batch.ref_per_token_logps is not None
+                log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
+                kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
+            index = torch.cat([batch.completion_index for batch in batches])
+            # sort by sample, because rebalancing moves samples between ranks
+            kl = self.world.all_gather(torch.cat(kl))[self.world.all_gather(index).argsort()]
             num_tokens = float(sum(step[0].normalizer.tokens for step in steps))
             rollout.metrics["kl"] = kl.double().sum().item() / num_tokens
             advantages = self.compute_advantages(totals - options.beta * kl, rewards)
-            for step in steps:
-                for batch in step:
-                    batch.advantages = self.gather_advantages(advantages, batch)
+            for batch in batches:
+                batch.advantages = advantages[batch.completion_index].to(self.world.device)
         return steps
 
     @property
@@ -126,10 +120,14 @@ class GRPOTrainer(RolloutTrainer):
             rewards_per_func=rewards,
             reward_weights=self.reward_weights,
         )
-        return checked_advantages(self.options.advantages_name, advantages, totals)
-
-    def gather_advantages(self, advantages: Tensor, batch: SampledBatch) -> Tensor:
-        return advantages[batch.completion_index].to(self.world.device)
+        is_float = isinstance(advantages, Tensor) and advantages.is_floating_point()
+        if not is_float or advantages.shape != totals.shape or not advantages.isfinite().all():
+            raise UserError(
+                f"grpo.advantages {self.options.advantages_name} returned {truncate(advantages, 200)}, but it must "
+                f"return a float tensor of shape ({len(totals)},) with one finite advantage for each completion, even "
+                "if their rewards are equal"
+            )
+        return advantages
 
     def kept_samples(self, samples: list[Sample], advantages: Tensor) -> list[Sample]:
         """Drop samples with advantage 0, unless they affect the gradient."""
@@ -144,34 +142,30 @@ class GRPOTrainer(RolloutTrainer):
         normalizer = self.count_tokens(groups)
         groups = self.rebalance(groups, [self.kept_samples(group, advantages) for group in groups])
         packed = [self.pack(self.kept_samples(part, advantages), normalizer) for part in self.split(groups)]
-        batches = [self.before_update(batch, advantages) for batch in packed]
+        batches = []
+        local_entropies = []
+        for sampled in packed:
+            own_advantages = advantages[sampled.completion_index].to(self.world.device)
+            batch = GRPOBatch(**vars(sampled), advantages=own_advantages)
+            batches.append(batch)
+            if not self.needs_old_logps:
+                continue
+            logps, entropies = self.logps(batch.group)
+            batch.old_per_token_logps = old_logps = batch.group.pad(logps)
+            if options.top_entropy_quantile < 1:
+                local_entropies.append(batch.group.pad(entropies)[batch.loss_mask.bool()].cpu())
+            if options.rollout_correction:
+                clip_min, clip_max = options.rollout_correction_bounds
+                batch.importance_sampling_ratio = rollout_importance_ratio(
+                    old_logps, batch.sampler_logps, batch.loss_mask, options.rollout_correction, clip_max, clip_min
+                )
         if options.top_entropy_quantile < 1:
-            local = [
-                batch.old_entropies[batch.loss_mask.bool()].cpu()
-                for batch in batches
-                if batch.old_entropies is not None
-            ]
-            entropies = torch.cat(self.world.gather_objects(torch.cat(local)))
+            entropies = torch.cat(self.world.gather_objects(torch.cat(local_entropies)))
             threshold = top_entropy_threshold(entropies, options.top_entropy_quantile)
             for batch in batches:
                 batch.entropy_threshold = threshold.item()
                 batch.num_entropy_tokens = (entropies >= threshold).sum().item()
         return batches
-
-    def before_update(self, batch: SampledBatch, advantages: Tensor) -> GRPOBatch:
-        """Add advantages to a micro-batch, and log-probabilities and entropies if the loss needs them."""
-        options = self.options
-        grpo_batch = GRPOBatch(**vars(batch), advantages=self.gather_advantages(advantages, batch))
-        if self.needs_old_logps:
-            logps, entropies = self.logps(batch.group)
-            grpo_batch.old_per_token_logps = old_logps = batch.group.pad(logps)
-            grpo_batch.old_entropies = batch.group.pad(entropies)
-            if options.rollout_correction:
-                clip_min, clip_max = options.rollout_correction_bounds
-                grpo_batch.importance_sampling_ratio = rollout_importance_ratio(
-                    old_logps, batch.sampler_logps, batch.loss_mask, options.rollout_correction, clip_max, clip_min
-                )
-        return grpo_batch
 
     @cached_property
     def needs_all_samples(self) -> bool:
@@ -192,17 +186,6 @@ class GRPOTrainer(RolloutTrainer):
 
     def is_trained(self, sample: Sample) -> bool:
         return sample.completion.stopped or not self.options.mask_truncated_completions
-
-    def gather_kl(self, batches: Sequence[GRPOBatch]) -> Tensor:
-        """Estimate the KL to the reference for samples on all ranks (k1, in nats): (samples,)."""
-        kl = []
-        for batch in batches:
-            assert batch.old_per_token_logps is not None and batch.ref_per_token_logps is not None
-            log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
-            kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
-        # sort by sample, because rebalancing moves samples between ranks
-        index = torch.cat([batch.completion_index for batch in batches])
-        return self.world.all_gather(torch.cat(kl))[self.world.all_gather(index).argsort()]
 
     @cached_property
     def loss_function(self) -> Callable:
@@ -239,18 +222,13 @@ class GRPOTrainer(RolloutTrainer):
             num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
             loss = loss - options.entropy_coef * mean_entropy(padded_entropies, kept, batch.normalizer, num_tokens)
         old_logps = padded_logps.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
-        return loss, self.over_step(metrics, batch) | self.token_metrics(batch, old_logps, entropies)
-
-    def over_step(self, metrics: dict[str, Tensor], batch: GRPOBatch) -> dict[str, Tensor]:
-        """Scale clip ratios so that they can be summed over micro-batches in a step, as in TRL.
-
-        The denominator is the token count in the step (GSPO and RLOO: completion count). kept_samples may drop
-        completions with advantage 0, which are never clipped.
-        """
+        # Scale clip ratios to sums over the step, as in TRL: shares of its tokens (GSPO, RLOO: completions).
+        # Completions that kept_samples drops have advantage 0 and are never clipped.
         share = batch.loss_mask.sum().double() / batch.normalizer.tokens  # float64: sums over batches must be exact
-        if self.options.importance_sampling_level == "sequence" or self.options.loss_type == "rloo":
+        if options.importance_sampling_level == "sequence" or options.loss_type == "rloo":
             share = len(batch.loss_mask) / batch.normalizer.sequences
-        return {name: value * share if name in CLIP_RATIOS else value for name, value in metrics.items()}
+        metrics = {name: value * share if name in CLIP_RATIOS else value for name, value in metrics.items()}
+        return loss, metrics | self.token_metrics(batch, old_logps, entropies)
 
     def weights(self, batch: GRPOBatch, kept: Tensor) -> dict[str, Tensor]:
         """Return token weights as arguments for grpo_loss.
@@ -259,16 +237,13 @@ class GRPOTrainer(RolloutTrainer):
             kept: (R, T), 1 for the tokens to train on, or only those with high entropy.
         """
         ratio = batch.importance_sampling_ratio
-        weights = {}
         if not self.is_builtin:
-            return weights
-        if self.options.top_entropy_quantile < 1:
-            weights["token_weights"] = kept
-        if ratio is not None and self.options.loss_type == "vespo":
-            weights["importance_sampling_ratio"] = ratio
-        elif ratio is not None:
-            weights["token_weights"] = weights.get("token_weights", 1) * ratio
-        return weights
+            return {}
+        if ratio is None:
+            return {"token_weights": kept}
+        if self.options.loss_type == "vespo":
+            return {"token_weights": kept, "importance_sampling_ratio": ratio}
+        return {"token_weights": kept * ratio}
 
 
 def find_loss(options: GRPOOptions) -> Callable:
@@ -287,17 +262,6 @@ def find_advantages(options: GRPOOptions) -> Callable[..., Tensor]:
     return load_function("advantages", options.advantages_name, ADVANTAGES, options, ["rewards"], arguments)
 
 
-def checked_advantages(name: str, advantages: Any, totals: Tensor) -> Tensor:
-    """Raise UserError unless every completion has a finite advantage."""
-    is_float = isinstance(advantages, Tensor) and advantages.is_floating_point()
-    if not is_float or advantages.shape != totals.shape or not advantages.isfinite().all():
-        raise UserError(
-            f"grpo.advantages {name} returned {truncate(advantages, 200)}, but it must return a float tensor of shape "
-            f"({len(totals)},) with one finite advantage for each completion, even if their rewards are equal"
-        )
-    return advantages
-
-
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
     """Compute DAPO's penalty for overlong completions, from 0 to -1.
 
@@ -308,8 +272,4 @@ def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_c
     Source: DAPO (arXiv 2503.14476), equation 13; get_soft_overlong_punishment in TRL.
     """
     free = max_completion_len - soft_punish_cache
-    if length <= free:
-        return 0.0
-    if length > max_completion_len:
-        return -1.0
-    return (free - length) / soft_punish_cache
+    return max(-1.0, min(0.0, (free - length) / soft_punish_cache))

@@ -6,7 +6,6 @@ A prompt and its images are processed once for all its answers.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,9 +16,7 @@ from minivlmrl.distributed.weights import reshard
 from minivlmrl.errors import error_context, error_phase
 from minivlmrl.losses.grpo import LossNormalizer, batch_normalizer
 from minivlmrl.model.packing import pack_turns
-from minivlmrl.trainers.base import MicroBatch, Step, Trainer
-
-Item = TypeVar("Item")
+from minivlmrl.trainers.base import MicroBatch, Step, Trainer, split
 
 
 @dataclass
@@ -70,26 +67,21 @@ class OfflineTrainer(Trainer):
         ref_logps = None if self.reference is None else self.reference.logps(group)
         return self.batch_type(group, mask, batch_normalizer(mask), ref_logps)
 
-    def rows_with_answers(self, rows: Dataset) -> list[int]:
-        """Return indices of rows with all required answers, such as `chosen` and `rejected`."""
-        local = []
-        for index in range(self.world.rank, len(rows), self.world.size):
-            row = rows[index]
-            if all(getattr(row, name) is not None for name in self.answers):
-                local.append(index)
-        self.world.barrier("read images")
-        return sorted(chain(*self.world.gather_objects(local)))
-
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
-        """Select this rank's share of rows_with_answers.
+        """Select this rank's share of the rows with all required answers, such as `chosen` and `rejected`.
 
         A rank with fewer rows repeats a row of another rank, because all ranks must run a sharded model equally often.
 
         Returns:
             row indices with repeated rows last, and the number of rows that are not repeated
         """
-        indices = self.rows_with_answers(rows)
-        return self.world.shard_evenly(indices) if indices else ([], 0)
+        local = []
+        for index in range(self.world.rank, len(rows), self.world.size):
+            row = rows[index]
+            if all(getattr(row, name) is not None for name in self.answers):
+                local.append(index)
+        self.world.barrier("read images")
+        return self.world.shard_evenly(sorted(chain(*self.world.gather_objects(local))))
 
     def step(self, batches: Sequence[MicroBatch]) -> Step:
         """Build an optimizer step with a mean loss over all micro-batches on all ranks."""
@@ -122,8 +114,3 @@ class PairTrainer(OfflineTrainer):
         self.world.barrier("score the held-out pairs")
         ahead, pairs = self.world.sum((margins > 0).sum().item(), count)
         return {"eval/pair_accuracy": ahead / pairs}
-
-
-def split(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
-    """Split a list into parts with `size` items; the last part may be shorter."""
-    return [items[start : start + size] for start in range(0, len(items), size)]

@@ -5,7 +5,7 @@ states, or a separate model. Not implemented: adaptive KL weight, entropy bonus.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from minivlmrl.losses.ppo import gae, ppo_loss, token_rewards, whiten
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import completion_states, logps_of_states
 from minivlmrl.model.packing import GroupBatch
-from minivlmrl.model.value_head import ValueHead, ValueModel, check_value_model_folder, value_head
+from minivlmrl.model.value_head import ValueModel, check_value_model_folder, value_head
 from minivlmrl.trainers.base import Rollout, Sample, SampledBatch
 from minivlmrl.trainers.rollout import RolloutTrainer
 
@@ -63,26 +63,23 @@ class PPOTrainer(RolloutTrainer):
 
     @staticmethod
     def has_reference(options: PPOOptions) -> bool:
-        return bool(options.kl_coef)
+        return options.kl_coef > 0
 
     def __init__(
         self, config: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
     ):
         super().__init__(config, model, processor, world, steps_done)
-        self.critic = self.build_critic()
+        if self.options.critic == "shared":
+            self.critic = value_head(model)
+        elif self.options.critic_path is None:
+            self.critic = ValueModel(copy_model(model), config.model.freeze)
+        else:
+            self.critic = load_critic(self.options.critic_path, model, processor, config, world.device)
         self.trained = nn.ModuleDict({"policy": self.policy, "critic": self.critic})
 
     def shares_vision_tower(self) -> bool:
         # a separate critic needs the images for its own vision tower
         return self.options.critic == "shared" and super().shares_vision_tower()
-
-    def build_critic(self) -> ValueHead | ValueModel:
-        if self.options.critic == "shared":
-            return value_head(self.policy)
-        path = self.options.critic_path
-        if path is None:
-            return ValueModel(copy_model(self.policy), self.config.model.freeze)
-        return load_critic(path, self.policy, self.processor, self.config, self.world.device)
 
     def save(self, folder: Path, merge: bool = True):
         super().save(folder, merge)
@@ -106,8 +103,10 @@ class PPOTrainer(RolloutTrainer):
         steps = [self.micro_batches(groups, scores) for groups in parts]
         batches = list(chain(*steps))
         masks = [batch.loss_mask for batch in batches]
-        advantages = iter(whiten([batch.advantages for batch in batches], masks, all_ranks=self.world.sum))
-        return [[replace(batch, advantages=next(advantages)) for batch in step] for step in steps]
+        advantages = whiten([batch.advantages for batch in batches], masks, all_ranks=self.world.sum)
+        for batch, whitened in zip(batches, advantages, strict=True):
+            batch.advantages = whitened
+        return steps
 
     def micro_batches(self, groups: Sequence[list[Sample]], scores: Tensor) -> list[PPOBatch]:
         """Pack this rank's micro-batches, with advantages and returns from GAE."""

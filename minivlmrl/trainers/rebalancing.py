@@ -55,14 +55,6 @@ def load_groups(
     return loaded
 
 
-def payload_of(samples: list[Sample]) -> Payload:
-    first = samples[0]
-    embeds = first.prompt.vision_embeds
-    if embeds is not None:
-        embeds = embeds.cpu().clone()  # a view would keep the whole tensor in memory
-    return SerializedGroup.from_samples(samples), first.index, embeds
-
-
 def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequence[int]) -> list[list[Sample]]:
     """Exchange groups between ranks, and return this rank's new groups, longest first.
 
@@ -76,7 +68,11 @@ def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequenc
     for rank, part in enumerate(assignment):
         for source, i in part:
             if source == world.rank and rank != source:
-                payloads[rank][i] = payload_of(groups[i])
+                first = groups[i][0]
+                embeds = first.prompt.vision_embeds
+                if embeds is not None:
+                    embeds = embeds.cpu().clone()  # a view would keep the whole tensor in memory
+                payloads[rank][i] = SerializedGroup.from_samples(groups[i]), first.index, embeds
     arrived = world.exchange(payloads)
     part = assignment[world.rank]
     moved = [arrived[source][i] for source, i in part if source != world.rank]
@@ -111,7 +107,7 @@ def assign_groups(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]
     totals = list(map(sum, lengths))
     mean = sum(totals) / len(ranks)
     if max(totals) <= (1 + WORTH_MOVING) * mean:
-        return [[(source, i) for source, i in groups if source == rank] for rank in ranks]
+        return [[group for group in groups if group[0] == rank] for rank in ranks]
     assignment: list[list[tuple[int, int]]] = [[] for _ in ranks]
     tokens = [0 for _ in ranks]
     for source, i in groups:

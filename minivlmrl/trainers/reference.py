@@ -29,7 +29,10 @@ class Reference:
     def __init__(self, policy: VisionLanguageModel, options: ReferenceOptions, processor: Processor, world: World):
         self.policy = policy
         if options.path is not None:
-            model = load_reference(options.path, policy, processor, world)
+            check_same_inputs(options.path, policy, processor, "vocab_size")
+            sharding = policy.sharding
+            dtype = sharding.compute_dtype if sharding else policy.lm_head.weight.dtype
+            model = load_model(options.path, dtype, world.device, sharding)
         elif has_adapters(policy):
             trained = [name for name, p in policy.named_parameters() if p.requires_grad]
             model = SwappedParameters(policy, trained)
@@ -93,11 +96,3 @@ def swapped_in(
         reshard(policy)
     finally:
         model.exchange()
-
-
-def load_reference(path: str, policy: VisionLanguageModel, processor: Processor, world: World) -> VisionLanguageModel:
-    """Load a reference from a folder, with the policy's sharding and compute dtype."""
-    check_same_inputs(path, policy, processor, "vocab_size")
-    sharding = policy.sharding
-    dtype = sharding.compute_dtype if sharding else policy.lm_head.weight.dtype
-    return load_model(path, dtype, world.device, sharding)

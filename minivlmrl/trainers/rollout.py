@@ -14,6 +14,7 @@ GRPOTrainer and PPOTrainer define `build_micro_batches`, which computes advantag
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, groupby
 
 import torch
@@ -23,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Completion, Prompt, Row
+from minivlmrl.data.rows import Completion, Row
 from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import UserError
@@ -38,14 +39,10 @@ from minivlmrl.model.packing import GroupBatch, pack_turns
 from minivlmrl.model.trainable import trained_parameters
 from minivlmrl.rewards.columns import call_rewards, reward_columns
 from minivlmrl.rewards.registry import RewardLog, training_rewards
-from minivlmrl.trainers.base import MicroBatch, Rollout, Sample, SampledBatch, Step, Trainer
+from minivlmrl.trainers.base import MicroBatch, Rollout, Sample, SampledBatch, Step, Trainer, split
 from minivlmrl.trainers.rollout_metrics import completion_metrics, logged_metrics, reward_metrics
 
-REWARD_MODEL = "reward_model"
-
-
-def reward_models():
-    return load_extra("minivlmrl.extras.reward_model", "the reward reward_model")
+REWARD_MODEL = "minivlmrl.extras.reward_model", "the reward reward_model"
 
 
 class RolloutTrainer(Trainer):
@@ -71,8 +68,8 @@ class RolloutTrainer(Trainer):
             )
         check_environment(config)
         find_engine(config.sampling).check(config)
-        if REWARD_MODEL in config.rewards:
-            reward_models().check_stage_order(config, cls.stage)
+        if "reward_model" in config.rewards:
+            load_extra(*REWARD_MODEL).check_stage_order(config, cls.stage)
 
     def __init__(
         self, config: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
@@ -88,16 +85,16 @@ class RolloutTrainer(Trainer):
         )
         self.temperature = config.sampling.temperature
         self.reward_log = RewardLog(steps_done, self.options.max_steps)
-        self.rewards = [reward.with_world(world, self.reward_log) for reward in training_rewards(config)]
+        self.rewards = [replace(reward, world=world, log=self.reward_log) for reward in training_rewards(config)]
         self.reward_weights = torch.tensor(list(config.rewards.values()))
         self.reward_model = None
-        if REWARD_MODEL in config.rewards:
-            self.reward_model = reward_models().RewardModelScores(config, model, processor, world)
+        if "reward_model" in config.rewards:
+            self.reward_model = load_extra(*REWARD_MODEL).RewardModelScores(config, model, processor, world)
 
     def shares_vision_tower(self) -> bool:
         """Check whether all models share a frozen vision tower, which then encodes images only once."""
         is_frozen = not trained_parameters(self.policy.visual)
-        return is_frozen and self.config.reference.path is None and REWARD_MODEL not in self.config.rewards
+        return is_frozen and self.config.reference.path is None and "reward_model" not in self.config.rewards
 
     def build_micro_batches(
         self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]
@@ -116,9 +113,7 @@ class RolloutTrainer(Trainer):
     def rollout_steps(self) -> Iterator[Step]:
         for rows in self.batches:
             rollout = self.generate_rollout(rows)
-            size = len(rollout.groups) // self.options.steps_per_rollout
-            starts = range(0, len(rollout.groups), size)
-            parts = [rollout.groups[start : start + size] for start in starts]
+            parts = split(rollout.groups, len(rollout.groups) // self.options.steps_per_rollout)
             with self.phase("scoring", rows):
                 one_pass = list(zip(self.build_micro_batches(rollout, parts), parts, strict=True))
             all_passes = one_pass * self.options.passes_per_rollout
@@ -157,20 +152,16 @@ class RolloutTrainer(Trainer):
         check_groups(completions, len(prompts), self.options.num_generations)
         self.sampler.verify_logps(rows, prompts, completions, self.config.rollout.max_logp_mismatch)
         with self.phase("rewards", rows):
-            rewards = call_rewards(self.rewards, self.reward_columns(rows, prompts, completions))
+            scores = None if self.reward_model is None else self.reward_model(prompts, completions)
+            columns = reward_columns(rows, prompts, completions, self.processor, scores)
+            rewards = call_rewards(self.rewards, columns)
         return Rollout.join(rows, prompts, completions, rewards, self.world.rank * len(rewards))
 
-    def reward_columns(
-        self, rows: Sequence[Row], prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
-    ) -> dict[str, list]:
-        scores = None if self.reward_model is None else self.reward_model(prompts, completions)
-        return reward_columns(rows, prompts, completions, self.processor, scores)
-
-    def rollout_metrics(self, rollout: Rollout, rewards: Tensor, totals: Tensor, **others: float) -> dict[str, float]:
-        """Compute reward and completion metrics over all ranks."""
+    def rollout_metrics(self, rollout: Rollout, rewards: Tensor, totals: Tensor) -> dict[str, float]:
+        """Compute reward and completion metrics over all ranks, in addition to rollout.metrics."""
         metrics = reward_metrics(rewards, totals, list(self.config.rewards))
         completions = [sample.completion for sample in rollout.samples]
-        metrics |= completion_metrics(completions, bool(self.config.sampling.environment), self.world) | others
+        metrics |= completion_metrics(completions, bool(self.config.sampling.environment), self.world) | rollout.metrics
         return metrics | logged_metrics(self.reward_log, metrics, self.world)
 
     def rebalance(self, groups: Sequence[list[Sample]], kept: Sequence[list[Sample]]) -> Sequence[list[Sample]]:
@@ -194,7 +185,7 @@ class RolloutTrainer(Trainer):
         size = self.options.micro_batch_size
         max_tokens = self.options.max_tokens_per_micro_batch
         if max_tokens is None:
-            return [list(chain(*groups[i : i + size])) for i in range(0, len(groups), size)]
+            return [list(chain(*part)) for part in split(groups, size)]
         lengths = []
         for group in groups:
             completion_lengths = [packed_length(sample.completion) for sample in group]

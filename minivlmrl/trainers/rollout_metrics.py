@@ -41,7 +41,12 @@ def completion_metrics(completions: Sequence[Completion], has_tools: bool, world
     sampled = list(chain(*world.gather_objects(local)))
     lengths = [length for length, *_ in sampled]
     terminated = [length for length, stopped, *_ in sampled if stopped]
-    metrics = length_metrics(lengths, terminated)
+    metrics = {}
+    for name, values in (("length", lengths), ("terminated_length", terminated or [0])):
+        metrics[f"completions/mean_{name}"] = sum(values) / len(values)
+        metrics[f"completions/min_{name}"] = min(values)
+        metrics[f"completions/max_{name}"] = max(values)
+    metrics["completions/clipped_ratio"] = 1 - len(terminated) / len(lengths)
     if has_tools:
         metrics |= tool_metrics([calls for _, _, calls, _ in sampled])
     num_turns = sum(turns for *_, turns in sampled)
@@ -82,16 +87,6 @@ def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> d
         values = list(chain(*(logged.get(name, ()) for logged in metrics_of_ranks)))
         means[name] = sum(values) / len(values)
     return means
-
-
-def length_metrics(lengths: list[int], terminated: list[int]) -> dict[str, float]:
-    metrics = {}
-    for name, values in (("length", lengths), ("terminated_length", terminated or [0])):
-        metrics[f"completions/mean_{name}"] = sum(values) / len(values)
-        metrics[f"completions/min_{name}"] = min(values)
-        metrics[f"completions/max_{name}"] = max(values)
-    metrics["completions/clipped_ratio"] = 1 - len(terminated) / len(lengths)
-    return metrics
 
 
 def tool_metrics(calls: list[tuple[int, int, bool]]) -> dict[str, float]:

@@ -44,8 +44,8 @@ def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, decode=
 
     def sample_and_remember(logits, rows, counts):
         ids, logps, ends = sample_token(logits, rows, counts)
-        if filters:
-            filters.add_seen(rows, ids)
+        if filters and filters.seen is not None:
+            filters.seen[rows, ids] = True
         return ids, logps, ends
 
     groups = generate(model, rows, num_generations, sampling.max_new_tokens, sample_and_remember, decode)

@@ -70,7 +70,7 @@ def test_margins_of_the_evaluation_are_those_of_the_loss(stage, name, scale):
 def test_rows_without_both_answers_are_no_pairs():
     rows = Rows(Shapes(3, "x")[i] for i in range(3))
     rows[0].rejected = rows[1].chosen = None
-    assert Pairs(ONE).rows_with_answers(rows) == [2]
+    assert Pairs(ONE).shard_rows_with_answers(rows) == ([2], 1)
     assert Pairs(ONE).evaluate(Rows(rows[:2])) == Pairs(ONE).evaluate(Rows()) == {}
 
 
