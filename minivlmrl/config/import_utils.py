@@ -24,33 +24,24 @@ from minivlmrl.load_extra import load_extra
 def load_name(target: str) -> Any:
     """Load an object named "package.module:name" or "file.py:name"."""
     file, _, name = target.rpartition(":")
-    module = _load_module(file)
+    if file.endswith(".py"):
+        paths = [Path(file), recipes_folder().parent / file]
+        path = os.path.abspath(next(filter(Path.is_file, paths), file))
+        USER_FILES.add(path)  # add the file first, because running it may fail
+        module = run_file(path)
+    else:
+        try:
+            module = importlib.import_module(file)
+        except ModuleNotFoundError as error:
+            if not f"{file}.".startswith(f"{error.name}."):  # the module exists, but an import in it fails
+                raise
+            raise UserError(f"there is no module {error.name}; install its package, or write file.py:name") from None
+        path = getattr(module, "__file__", None)
+        if path and not Path(path).resolve().is_relative_to(PACKAGE):
+            USER_FILES.add(path)
     if not hasattr(module, name):
         raise UserError(f"{file} defines no {name!r}{did_you_mean(name, vars(module))}")
     return getattr(module, name)
-
-
-def _load_module(file: str) -> ModuleType:
-    if file.endswith(".py"):
-        found = [folder / file for folder in (Path(), recipes_folder().parent) if (folder / file).is_file()]
-        if not found:
-            raise UserError(
-                f"{file} does not exist. A code file named in a recipe must be beside the recipe or in the working "
-                f"folder, {os.getcwd()}; for one named on the command line, the working folder is searched first."
-            )
-        path = os.path.abspath(found[0])
-        USER_FILES.add(path)  # add the file first, because running it may fail
-        return run_file(path)
-    try:
-        module = importlib.import_module(file)
-    except ModuleNotFoundError as error:
-        if not f"{file}.".startswith(f"{error.name}."):  # the module exists, but an import in it fails
-            raise
-        raise UserError(f"there is no module {error.name}; install its package, or write file.py:name") from None
-    path = getattr(module, "__file__", None)
-    if path and not Path(path).resolve().is_relative_to(PACKAGE):
-        USER_FILES.add(path)
-    return module
 
 
 def code_files() -> set[str]:
@@ -61,9 +52,8 @@ def code_files() -> set[str]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.startswith(folders) or name == "__main__":
             continue
-        is_ours = name.split(".")[0] == PACKAGE.name
-        is_installed = name.split(".")[0] in sys.stdlib_module_names or "site-packages" in Path(file).parts
-        if not is_ours and not is_installed and os.path.isfile(file):
+        is_known = name.split(".")[0] in {PACKAGE.name, *sys.stdlib_module_names}
+        if not is_known and "site-packages" not in Path(file).parts and os.path.isfile(file):
             files.add(file)
     return files
 
@@ -83,8 +73,9 @@ def run_file(path: str) -> ModuleType:
     module = ModuleType(name)
     module.__file__ = path
     sys.modules[name] = module
-    if os.path.dirname(path) not in sys.path:
-        sys.path.append(os.path.dirname(path))  # user files may import from their own folder
+    folder = os.path.dirname(path)
+    if folder not in sys.path:
+        sys.path.append(folder)  # user files may import from their own folder
     try:
         exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
     except BaseException:
@@ -118,26 +109,28 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
         target = load_extra(target, name) if target.startswith("minivlmrl.") else load_name(target)
     try:
         call = ast.parse(f"f({options})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
+        if not isinstance(call, ast.Call) or call.args:
             raise SyntaxError
         return target, {str(option.arg): ast.literal_eval(option.value) for option in call.keywords}
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{kind} {text}: the options must have the form name=value, name=value") from error
 
 
-def resolve_function(kind: str, text: str, table: dict[str, Any]) -> Callable:
-    """Load a function by name and bind its options (see resolve_object); reject classes."""
+def resolve_function(kind: str, text: str, table: dict[str, Any], reserved: Collection[str] = ()) -> Callable:
+    """Load a function by name and bind its options (see resolve_object); reject classes.
+
+    Args:
+        reserved: option names in the section grpo.
+    """
     function, options = resolve_object(kind, text, table)
-    check_function(kind, text, function)
-    return with_options(function, options)
-
-
-def check_function(kind: str, text: str, function: Any):
     if isinstance(function, type) or not callable(function):
         raise UserError(
             f"{kind} {text} is {truncate(function, 80)}, but it must be a function, or an object with __call__, such "
             "as an instance of a class"
         )
+    for name in options.keys() & reserved:
+        raise UserError(f"{name} is an option of the section grpo; set grpo.{name} instead")
+    return with_options(function, options)
 
 
 def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
@@ -150,7 +143,7 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
     cls, options = resolve_object("stage", stage, table or {})
     if options:
         raise UserError(f"stages: {stage}: write the options {options} in the section of the stage")
-    if not isinstance(cls, type) or not hasattr(cls, "stage") or not hasattr(cls, "config_type"):
+    if not isinstance(cls, type) or not hasattr(cls, "stage"):
         raise UserError(
             f"stages: {stage} is {truncate(cls, 80)}, but it must be a subclass of a trainer, such as GRPOTrainer"
         )
@@ -175,11 +168,7 @@ def load_function(
         convert: wrapper for functions with another signature.
     """
     with error_context(f"grpo.{option} {text}"):
-        function, options = resolve_object(option, text, table)
-        check_function(option, text, function)
-        for name in options.keys() & vars(section).keys():
-            raise UserError(f"{name} is an option of the section grpo; set grpo.{name} instead")
-        function = convert(with_options(function, options))
+        function = convert(resolve_function(option, text, table, vars(section)))
         return with_arguments(function, positional, names, vars(section))
 
 
@@ -238,12 +227,10 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
     """Bind options as keyword arguments; raise UserError for unknown names or out-of-bounds values."""
     parameters = parameters_of(function).values()
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty and p.kind is not p.POSITIONAL_ONLY}
-    values = {}
     for name, value in options.items():
         if name not in hints:  # a function with **columns would accept misspelled options
             names = ", ".join(hints) or "none"
             raise UserError(f"there is no option {name!r}; the options are: {names}{did_you_mean(name, hints)}")
         if typing.get_origin(hints[name]) is Annotated:
-            value = read_value(hints[name], value, name, json=False)
-        values[name] = value
-    return functools.partial(function, **values) if values else function
+            options[name] = read_value(hints[name], value, name, json=False)
+    return functools.partial(function, **options) if options else function

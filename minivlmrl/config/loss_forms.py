@@ -3,7 +3,6 @@
 Losses return a scalar, or (scalar, {metric: value}).
 """
 
-import inspect
 from collections.abc import Callable
 
 from minivlmrl.config.import_utils import parameters_of
@@ -20,9 +19,8 @@ def takes_batch(function: Callable) -> bool:
     """Return True for f(batch, options), but not for a wrapper f(*args, **kwargs)."""
     parameters = parameters_of(function)
     is_wrapper = len(parameters) > 1 and any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [p for p in parameters.values() if p.kind in positional and p.default is p.empty]
-    return len(needed) < 3 and not is_wrapper and "advantages" not in parameters
+    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(p.default is p.empty for p in positional) < 3 and not is_wrapper and "advantages" not in parameters
 
 
 def like_grpo_loss(function: Callable) -> Callable:

@@ -5,7 +5,7 @@ A recipe is a YAML file with RunConfig's fields. On the command line, `--grpo.be
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from minivlmrl.config.types import (
     LAYERS,
@@ -25,7 +25,7 @@ from minivlmrl.config.types import (
 from minivlmrl.errors import UserError
 
 Whole = Annotated[int, "[1, 1e15)"]
-CorrectionBound = Annotated[float, "[0, inf)"] | None  # importance ratio bound, None = no bound
+CorrectionBound = Annotated[float, "[0, inf)"] | None
 
 # ------------------------------------------------------------------------------ model and adapters
 
@@ -209,8 +209,6 @@ class DataOptions(RowOptions):
                 f"eval_file is {self.eval_file}, but evaluations would use the rows of the task {self.task}; set "
                 "task to null and train_file to a file of rows, or set eval_file to null"
             )
-        if self.eval_rewards == []:
-            raise UserError("eval_rewards is [], but it must name at least one reward")
         if "reward_model" in (self.eval_rewards or ()):
             raise UserError(
                 "eval_rewards contains reward_model, which can only score training rows; remove "
@@ -328,15 +326,8 @@ class TrainingOptions:
     warmup_steps: Annotated[int, ">= 0"] = 0  # steps of linear warmup
     adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # AdamW's second-moment decay
 
-    @property
-    def steps_per_rollout(self) -> int:
-        """Optimizer steps per pass over a rollout."""
-        return 1
-
-    @property
-    def passes_per_rollout(self) -> int:
-        """Passes over each rollout."""
-        return 1
+    steps_per_rollout = 1  # optimizer steps per pass over a rollout
+    passes_per_rollout = 1  # passes over each rollout
 
 
 @dataclass
@@ -419,7 +410,7 @@ class GRPOOptions(TrainingOptions):
     entropy_coef: Finite = 0.0  # entropy bonus weight
     # importance sampling correction for log-probs that differ between sampling and training
     rollout_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
-    # (lower, upper) bounds on the importance ratio, for grpo.rollout_correction
+    # (lower, upper) bounds on the importance ratio, None = no bound, for grpo.rollout_correction
     rollout_correction_bounds: tuple[CorrectionBound, CorrectionBound] = (None, 3.0)
 
     def __post_init__(self):
@@ -551,14 +542,6 @@ class RunConfig:
                 f"rewards are {self.rewards}; at least one weight must not be 0, because otherwise nothing is learned"
             )
 
-    if not TYPE_CHECKING:  # hidden from pyright, so that it reports unknown fields
-
-        def __getattr__(self, name: str):
-            raise AttributeError(
-                f"the recipe has no section {name!r}. A trainer's `options` are those of its stage (before: `config`), "
-                "and its `config` is the whole recipe (before: `run`)"
-            )
-
     @property
     def stage_names(self) -> list[str]:
         """Stage names, which are also section names, such as `again` for my_stage.py:Again."""
@@ -571,11 +554,9 @@ class RunConfig:
         Training rewards are sorted by weight, the largest first, format rewards last. `reward_model` is left out,
         because only a trainer computes its scores; if nothing else is left, evaluations use accuracy and format.
         """
-        if self.data.eval_rewards is not None:
-            return self.data.eval_rewards
         names = [name for name in self.rewards if name != "reward_model"]
         names.sort(key=lambda name: (name.endswith("format"), -self.rewards[name]))
-        return names or [RewardName("accuracy"), RewardName("format")]
+        return self.data.eval_rewards or names or [RewardName("accuracy"), RewardName("format")]
 
     @property
     def uses_fsdp(self) -> bool:

@@ -24,7 +24,6 @@ class Dataclass(Protocol):
 
 T = TypeVar("T", bound=Dataclass)
 TypeHint = Any  # any type hint, such as int | None: Python has no type for these before PEP 747
-ChangeText = Callable[[TypeHint, str, str], str]
 
 
 class Loader(yaml.SafeLoader):
@@ -35,18 +34,13 @@ class Loader(yaml.SafeLoader):
             event = self.peek_event()
             problem = f"the alias *{event.anchor} is not supported; write its value instead"
             raise ComposerError(None, None, problem, event.start_mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node, deep=False):
+        node = super().compose_node(parent, index)
         keys = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            if key.value in keys:
-                problem = f"the key {key.value!r} occurs twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            keys.add(key.value)
-        return super().construct_mapping(node, deep)
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if str(key.value) in keys:
+                raise ComposerError(None, None, f"the key {key.value!r} occurs twice", key.start_mark)
+            keys.add(str(key.value))
+        return node
 
 
 def parse_yaml(text: str | bytes) -> Any:
@@ -54,12 +48,16 @@ def parse_yaml(text: str | bytes) -> Any:
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = re.sub(r'in "<[a-z ]+>", ', "in ", str(error))  # PyYAML writes <unicode string> instead of a file name
-        raise UserError(f"the text is not valid YAML ({reason})") from error
+        raise UserError(f"the text is not valid YAML ({error})") from error
 
 
 def build(
-    cls: type[T], values: Plain, where: str, prefix: str = "", json: bool = False, change_text: ChangeText | None = None
+    cls: type[T],
+    values: Plain,
+    where: str,
+    prefix: str = "",
+    json: bool = False,
+    change_text: Callable[[TypeHint, str, str], str] | None = None,
 ) -> T:
     """Build a dataclass from values in a file; check keys, types and bounds.
 
@@ -68,8 +66,8 @@ def build(
         json, change_text: see Reader.
     """
     with error_context(where):
-        dashes = "--" if where == "command line" else ""
-        return Reader(json, change_text, cls, dashes).read_section(cls, values, prefix.rstrip("."))
+        reader = Reader(json, change_text, cls, "--" if where == "command line" else "")
+        return reader.read_section(cls, values, prefix.rstrip("."))
 
 
 def check_values(cls: type[Dataclass], values: Mapping[str, Plain], where: str) -> dict[str, Plain]:
@@ -88,28 +86,25 @@ def read_value(hint: TypeHint, value: Plain, name: str, json: bool) -> Any:
     return Reader(json).read(hint, value, name)
 
 
+@dataclasses.dataclass
 class Reader:
     """Check and convert nested values by type hints.
 
     Supported type hints: int, float, str, bool, dict, X | None, list[X], dict[str, X], tuples, dataclasses, Literal,
     string types in config/types.py, and numbers with bounds such as Annotated[float, "(0, 1]"].
-
-    Args:
-        json: True for JSON files, to ignore unknown keys and convert no strings. False for recipes, to accept "1e-4" as
-            a float, because YAML reads it as a string, and a string as a list with one item.
-        change_text: function (type, string, option path) -> new string, for keys and values with a string type in
-            config/types.py. A dot in a key becomes a slash in the path.
-        root: dataclass for the whole file, for suggestions if a key is unknown.
-        dashes: "--" to suggest command-line options, otherwise "".
     """
 
-    def __init__(self, json: bool, change_text: ChangeText | None = None, root: type | None = None, dashes: str = ""):
-        self.json = json
-        self.change_text = change_text
-        self.root = root
-        self.dashes = dashes
+    # True for JSON files: ignore unknown keys, convert no strings. False for recipes: accept a string as a list with
+    # one item, and "1e-4" as a float, which YAML reads as a string
+    json: bool
+    # function (type, string, option path) -> new string; a dot in a key becomes a slash in the path
+    change_text: Callable[[TypeHint, str, str], str] | None = None
+    root: type | None = None  # dataclass for the whole file, for suggestions if a key is unknown
+    dashes: str = ""  # "--" to suggest command-line options
 
     def read(self, hint: TypeHint, value: Plain, name: str) -> Any:
+        if hint is float:  # reject infinity unless bounds such as "(0, inf]" allow it
+            hint = Finite
         origin = typing.get_origin(hint)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             return value if isinstance(value, hint) else self.read_section(hint, value, name)
@@ -120,8 +115,14 @@ class Reader:
             if isinstance(bounds, type):  # a dataclass, whose options the dictionary may have
                 return given_values(self.read_section(bounds, value, name))
             number = self._read_plain(number_type, value, name)
-            if not within_bounds(number, bounds):
-                raise invalid_value(name, number, bounds_text(bounds))
+            interval = bounds.partition("; ")[0]
+            if interval[0] == ">":
+                is_inside = number >= float(interval.removeprefix(">= "))
+            else:
+                low, high = map(float, interval[1:-1].split(","))
+                is_open = (number == low and interval[0] == "(") or (number == high and interval[-1] == ")")
+                is_inside = low <= number <= high and not is_open
+            require(is_inside, name, number, bounds_text(bounds))
             return number
         if origin is Literal:
             # compare types as well, because Literal[1] must reject True == 1
@@ -133,8 +134,6 @@ class Reader:
             return self._read_dict(hint, value, name)
         if origin in (list, tuple):
             return self._read_sequence(hint, value, name)
-        if hint is float:  # reject infinity unless bounds such as "(0, inf]" allow it
-            return self.read(Finite, value, name)
         return self._read_plain(hint, value, name)
 
     def _read_plain(self, hint: TypeHint, value: Plain, name: str) -> Any:
@@ -142,23 +141,18 @@ class Reader:
         if hint is float and (type(value) is int or (isinstance(value, str) and not self.json)):
             with suppress(ValueError, OverflowError):
                 value = float(value)
-        is_valid = hint is Any or type(value) is plain
-        require(is_valid, name, value, f"of type {type_text(plain)}")
-        return self._changed(hint, value, name)
+        require(hint is Any or type(value) is plain, name, value, f"of type {type_text(plain)}")
+        return self.change_text(hint, value, name) if self.change_text and isinstance(value, str) else value
 
     def read_section(self, cls: type[T], values: Plain, name: str) -> T:
         """Build a dataclass from a section; `name` is its path, "" for the whole file."""
-        expected = "an object with names and values"
-        if self.dashes and "." not in name:
-            expected += f"; set its options, as in --{name}.{next(iter(inspect.get_annotations(cls)), 'NAME')}=..."
-        require(isinstance(values, dict), name or "the file", values, expected)
+        require(isinstance(values, dict), name or "the file", values, "an object with names and values")
         prefix = f"{name}." if name else ""
         hints = typing.get_type_hints(cls, include_extras=True)
         fields = {field.name: field for field in dataclasses.fields(cls)}
-        unknown = [key for key in values if key not in fields]
-        if unknown and not self.json:
-            key = unknown[0]
-            raise UserError(_unknown_key(self.root or cls, cls, prefix, str(key), values[key], self.dashes))
+        for key in values:
+            if key not in fields and not self.json:
+                raise UserError(self._unknown_key(cls, prefix, str(key), values[key]))
         read = {}
         for key, field in fields.items():
             if key in values:
@@ -187,76 +181,57 @@ class Reader:
     def _wrong_choice(self, hint: TypeHint, value: Plain, name: str, expected: str) -> UserError:
         """Return the error for an invalid choice; explain values known from other projects, such as TRL."""
         error = str(invalid_value(name, value, expected))
-        if not isinstance(value, str) or self.root is None:
-            return UserError(error)
-        if advice := _foreign_name(self.root, "", value, self.dashes):
-            return UserError(f"{error}; {advice}")
-        return UserError(error + did_you_mean(value, re.findall("'(.*?)'", type_text(hint))))
+        if isinstance(value, str) and self.root is not None:
+            advice = self._foreign_name(self.root, "", value)
+            error += f"; {advice}" if advice else did_you_mean(value, re.findall("'(.*?)'", type_text(hint)))
+        return UserError(error)
 
     def _read_dict(self, hint: TypeHint, value: Plain, name: str) -> dict:
         key_hint, item_hint = typing.get_args(hint)
-        expected = f"of type {type_text(hint)}"
-        keys: Plain = [value] if type(value) is str else value
-        if item_hint is Finite and type(keys) is list:  # a list of reward names without weights
-            weights = ", ".join(f"{key}: 1.0" for key in keys)
-            given = f'"--{name}={{{weights}}}"' if self.dashes else f"{name}: {{{weights}}}"
-            expected += f"; write {given}"
+        expected = f"of type {type_text(hint)}; write {{name: value}}, with a space after the colon"
         require(isinstance(value, dict), name, value, expected)
         read = {}
         for key, item in typing.cast(dict, value).items():
-            if item is None and ":" in str(key) and not self.json:
-                raise UserError(f"{name}: {key} has no value; write a space after the colon, as in {{accuracy: 1.0}}")
-            key = self._changed(key_hint, key, f"{name}.{str(key).replace('.', '/')}")
+            key = self._read_plain(key_hint, key, f"{name}.{str(key).replace('.', '/')}")
             read[key] = self.read(item_hint, item, f"{name}.{key}")
         return read
 
     def _read_sequence(self, hint: TypeHint, value: Plain, name: str) -> list | tuple:
-        origin = list if typing.get_origin(hint) is list else tuple
-        inside = typing.get_args(hint)
+        origin, inside = typing.get_origin(hint), typing.get_args(hint)
         if origin is list and isinstance(value, str) and not self.json:
             value = [value]  # a string is a list with one item, as in --dpo.loss_type=ipo
         # JSON and YAML have no tuples, so accept lists
-        is_valid = isinstance(value, (list, tuple) if origin is tuple else list)
-        require(is_valid, name, value, f"of type {type_text(hint)}")
-        if origin is list or ... in inside:
-            return origin(self.read(inside[0], item, name) for item in value)
-        require(len(value) == len(inside), name, value, f"a list of {len(inside)} values")
-        items = zip(inside, value, strict=True)
-        return tuple(self.read(item_hint, item, name) for item_hint, item in items)
+        require(isinstance(value, list | tuple), name, value, f"of type {type_text(hint)}")
+        hints = [inside[0]] * len(value) if origin is list or ... in inside else inside
+        require(len(value) == len(hints), name, value, f"a list of {len(hints)} values")
+        return origin(self.read(item_hint, item, name) for item_hint, item in zip(hints, value, strict=True))
 
-    def _changed(self, hint: TypeHint, value: Plain, path: str) -> Plain:
-        """Apply change_text to paths and names such as "file.py:f", for example to make them absolute."""
-        if self.change_text and hasattr(hint, "__supertype__") and isinstance(value, str):
-            return self.change_text(hint, value, path)
-        return value
+    def _unknown_key(self, section: type, prefix: str, key: str, value: Plain) -> str:
+        """Return the error message for an unknown key, which may be a TRL option or belong to another section."""
+        root = self.root or section
+        paths = [option.path for option in options_of(root)]
+        if "." in key and key in paths:
+            parent, _, name = key.rpartition(".")
+            return f"unknown key {key}; write {name} in the section {parent}"
+        names = {field.name: f"{prefix}{field.name}" for field in dataclasses.fields(section)}
+        known = f"; known keys are {', '.join(names)}"
+        inner, nested = prefix, {key: value}
+        while isinstance(nested, dict) and nested:  # nested names such as verl's actor_rollout_ref.rollout.n
+            name, nested = next(iter(nested.items()))
+            if advice := self._foreign_name(root, inner, str(name)):
+                return f"unknown key {inner}{name}; {advice}"
+            inner += f"{name}."
+        for path in sorted(paths, key=lambda path: not path.startswith("grpo.")) if not prefix else ():
+            names.setdefault(path.rpartition(".")[2], path)  # option names typed without a section
+        meant = did_you_mean(key, names, lambda name: self.dashes + names[name])
+        return f"unknown key {prefix}{key}{meant or truncate(known, 400, str)}"
 
-
-def _unknown_key(root: type, section: type, prefix: str, key: str, value: Plain, dashes: str) -> str:
-    """Return the error message for an unknown key, which may be a TRL option or belong to another section."""
-    paths = [option.path for option in options_of(root)]
-    if "." in key and key in paths:
-        parent, _, name = key.rpartition(".")
-        return f"unknown key {key}; write {name} in the section {parent}"
-    names = {field.name: f"{prefix}{field.name}" for field in dataclasses.fields(section)}
-    known = f"; known keys are {', '.join(names)}"
-    inner, nested = prefix, {key: value}
-    while isinstance(nested, dict) and nested:  # nested names such as verl's actor_rollout_ref.rollout.n
-        name, nested = next(iter(nested.items()))
-        if advice := _foreign_name(root, inner, str(name), dashes):
-            return f"unknown key {inner}{name}; {advice}"
-        inner += f"{name}."
-    for path in sorted(paths, key=lambda path: not path.startswith("grpo.")) if not prefix else ():
-        names.setdefault(path.rpartition(".")[2], path)  # option names typed without a section
-    meant = did_you_mean(key, names, lambda name: dashes + names[name])
-    return f"unknown key {prefix}{key}{meant or truncate(known, 400, str)}"
-
-
-def _foreign_name(root: type, section: str, name: str, dashes: str) -> str:
-    """Return advice from docs/coming_from.md about a name from another project, otherwise ""."""
-    if not issubclass(root, RunConfig) or not has_extras():
-        return ""
-    answer = load_extra("minivlmrl.extras.names:answer", "an unknown option")
-    return answer(section, name, dashes, [option.path for option in options_of(root)])
+    def _foreign_name(self, root: type, section: str, name: str) -> str:
+        """Return advice from docs/coming_from.md about a name from another project, otherwise ""."""
+        if not issubclass(root, RunConfig) or not has_extras():
+            return ""
+        answer = load_extra("minivlmrl.extras.names:answer", "an unknown option")
+        return answer(section, name, self.dashes, [option.path for option in options_of(root)])
 
 
 class Option(NamedTuple):
@@ -303,17 +278,6 @@ def type_text(hint: TypeHint) -> str:
         parts = ["..." if part is ... else type_text(part) for part in inside]
         return f"{origin.__name__}[{', '.join(parts)}]"
     return "null" if hint is types.NoneType else hint.__name__
-
-
-def within_bounds(number: float, bounds: str) -> bool:
-    """Return True if a number is within bounds such as ">= 1" or "(0, 1]"."""
-    interval = bounds.partition("; ")[0]
-    if interval.startswith(">"):
-        interval = f"{'[' if '=' in interval else '('}{interval.strip('>= ')}, inf)"
-    low, high = map(float, interval[1:-1].split(","))
-    above_low = number >= low if interval[0] == "[" else number > low
-    below_high = number <= high if interval[-1] == "]" else number < high
-    return above_low and below_high
 
 
 def bounds_text(bounds: str) -> str:

@@ -17,15 +17,15 @@ class Overtime(BaseException):
 
 
 @contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise Overtime in a `with` block that runs longer than `seconds`.
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise Overtime in a `with` block that runs longer than `seconds`; None = no limit.
 
     A timer sends SIGALRM, which also interrupts sleep, requests and regular expressions. There is no time limit on
     Windows or outside the main thread. C code that never returns, and code with its own SIGALRM handler, cannot be
     stopped.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or not hasattr(signal, "SIGALRM"):
+    if seconds is None or not in_main_thread or not hasattr(signal, "SIGALRM"):
         yield
         return
 

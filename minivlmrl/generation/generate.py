@@ -29,10 +29,6 @@ from minivlmrl.model.packing import GroupBatch, pack
 UNITS = 2**52
 # sample_token(logits (r, V), row indices (r,), tokens so far (r,)) -> ids, logps, whether finished, each (r,)
 TokenSampler = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-# function (probabilities (r, V), rows, counts) -> sampled ids (r,)
-SampleIds = Callable[[Tensor, Tensor, Tensor], Tensor]
-# function (logits (r, V), rows, counts) -> scores (r, V), such as a top_p filter
-LogitsProcessor = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Decode:
@@ -133,18 +129,16 @@ def to_completions(
             "the model's logits contain NaN or inf (they are not finite); check the weights and the learning rate"
         )
     order = sampled[rows[sampled].argsort(stable=True)]
-    completions = []
-    for index in order.split(rows[sampled].bincount().tolist()):
-        completions.append(Completion(ids[index], logps[index], bool(ends[index[-1]])))
-    starts = range(0, len(completions), num_generations)
-    return [completions[i : i + num_generations] for i in starts]
+    parts = order.split(rows[sampled].bincount().tolist())
+    completions = [Completion(ids[index], logps[index], bool(ends[index[-1]])) for index in parts]
+    return [completions[i : i + num_generations] for i in range(0, len(completions), num_generations)]
 
 
 def make_token_sampler(
     temperature: float,
     stop_ids: Sequence[int],
-    sample: SampleIds,
-    logits_processor: LogitsProcessor | None = None,
+    sample: Callable[[Tensor, Tensor, Tensor], Tensor],
+    logits_processor: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> TokenSampler:
     """Return a function that samples one token per row.
@@ -155,9 +149,9 @@ def make_token_sampler(
     Args:
         temperature: logit divisor, 0 for greedy decoding.
         stop_ids: token ids that end a completion.
-        sample: probabilities -> ids; see sample_by_uniforms.
-        logits_processor: logits -> scores for the softmax, by default logits / temperature. Filters set removed tokens
-            to -inf.
+        sample: (probabilities (r, V), rows, counts) -> ids (r,); see sample_by_uniforms.
+        logits_processor: (logits (r, V), rows, counts) -> scores (r, V) for the softmax, by default
+            logits / temperature. Filters set removed tokens to -inf.
     """
     stop_index = to_device(torch.tensor(stop_ids, dtype=torch.long), device)
 
@@ -175,7 +169,7 @@ def make_token_sampler(
     return sample_token
 
 
-def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> SampleIds:
+def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> Callable[..., Tensor]:
     """Return a function that samples ids (r,) from probabilities (r, V) with given random numbers.
 
     Args:

@@ -80,8 +80,7 @@ class Sampler:
 
     def sample(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:
         """Sample all completions in one batch."""
-        sample_token = self.token_sampler(prompts, num_generations, keys)
-        groups = self.sample_with(prompts, num_generations, sample_token)
+        groups = self.sample_with(prompts, num_generations, self.token_sampler(prompts, num_generations, keys))
         self.world.barrier("sample completions")
         return groups
 
@@ -216,15 +215,3 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
         if options:
             raise UserError("an engine has no options; remove the parentheses")
     return kind
-
-
-def check_groups(completions: Sequence[Sequence[Completion]], num_prompts: int, num_generations: int):
-    """Raise UserError for a wrong number of completions, or NaN or infinite log-probs."""
-    lengths = [len(group) for group in completions]
-    if lengths != [num_generations] * num_prompts:
-        raise UserError(
-            f"sampling.engine returned lists of {lengths} completions, but it must return "
-            f"{num_generations} for each of the {num_prompts} prompts"
-        )
-    if not all(bool(x.sampled_logps.isfinite().all()) for x in chain(*completions)):
-        raise UserError("sampling.engine returned log-probabilities that are NaN or infinite")

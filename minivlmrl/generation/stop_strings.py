@@ -48,10 +48,8 @@ class StopStrings:
         self.strings = [string.encode() for string in strings]
         self.longest = max(map(len, self.strings))
         self.bytes_of = cache(lambda token_id: token_bytes(tokenizer, token_id, NO_TEXT))
-        self.before: list[bytes] = []  # last bytes of each row, at least as long as any stop string
-        for ids in prompts:
-            last_ids = ids[-self.longest :].tolist()
-            self.before.append(b"".join(map(self.bytes_of, last_ids)))
+        # last bytes of each row, at least as long as any stop string
+        self.before = [b"".join(map(self.bytes_of, ids[-self.longest :].tolist())) for ids in prompts]
 
     def completed(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Append one token per row, and check whether it completes a stop string.

@@ -14,7 +14,6 @@ from minivlmrl.data.boxes import Box
 from minivlmrl.errors import UserError, truncate
 from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, find_answer, format_error
 
-Extents = list[tuple[float, float] | None]
 Objects = list[tuple[str, Box]]  # (label, box); label "" = no label
 NO_IMAGE = "the row has no image"
 NO_BOX = "no box was found in the answer"
@@ -28,8 +27,8 @@ NO_OBJECT = "the object is not in the image, so the answer should be [] or None"
 def mean_iou(
     answer_texts: list,
     solution: list,
-    image_sizes: Extents,
-    answer_extents: Extents,
+    image_sizes: list,
+    answer_extents: list,
     log_extra: LogExtra | None = None,
     **columns,
 ) -> list:
@@ -63,7 +62,7 @@ def acc_0_5(answer_texts, solution, image_sizes, answer_extents, log_extra=None,
 
 def box_format(
     completions: list[str],
-    answer_extents: Extents,
+    answer_extents: list,
     solution: list | None = None,
     log_extra: LogExtra | None = None,
     **columns,
@@ -72,15 +71,12 @@ def box_format(
 
     "[]", "None" and "No such object" get 1.0 if the solution has no box. Rows without an image get None.
     """
-    values = []
     reasons = []
     for completion, extent, truth in zip(completions, answer_extents, solution or repeat(None), strict=False):
-        reason = NO_IMAGE if extent is None else box_format_error(completion, extent, truth)
-        reasons.append(reason)
-        values.append(None if extent is None else float(reason is None))
+        reasons.append(NO_IMAGE if extent is None else box_format_error(completion, extent, truth))
     if log_extra is not None:
         log_extra("why", reasons)
-    return values
+    return [None if reason is NO_IMAGE else float(reason is None) for reason in reasons]
 
 
 def box_format_error(completion: str, extent: tuple[float, float], solution: Any = None) -> str | None:
@@ -134,8 +130,8 @@ def score_boxes(
     measure: Callable[[Objects, Objects], float],
     answer_texts: list,
     solutions: list,
-    image_sizes: Extents,
-    answer_extents: Extents,
+    image_sizes: list,
+    answer_extents: list,
     log_extra: LogExtra | None = None,
     read: Callable[[str, tuple], Objects] = read_boxes,
     requirement: str = NO_SOLUTION_BOX,
@@ -166,8 +162,8 @@ def score_boxes(
             scored.append((0.0, NO_ANSWER if answer is None else NO_BOX))
             continue
         value = measure(predicted, true)
-        found = f"the answer has {box_texts(predicted)}, the solution {box_texts(true)}"
-        scored.append((value, None if value == 1 else f"{found}, in pixels of the image file"))
+        found = f"the answer has {box_texts(predicted)}, the solution {box_texts(true)}, in pixels of the image file"
+        scored.append((value, None if value == 1 else found))
     if log_extra is not None:
         log_extra("why", [reason for _, reason in scored])
     return [value for value, _ in scored]
@@ -191,9 +187,6 @@ def check_inside(solution: Any, size: tuple[int, int], num_images: int = 1):
 
 
 def box_texts(objects: Objects) -> str:
-    texts = []
-    for label, box in objects[:3]:
-        coordinates = ", ".join(f"{number:g}" for number in box.numbers)
-        texts.append(f"{label:.40} [{coordinates}]".strip())
+    texts = [f"{label:.40} [{', '.join(map('{:g}'.format, box.numbers))}]".strip() for label, box in objects[:3]]
     others = f" and {len(objects) - 3} more" if len(objects) > 3 else ""
     return ", ".join(texts) + others

@@ -1,9 +1,7 @@
 """Call reward functions with row columns and completions."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from types import SimpleNamespace
 from typing import Any
 
 import PIL.Image
@@ -12,7 +10,6 @@ from torch import Tensor
 
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
-from minivlmrl.errors import UserError
 from minivlmrl.rewards.text import find_answer
 
 Size = tuple[float, float]
@@ -39,7 +36,7 @@ class RewardArguments:
     extras: list[dict]  # values that log_extra added to a completion
     reward_model_scores: Sequence[float] | None = None
     # not lists: trainer_state and the logging functions, which Reward.__call__ sets
-    trainer_state: SimpleNamespace | None = None
+    trainer_state: Any = None
     log_metric: Callable[[str, float], None] | None = None
     log_extra: Callable[[str, list], None] | None = None
 
@@ -108,21 +105,15 @@ def box_scale(space: str, original: Size, resized: Size) -> Size:
         original: (width, height) in file pixels.
         resized: (width, height) in model input pixels.
     """
-    extents = {"original": original, "resized": resized, "thousandths": (1000, 1000), "unit": (1, 1)}
-    if space not in extents:
-        raise UserError(f"the coordinate space of a box is {space!r}, but it must be one of {', '.join(extents)}")
-    return extents[space]
+    return {"original": original, "resized": resized, "thousandths": (1000, 1000), "unit": (1, 1)}[space]
 
 
 def call_rewards(rewards: Sequence[Callable], columns: dict[str, list]) -> Tensor:
     """Call K reward functions on n completions.
 
     Returns:
-        (n, K) float32 rewards, NaN where a function returned None.
+        (n, K) float32 rewards, NaN for unscored completions.
     """
-    values = []
-    for reward in rewards:
-        answers = reward(**columns)
-        values.append([math.nan if answer is None else answer for answer in answers])
+    values = [reward(**columns) for reward in rewards]
     shape = len(rewards), len(columns["completions"])
     return torch.tensor(values, dtype=torch.float32).view(shape).T

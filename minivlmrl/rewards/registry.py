@@ -8,12 +8,10 @@ import inspect
 import math
 import numbers
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
-from types import SimpleNamespace
 from typing import Any
 
 from minivlmrl.config.import_utils import own_signature, parameters_of, resolve_function
@@ -37,9 +35,6 @@ REWARDS: dict[str, str | Callable] = {  # {reward name: "module:function" or fun
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
 QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
-# names of built-in step metrics, which log_metric rejects
-STEP_METRICS = {"stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"}
-
 
 # error from completion[0]["content"] in a reward function that expects messages, but gets a string
 READS_MESSAGES = re.compile(
@@ -49,33 +44,17 @@ READS_MESSAGES = re.compile(
 FORMS = (), ("prompts",), ("prompts", "completions")
 
 
-def in_form(columns: dict[str, list], form: Collection[str]) -> dict[str, list]:
-    """Convert `prompts` and `completions` to messages if they are in `form`, otherwise to strings."""
-    converted = {}
-    for name, role in (("prompts", "user"), ("completions", "assistant")):
-        conversations = [as_turns(value, role) for value in columns.get(name, ())]
-        if name in form:
-            converted[name] = [[{**turn, "content": text_of(turn)} for turn in turns] for turns in conversations]
-        elif conversations:
-            converted[name] = ["".join(map(text_of, turns[-1:])) for turns in conversations]
-    return columns | converted
-
-
+@dataclass
 class RewardLog:
-    """Provides the reward arguments `trainer_state` and `log_metric`, as in TRL."""
+    """The reward argument `trainer_state`, and the method `log_metric`, as in TRL."""
 
-    def __init__(self, global_step: int = 1, max_steps: int = 1):  # default: step 1 of 1
-        self.trainer_state = SimpleNamespace(global_step=global_step, max_steps=max_steps)
-        self.metrics: dict[str, list[float]] = {}  # {metric: this rank's values in the current rollout}
+    global_step: int = 1
+    max_steps: int = 1
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # this rank's values in the current rollout
 
     def log_metric(self, name: str, value: float):
-        """Log a finite number as a metric; metrics.jsonl contains the mean over the rollout."""
-        number = plain_value(value)
-        if name in STEP_METRICS:
-            raise UserError(f"log_metric: {name!r} is already a metric of every step; use another name")
-        if not isinstance(number, numbers.Real) or not math.isfinite(number):
-            raise UserError(f"log_metric: {name} is {truncate(number, 80)}, but it must be a finite number")
-        self.metrics.setdefault(name, []).append(float(number))
+        """Log a number as a metric; metrics.jsonl contains the mean over the rollout."""
+        self.metrics.setdefault(name, []).append(float(value))
 
 
 class RewardFailed(UserError):
@@ -88,7 +67,7 @@ class Reward:
 
     name: str
     function: Callable
-    world: World = field(default_factory=World)
+    world: World = field(default_factory=World)  # ranks that raise RewardFailed if the function fails on one of them
     log: RewardLog | None = None  # log of the training stage, None in evaluations and commands
     max_seconds: float | None = None  # time limit per call in seconds, None = no limit
     form: tuple[str, ...] = ()  # arguments passed as messages, one of FORMS
@@ -115,10 +94,6 @@ class Reward:
         # built-in rewards ignore their **columns
         return not module.startswith("minivlmrl.") and any(p.kind is p.VAR_KEYWORD for p in parameters)
 
-    def with_world(self, world: World, log: RewardLog | None = None) -> "Reward":
-        """Return a copy of the reward that raises RewardFailed on all ranks if the function fails on one rank."""
-        return replace(self, world=world, log=log)
-
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
         """Return n rewards, NaN where the function returned None.
 
@@ -132,7 +107,7 @@ class Reward:
         log = self.log or RewardLog()
         extras = list(compress(columns.pop("extras", [{} for _ in completions]), is_scored))
         callbacks = {
-            "trainer_state": log.trainer_state,
+            "trainer_state": log,
             "log_metric": log.log_metric,
             "log_extra": partial(log_extra, self.name, extras),
         }
@@ -153,61 +128,61 @@ class Reward:
         texts = columns["completions"]
         if not texts:
             return []
-        rows = columns.get("row_names") or ["" for _ in texts]
+        prefixes = [f"{row}: " for row in columns.get("row_names", ())] or [""] * len(texts)
         try:
-            with nullcontext() if self.max_seconds is None else time_limit(self.max_seconds):
+            with time_limit(self.max_seconds):
                 try:
                     values = self._call(columns, callbacks)
                 except Exception as error:
-                    found = self._find_failure(columns, callbacks)
+                    found = self._find_failure(columns, callbacks, prefixes)
                     raise RewardFailed(f"{found}: {type(error).__name__}: {error}") from error
         except Overtime as error:
-            prefix = rows[0] and f"{rows[0]}: "
             raise RewardFailed(
-                f"{prefix}reward {self.name}, for {pluralize(len(texts), 'completion')} from this row on: {error}; "
-                "make it faster, or increase max_reward_seconds"
+                f"{prefixes[0]}reward {self.name}, for {pluralize(len(texts), 'completion')} from this row on: "
+                f"{error}; make it faster, or increase max_reward_seconds"
             ) from error
-        return checked_values(self.name, values, texts, [row and f"{row}: " for row in rows])
+        return checked_values(self.name, values, texts, prefixes)
 
     def _call(self, columns: dict[str, list], callbacks: dict[str, Any]) -> Any:
         """Call the reward function; if it fails on strings, find which arguments it expects as messages."""
         try:
-            return self._values(columns, self.form, callbacks)
+            return self._values(columns, callbacks)
         except (AttributeError, IndexError, TypeError):
-            form = self._find_form(columns, callbacks)
-            if form == self.form:
+            former = self.form
+            # replace empty strings, because completion[0] fails on "" before reading ["content"]
+            trial = columns | {"completions": [text or "?" for text in columns["completions"]]}
+            for form in (*FORMS, ()):
+                self.form = form
+                try:
+                    self._values(trial, callbacks | QUIET)
+                except Exception as error:
+                    if READS_MESSAGES.search(str(error)):
+                        continue
+                break
+            if self.form == former:
                 raise
-        self.form = form
-        return self._values(columns, form, callbacks)
+        return self._values(columns, callbacks)
 
-    def _values(self, columns: dict[str, list], form: Collection[str], callbacks: dict[str, Any]) -> Any:
-        values = self.function(**in_form(columns, form) | callbacks)
+    def _values(self, columns: dict[str, list], callbacks: dict[str, Any]) -> Any:
+        """Call the reward function, with the arguments in `self.form` as messages, and other texts as strings."""
+        arguments = columns | callbacks
+        for name, role in (("prompts", "user"), ("completions", "assistant")):
+            conversations = [as_turns(value, role) for value in columns.get(name, ())]
+            if name in self.form:
+                arguments[name] = [[{**turn, "content": text_of(turn)} for turn in turns] for turns in conversations]
+            elif conversations:
+                arguments[name] = ["".join(map(text_of, turns[-1:])) for turns in conversations]
+        values = self.function(**arguments)
         return [*values] if isinstance(values, Iterator) else values  # a generator fails only when it is read
 
-    def _find_form(self, columns: dict[str, list], callbacks: dict[str, Any]) -> tuple[str, ...]:
-        """Find which arguments the reward function expects as messages."""
-        # replace empty strings, because completion[0] fails on "" before reading ["content"]
-        columns = columns | {"completions": [text or "?" for text in columns["completions"]]}
-        for form in FORMS:
-            try:
-                self._values(columns, form, callbacks | QUIET)
-            except Exception as error:
-                if READS_MESSAGES.search(str(error)):
-                    continue
-            return form
-        return ()
-
-    def _find_failure(self, columns: dict[str, list], callbacks: dict[str, Any]) -> str:
+    def _find_failure(self, columns: dict[str, list], callbacks: dict[str, Any], prefixes: list[str]) -> str:
         """Call the reward function per completion, and describe the first failure."""
-        callbacks = callbacks | QUIET
-        rows = columns.get("row_names") or ["" for _ in columns["completions"]]
-        for i, (row, text) in enumerate(zip(rows, columns["completions"], strict=True)):
+        for i, (prefix, text) in enumerate(zip(prefixes, columns["completions"], strict=True)):
             try:
-                one = {name: [values[i]] for name, values in columns.items()}
-                self._values(one, self.form, callbacks)
+                self._values({name: [values[i]] for name, values in columns.items()}, callbacks | QUIET)
             except Exception:
-                return f"{row and f'{row}: '}reward {self.name}, for the completion {truncate(text, 80)}"
-        return f"reward {self.name}, for {pluralize(len(rows), 'completion')} together"
+                return f"{prefix}reward {self.name}, for the completion {truncate(text, 80)}"
+        return f"reward {self.name}, for {pluralize(len(prefixes), 'completion')} together"
 
 
 def get_reward(name: str, max_seconds: float | None = None) -> Reward:
@@ -270,8 +245,8 @@ def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
             "give one value for each completion"
         )
     for extra, value in zip(extras, map(plain_value, values), strict=True):
-        is_json = value is None or isinstance(value, str | int | float)
-        value = value if is_json else str(value)
+        if not isinstance(value, str | int | float | None):
+            value = str(value)
         if column != "why":
             extra[column] = value
         elif value not in (None, ""):

@@ -75,14 +75,14 @@ def accuracy(
         found = None if answer is None else normalize(answer)
         is_right = found == expected or (found is not None and same_json(found, expected))
         rewards.append(float(is_right) if expected else None)
+        reason = None
         if not expected:
-            reasons.append(NO_SOLUTION)
+            reason = NO_SOLUTION
         elif found is None:
-            reasons.append(NO_ANSWER)
+            reason = NO_ANSWER
         elif not is_right:
-            reasons.append(f"the answer is {truncate(found, 200)}, not {truncate(expected, 200)}")
-        else:
-            reasons.append(None)
+            reason = f"the answer is {truncate(found, 200)}, not {truncate(expected, 200)}"
+        reasons.append(reason)
     if log_extra is not None:
         log_extra("why", reasons)
     return rewards
@@ -139,21 +139,16 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
             for its last line.
     """
     if where == "tags":
-        return last_answer(completion)
+        # a regular expression would take quadratic time for many <answer> tags
+        for closed in reversed(completion.split("</answer>")[:-1]):
+            _, tag, answer = closed.partition("<answer>")
+            if tag:
+                return answer
+        return None
     text = completion.rpartition("</think>")[2].strip()
     if not text or "<think>" in text:
         return None
     return text.splitlines()[-1] if where == "last_line" else text
-
-
-def last_answer(text: str) -> str | None:
-    """Return the text in the last <answer>...</answer>, or None."""
-    # a regular expression would take quadratic time for many <answer> tags
-    for closed in reversed(text.split("</answer>")[:-1]):
-        _, tag, answer = closed.partition("<answer>")
-        if tag:
-            return answer
-    return None
 
 
 def normalize(text: str) -> str:
@@ -161,6 +156,6 @@ def normalize(text: str) -> str:
 
     Text is normalized to NFC, as in Qwen tokenizers; full-width and typographic characters become ASCII.
     """
-    answer = last_answer(text)
+    answer = find_answer(text)
     words = (text if answer is None else answer).translate(PLAIN_SIGNS).split()
     return unicodedata.normalize("NFC", " ".join(words).rstrip(". ").casefold())

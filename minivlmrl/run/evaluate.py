@@ -167,5 +167,5 @@ def generate_and_score(
     sample.world.barrier("read images")
     completions = sample(prompts, count, [row.key for row in rows])
     columns = reward_columns(rows, prompts, completions, sample.processor)
-    rewards = [reward.with_world(sample.world, reward.log) for reward in rewards]
+    rewards = [replace(reward, world=sample.world) for reward in rewards]
     return call_rewards(rewards, columns), completions

@@ -89,7 +89,7 @@ def make_rejected(label: str, rng: random.Random) -> str:
 
 
 def draw_picture(label: str, rng: random.Random) -> PIL.Image.Image:
-    background = (rng.randint(200, 255), rng.randint(200, 255), rng.randint(200, 255))
+    background = tuple(rng.randint(200, 255) for _ in range(3))
     image = PIL.Image.new("RGB", (SIZE, SIZE), background)
     side = rng.randint(*OBJECT_SIZES)
     left = rng.randint(0, SIZE - side)

@@ -3,8 +3,8 @@
 A stage in a recipe (sft, dpo, grpo, ...) is a Trainer subclass.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
@@ -225,19 +225,22 @@ class Trainer:
 
 def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss and metrics; raise UserError unless `result` is a scalar, or a scalar and a dict of metrics."""
-    pair: Any = (result, {}) if isinstance(result, Tensor) else result
-    is_pair = isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[1], dict)
-    values = [pair[0], *pair[1].values()] if is_pair else [None]
-    is_scalar = all(isinstance(value, Tensor) and value.dim() == 0 for value in values)
-    # metrics.jsonl already has the fields stage, step and loss
-    if not is_scalar or pair[1].keys() & {"stage", "step", "loss"}:
-        raise UserError(
-            f"{name} returned {truncate(result, 200)}, but it must return the loss, or the loss and a "
-            "dictionary of metrics, as in `return loss, {}`. The loss and the metrics must be tensors without "
-            "dimensions, and no metric may be named stage, step or loss"
-        )
-    loss, metrics = pair
-    return loss, metrics
+    with suppress(AttributeError, TypeError, ValueError):
+        loss, metrics = (result, {}) if isinstance(result, Tensor) else result
+        is_scalar = all(value.dim() == 0 for value in (loss, *metrics.values()))
+        # metrics.jsonl already has the fields stage, step and loss
+        if is_scalar and not metrics.keys() & {"stage", "step", "loss"}:
+            return loss, metrics
+    raise UserError(
+        f"{name} returned {truncate(result, 200)}, but it must return the loss, or the loss and a dictionary of "
+        "metrics, as in `return loss, {}`. The loss and the metrics must be tensors without dimensions, and no metric "
+        "may be named stage, step or loss"
+    )
+
+
+def loss_options(options: TrainingOptions, loss: Callable) -> dict[str, Any]:
+    """Return the stage options that are keyword-only arguments of a loss such as grpo_loss."""
+    return {name: value for name, value in vars(options).items() if name in (loss.__kwdefaults__ or {})}
 
 
 def split(items: Sequence[Item], size: int) -> list[Sequence[Item]]:

@@ -1,7 +1,6 @@
 """Direct preference optimization (arXiv 2305.18290), with MPO, IPO and other losses as options."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +10,8 @@ from minivlmrl.data.rows import Row
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
 from minivlmrl.losses.preference import answer_logps, check_dpo_options, dpo_loss
 from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps
-from minivlmrl.trainers.base import MicroBatch
+from minivlmrl.trainers.base import MicroBatch, loss_options
 from minivlmrl.trainers.offline import PairTrainer
-
-# options to pass to dpo_loss and check_dpo_options
-LOSS_OPTIONS = (
-    "loss_type", "loss_weights", "beta", "label_smoothing", "f_divergence_type", "f_alpha_divergence_coef", "ld_alpha",
-    "use_weighting",
-)  # fmt: skip
 
 
 class DPOTrainer(PairTrainer):
@@ -33,7 +26,7 @@ class DPOTrainer(PairTrainer):
     @classmethod
     def check(cls, config: RunConfig):
         options = getattr(config, cls.stage)
-        check_dpo_options(**loss_options(options), prefix=f"{cls.stage}.")
+        check_dpo_options(**loss_options(options, dpo_loss), prefix=f"{cls.stage}.")
 
     @staticmethod
     def has_reference(options: DPOOptions) -> bool:
@@ -50,12 +43,11 @@ class DPOTrainer(PairTrainer):
         logps, entropies = logps_of_states(self.policy, states, group)
         log_sum_sq_probs = None
         if options.use_weighting:
-            flat = linear_log_sum_sq_probs(states, self.policy.lm_head.weight)  # (M,)
-            log_sum_sq_probs = by_pair(group.pad(flat))
+            log_sum_sq_probs = by_pair(group.pad(linear_log_sum_sq_probs(states, self.policy.lm_head.weight)))
         loss, metrics = dpo_loss(
             by_pair(group.pad(logps)),
             by_pair(batch.loss_mask),
-            **loss_options(options),
+            **loss_options(options, dpo_loss),
             ref_per_token_logps=reference_logps(batch),
             log_sum_sq_probs=log_sum_sq_probs,
             normalizer=batch.normalizer,
@@ -66,16 +58,9 @@ class DPOTrainer(PairTrainer):
         """Compute DPO's implicit rewards, chosen minus rejected, in nats: (pairs,)."""
         batch = self.micro_batch(rows)
         logps, _ = per_token_logps(self.policy, batch.group)
-        policy, reference = (
-            answer_logps(x, by_pair(batch.loss_mask), self.options.ld_alpha)
-            for x in (by_pair(batch.group.pad(logps)), reference_logps(batch))
-        )
-        log_ratio = policy - reference  # (B, 2)
-        return log_ratio[:, 0] - log_ratio[:, 1]
-
-
-def loss_options(options: DPOOptions) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in LOSS_OPTIONS}
+        log_ratio = by_pair(batch.group.pad(logps)) - reference_logps(batch)  # (B, 2, T)
+        chosen, rejected = answer_logps(log_ratio, by_pair(batch.loss_mask), self.options.ld_alpha).unbind(1)
+        return chosen - rejected
 
 
 def reference_logps(batch: MicroBatch) -> Tensor:

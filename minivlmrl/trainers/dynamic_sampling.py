@@ -35,10 +35,9 @@ def sample_until_groups_differ(trainer: "GRPOTrainer", rows: Sequence[Row]) -> R
     local = []  # this rank's groups, in optimizer-step order
     for start in range(0, count, per_step):
         local += world.share(chosen[start : start + per_step])
-    G = options.num_generations
-    begin = world.rank * len(local) * G
-    samples = load_groups(trainer.batches, local, range(begin, begin + len(local) * G, G))
-    return Rollout(samples, {"num_gen_batches": float(num_batches)})
+    for number, group in enumerate(local, world.rank * len(local)):
+        group.first_sample = number * options.num_generations
+    return Rollout(load_groups(trainer.batches, local), {"num_gen_batches": float(num_batches)})
 
 
 def gather_groups(trainer: "GRPOTrainer", rollout: Rollout) -> list[tuple[SerializedGroup, bool]]:

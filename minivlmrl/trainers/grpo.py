@@ -23,7 +23,7 @@ from minivlmrl.errors import UserError, truncate
 from minivlmrl.losses.advantages import ADVANTAGES
 from minivlmrl.losses.grpo import AVERAGES, grpo_loss
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, rollout_importance_ratio, top_entropy_threshold
-from minivlmrl.trainers.base import Rollout, Sample, SampledBatch, checked_loss
+from minivlmrl.trainers.base import Rollout, Sample, SampledBatch, checked_loss, loss_options
 from minivlmrl.trainers.rollout import RolloutTrainer
 from minivlmrl.trainers.rollout_metrics import CLIP_RATIOS, group_metrics
 
@@ -52,8 +52,9 @@ class GRPOTrainer(RolloutTrainer):
     @classmethod
     def check(cls, config: RunConfig):
         super().check(config)
-        find_loss(getattr(config, cls.stage))
-        find_advantages(getattr(config, cls.stage))
+        options = getattr(config, cls.stage)
+        find_loss(options)
+        find_advantages(options)
 
     @staticmethod
     def has_reference(options: GRPOOptions) -> bool:
@@ -107,23 +108,20 @@ class GRPOTrainer(RolloutTrainer):
         """Check whether the KL penalty is in the reward, as in RLOO, instead of in the loss."""
         return self.options.loss_type == "rloo" and self.options.beta > 0
 
-    @cached_property
-    def advantage_function(self) -> Callable[..., Tensor]:
-        return find_advantages(self.options)
-
     def compute_advantages(self, totals: Tensor, rewards: Tensor) -> Tensor:
         """Compute advantages (samples,) from weighted sums (samples,) and rewards (samples, K)."""
-        advantages = self.advantage_function(
+        options = self.options
+        advantages = find_advantages(options)(
             totals,
-            num_generations=self.options.num_generations,
-            scale_rewards=self.options.scale_rewards,
+            num_generations=options.num_generations,
+            scale_rewards=options.scale_rewards,
             rewards_per_func=rewards,
             reward_weights=self.reward_weights,
         )
         is_float = isinstance(advantages, Tensor) and advantages.is_floating_point()
         if not is_float or advantages.shape != totals.shape or not advantages.isfinite().all():
             raise UserError(
-                f"grpo.advantages {self.options.advantages_name} returned {truncate(advantages, 200)}, but it must "
+                f"grpo.advantages {options.advantages_name} returned {truncate(advantages, 200)}, but it must "
                 f"return a float tensor of shape ({len(totals)},) with one finite advantage for each completion, even "
                 "if their rewards are equal"
             )
@@ -142,24 +140,26 @@ class GRPOTrainer(RolloutTrainer):
         normalizer = self.count_tokens(groups)
         groups = self.rebalance(groups, [self.kept_samples(group, advantages) for group in groups])
         packed = [self.pack(self.kept_samples(part, advantages), normalizer) for part in self.split(groups)]
+        needs_entropies = options.top_entropy_quantile < 1
+        needs_logps = needs_entropies or options.rollout_correction or self.policy_moves or self.kl_in_reward
         batches = []
         local_entropies = []
         for sampled in packed:
             own_advantages = advantages[sampled.completion_index].to(self.world.device)
             batch = GRPOBatch(**vars(sampled), advantages=own_advantages)
             batches.append(batch)
-            if not self.needs_old_logps:
+            if not needs_logps:
                 continue
             logps, entropies = self.logps(batch.group)
             batch.old_per_token_logps = old_logps = batch.group.pad(logps)
-            if options.top_entropy_quantile < 1:
+            if needs_entropies:
                 local_entropies.append(batch.group.pad(entropies)[batch.loss_mask.bool()].cpu())
             if options.rollout_correction:
                 clip_min, clip_max = options.rollout_correction_bounds
                 batch.importance_sampling_ratio = rollout_importance_ratio(
                     old_logps, batch.sampler_logps, batch.loss_mask, options.rollout_correction, clip_max, clip_min
                 )
-        if options.top_entropy_quantile < 1:
+        if needs_entropies:
             entropies = torch.cat(self.world.gather_objects(torch.cat(local_entropies)))
             threshold = top_entropy_threshold(entropies, options.top_entropy_quantile)
             for batch in batches:
@@ -173,11 +173,6 @@ class GRPOTrainer(RolloutTrainer):
         options = self.options
         is_regularized = options.beta or options.entropy_coef or options.top_entropy_quantile < 1
         return bool(is_regularized or options.loss_type == "bnpo" or not self.is_builtin)
-
-    @property
-    def needs_old_logps(self) -> bool:
-        for_options = self.options.rollout_correction or self.options.top_entropy_quantile < 1
-        return bool(self.policy_moves or self.kl_in_reward or for_options)
 
     @property
     def policy_moves(self) -> bool:
@@ -200,22 +195,25 @@ class GRPOTrainer(RolloutTrainer):
         options = self.options
         logps, entropies = self.logps(batch.group)
         padded_logps, padded_entropies = batch.group.pad(logps), batch.group.pad(entropies)
+        # (R, T) 1 for the tokens to train on, or only those with high entropy
         kept = kept_tokens(padded_entropies, batch.loss_mask, options.top_entropy_quantile, batch.entropy_threshold)
+        weights = {}
+        if self.is_builtin:
+            ratio = batch.importance_sampling_ratio
+            weights["token_weights"] = kept
+            if ratio is not None and options.loss_type == "vespo":
+                weights["importance_sampling_ratio"] = ratio
+            elif ratio is not None:
+                weights["token_weights"] = kept * ratio
         returned = self.loss_function(
             padded_logps,
             batch.advantages,
             batch.loss_mask,
-            loss_type=options.loss_type,
-            importance_sampling_level=options.importance_sampling_level,
-            epsilon_low=options.epsilon_low,
-            epsilon_high=options.epsilon_high,
-            beta=0.0 if self.kl_in_reward else options.beta,
-            kl_estimator=options.kl_estimator,
-            use_bias_correction_kl=options.use_bias_correction_kl,
+            **loss_options(options, grpo_loss) | {"beta": 0.0 if self.kl_in_reward else options.beta},
             old_per_token_logps=batch.old_per_token_logps if self.policy_moves else None,
             ref_per_token_logps=batch.ref_per_token_logps,
             normalizer=batch.normalizer,
-            **self.weights(batch, kept),
+            **weights,
         )
         loss, metrics = checked_loss(f"{self.stage}.loss_type {options.loss_type}", returned)
         if options.entropy_coef and self.is_builtin:
@@ -229,21 +227,6 @@ class GRPOTrainer(RolloutTrainer):
             share = len(batch.loss_mask) / batch.normalizer.sequences
         metrics = {name: value * share if name in CLIP_RATIOS else value for name, value in metrics.items()}
         return loss, metrics | self.token_metrics(batch, old_logps, entropies)
-
-    def weights(self, batch: GRPOBatch, kept: Tensor) -> dict[str, Tensor]:
-        """Return token weights as arguments for grpo_loss.
-
-        Args:
-            kept: (R, T), 1 for the tokens to train on, or only those with high entropy.
-        """
-        ratio = batch.importance_sampling_ratio
-        if not self.is_builtin:
-            return {}
-        if ratio is None:
-            return {"token_weights": kept}
-        if self.options.loss_type == "vespo":
-            return {"token_weights": kept, "importance_sampling_ratio": ratio}
-        return {"token_weights": kept * ratio}
 
 
 def find_loss(options: GRPOOptions) -> Callable:

@@ -55,9 +55,8 @@ class OfflineTrainer(Trainer):
     def encode(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[list[Completion]]]:
         answers = []
         for row in rows:
-            texts = [getattr(row, name) for name in self.answers]
             with error_context(row.where or "row"):
-                answers.append([encode_answer(self.processor, row, x) for x in texts])
+                answers.append([encode_answer(self.processor, row, getattr(row, name)) for name in self.answers])
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
@@ -86,8 +85,7 @@ class OfflineTrainer(Trainer):
     def step(self, batches: Sequence[MicroBatch]) -> Step:
         """Build an optimizer step with a mean loss over all micro-batches on all ranks."""
         tokens = sum(batch.loss_mask[self.counted_rows].sum().item() for batch in batches)
-        sequences = sum(len(batch.loss_mask) for batch in batches)
-        sequences, tokens = self.world.sum(sequences, tokens)
+        sequences, tokens = self.world.sum(sum(len(batch.loss_mask) for batch in batches), tokens)
         normalizer = LossNormalizer(sequences, tokens)
         return Step([replace(batch, normalizer=normalizer) for batch in batches])
 

@@ -102,8 +102,8 @@ class PPOTrainer(RolloutTrainer):
             scores = scores - self.options.missing_eos_penalty * self.world.all_gather(is_truncated)
         steps = [self.micro_batches(groups, scores) for groups in parts]
         batches = list(chain(*steps))
-        masks = [batch.loss_mask for batch in batches]
-        advantages = whiten([batch.advantages for batch in batches], masks, all_ranks=self.world.sum)
+        advantages = [batch.advantages for batch in batches]
+        advantages = whiten(advantages, [batch.loss_mask for batch in batches], all_ranks=self.world.sum)
         for batch, whitened in zip(batches, advantages, strict=True):
             batch.advantages = whitened
         return steps
@@ -120,8 +120,9 @@ class PPOTrainer(RolloutTrainer):
             old_logps, old_values = group.pad(logps), group.pad(values)
             ref_logps = old_logps if batch.ref_per_token_logps is None else batch.ref_per_token_logps
             own_scores = scores[batch.completion_index].to(old_logps.device)
-            mask = group.completion_mask
-            rewards = token_rewards(own_scores, old_logps, ref_logps, mask, options.kl_coef, options.kl_estimator)
+            rewards = token_rewards(
+                own_scores, old_logps, ref_logps, group.completion_mask, options.kl_coef, options.kl_estimator
+            )
             advantages, returns = gae(rewards, old_values, options.gamma, options.lam)
             batches.append(
                 PPOBatch(

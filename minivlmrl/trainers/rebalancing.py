@@ -5,7 +5,7 @@ not image patches, which can take 10 MB. A rank that receives a group must read 
 only if that saves much time.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,8 @@ class SerializedGroup:
     key: str  # seed key for sampling
     completions: list[Completion]
     rewards: Tensor  # (G, K)
+    first_sample: int  # index of the first sample over all ranks
+    vision_embeds: Tensor | None = None  # image embeddings, None = compute them again
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> "SerializedGroup":
@@ -34,24 +36,21 @@ class SerializedGroup:
         for completion in completions:
             # remove the environment object of the user, because pickling could fail
             completion.tool_use.environment = None
-        row = samples[0].row
-        return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]))
+        first = samples[0]
+        rewards = torch.stack([sample.rewards for sample in samples])
+        return cls(first.row.index, first.row.key, completions, rewards, first.index)
 
 
-# sent to a rank: group, index of its first sample, image embeddings
-Payload = tuple[SerializedGroup, int, Tensor | None]
-
-
-def load_groups(
-    batches: Batches, groups: Sequence[SerializedGroup], first_samples: Iterable[int]
-) -> list[list[Sample]]:
+def load_groups(batches: Batches, groups: Sequence[SerializedGroup]) -> list[list[Sample]]:
     """Read dataset rows for groups, and return samples per group; all ranks must call this function."""
     rows = batches.rows([(group.index, group.key) for group in groups])
     batches.world.barrier("read images")
     loaded = []
-    for row, group, first in zip(rows, groups, first_samples, strict=True):
+    for row, group in zip(rows, groups, strict=True):
         prompt = row.prompt(batches.processor)
-        loaded += Rollout.join([row], [prompt], [group.completions], group.rewards, first).groups
+        if group.vision_embeds is not None:
+            prompt.vision_embeds = group.vision_embeds.to(batches.world.device)
+        loaded += Rollout.join([row], [prompt], [group.completions], group.rewards, group.first_sample).groups
     return loaded
 
 
@@ -64,24 +63,18 @@ def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequenc
     """
     world = batches.world
     assignment = assign_groups(world.gather_objects(lengths))
-    payloads: list[dict[int, Payload]] = [{} for _ in assignment]
+    payloads: list[dict[int, SerializedGroup]] = [{} for _ in assignment]
     for rank, part in enumerate(assignment):
         for source, i in part:
             if source == world.rank and rank != source:
-                first = groups[i][0]
-                embeds = first.prompt.vision_embeds
+                payloads[rank][i] = group = SerializedGroup.from_samples(groups[i])
+                embeds = groups[i][0].prompt.vision_embeds
                 if embeds is not None:
-                    embeds = embeds.cpu().clone()  # a view would keep the whole tensor in memory
-                payloads[rank][i] = SerializedGroup.from_samples(groups[i]), first.index, embeds
+                    group.vision_embeds = embeds.cpu().clone()  # a view would keep the whole tensor in memory
     arrived = world.exchange(payloads)
     part = assignment[world.rank]
-    moved = [arrived[source][i] for source, i in part if source != world.rank]
-    loaded = load_groups(batches, [group for group, _, _ in moved], [first for _, first, _ in moved])
-    for samples, (_, _, embeds) in zip(loaded, moved, strict=True):
-        if embeds is not None:
-            samples[0].prompt.vision_embeds = embeds.to(world.device)
-    next_loaded = iter(loaded)
-    return [groups[i] if source == world.rank else next(next_loaded) for source, i in part]
+    loaded = iter(load_groups(batches, [arrived[source][i] for source, i in part if source != world.rank]))
+    return [groups[i] if source == world.rank else next(loaded) for source, i in part]
 
 
 def assign_groups(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:

@@ -34,8 +34,7 @@ class Reference:
             dtype = sharding.compute_dtype if sharding else policy.lm_head.weight.dtype
             model = load_model(options.path, dtype, world.device, sharding)
         elif has_adapters(policy):
-            trained = [name for name, p in policy.named_parameters() if p.requires_grad]
-            model = SwappedParameters(policy, trained)
+            model = SwappedParameters(policy, [name for name, p in policy.named_parameters() if p.requires_grad])
         elif policy.sharding is not None:
             # a moving reference needs the policy's precision: 16 bits would round most updates to 0
             model = copy_model(policy, in_compute_dtype=not options.sync_ref_model)

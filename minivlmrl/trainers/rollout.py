@@ -29,7 +29,7 @@ from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import UserError
 from minivlmrl.generation.environments import check_environment, make_sampler, packed_length, samples_trajectories
-from minivlmrl.generation.sampler import check_groups, find_engine
+from minivlmrl.generation.sampler import find_engine
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.load_extra import load_extra
 from minivlmrl.losses.grpo import LossNormalizer
@@ -118,9 +118,8 @@ class RolloutTrainer(Trainer):
                 one_pass = list(zip(self.build_micro_batches(rollout, parts), parts, strict=True))
             all_passes = one_pass * self.options.passes_per_rollout
             for number, (micro_batches, groups) in enumerate(all_passes, start=1):
-                ends_rollout = number == len(all_passes)
-                yield Step(micro_batches, rollout.metrics, ends_rollout, rollout, groups)
-                self.reward_log.trainer_state.global_step += 1
+                yield Step(micro_batches, rollout.metrics, number == len(all_passes), rollout, groups)
+                self.reward_log.global_step += 1
 
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
         """Pack completions with max_new_tokens tokens, to test whether a step fits in memory."""
@@ -146,10 +145,17 @@ class RolloutTrainer(Trainer):
         """Sample completions for each row, and compute their rewards."""
         with self.phase("preparation", rows):
             prompts = [row.prompt(self.processor) for row in rows]
-        keys = [row.key for row in rows]
+        num_generations = self.options.num_generations
         with self.phase("sampling", rows):
-            completions = self.sampler(prompts, self.options.num_generations, keys)
-        check_groups(completions, len(prompts), self.options.num_generations)
+            completions = self.sampler(prompts, num_generations, [row.key for row in rows])
+        lengths = [len(group) for group in completions]
+        if lengths != [num_generations] * len(prompts):
+            raise UserError(
+                f"sampling.engine returned lists of {lengths} completions, but it must return {num_generations} for "
+                f"each of the {len(prompts)} prompts"
+            )
+        if not all(bool(x.sampled_logps.isfinite().all()) for x in chain(*completions)):
+            raise UserError("sampling.engine returned log-probabilities that are NaN or infinite")
         self.sampler.verify_logps(rows, prompts, completions, self.config.rollout.max_logp_mismatch)
         with self.phase("rewards", rows):
             scores = None if self.reward_model is None else self.reward_model(prompts, completions)
@@ -200,8 +206,7 @@ class RolloutTrainer(Trainer):
     def count_tokens(self, groups: Sequence[list[Sample]]) -> LossNormalizer:
         """Count samples and tokens to train on in a step, over all ranks."""
         samples = list(chain(*groups))
-        trained = [sample.completion.policy_mask for sample in samples if self.is_trained(sample)]
-        tokens = sum(int(mask.sum()) for mask in trained)
+        tokens = sum(int(sample.completion.policy_mask.sum()) for sample in samples if self.is_trained(sample))
         sequences, tokens = self.world.sum(len(samples), tokens)
         return LossNormalizer(sequences, max(tokens, 1), self.config.sampling.max_new_tokens)
 

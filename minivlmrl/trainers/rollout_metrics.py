@@ -1,7 +1,7 @@
 """Completion metrics over all ranks, named as in TRL."""
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, compress
 
 from torch import Tensor
 
@@ -12,6 +12,8 @@ from minivlmrl.losses.advantages import group_std, nanstd
 from minivlmrl.rewards.registry import RewardLog
 
 # metrics to sum over micro-batches; see GRPOTrainer.over_step
+# names of metrics that steps add
+STEP_METRICS = "stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"
 CLIP_RATIOS = "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio"
 
 
@@ -39,8 +41,8 @@ def completion_metrics(completions: Sequence[Completion], has_tools: bool, world
     """Compute metrics for completion lengths, tool calls and turns, over all ranks."""
     local = [(int(c.policy_mask.sum()), c.stopped, c.tool_use.counts, len(c.turns)) for c in completions]
     sampled = list(chain(*world.gather_objects(local)))
-    lengths = [length for length, *_ in sampled]
-    terminated = [length for length, stopped, *_ in sampled if stopped]
+    lengths, stopped, calls, turns = zip(*sampled, strict=True)
+    terminated = list(compress(lengths, stopped))
     metrics = {}
     for name, values in (("length", lengths), ("terminated_length", terminated or [0])):
         metrics[f"completions/mean_{name}"] = sum(values) / len(values)
@@ -48,8 +50,8 @@ def completion_metrics(completions: Sequence[Completion], has_tools: bool, world
         metrics[f"completions/max_{name}"] = max(values)
     metrics["completions/clipped_ratio"] = 1 - len(terminated) / len(lengths)
     if has_tools:
-        metrics |= tool_metrics([calls for _, _, calls, _ in sampled])
-    num_turns = sum(turns for *_, turns in sampled)
+        metrics |= tool_metrics(calls)
+    num_turns = sum(turns)
     if num_turns:
         metrics["mean_turns"] = num_turns / len(sampled)
         metrics["completions/mean_turn_length"] = sum(lengths) / num_turns
@@ -79,7 +81,7 @@ def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> d
     log.metrics = {}
     means = {}
     for name in sorted(set(chain(*metrics_of_ranks))):
-        if name in metrics:
+        if name in {*metrics, *STEP_METRICS}:
             raise UserError(
                 f"log_metric was called with the name {name!r}, which the trainer uses for a metric "
                 "of its own; use a different name"
@@ -89,8 +91,8 @@ def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> d
     return means
 
 
-def tool_metrics(calls: list[tuple[int, int, bool]]) -> dict[str, float]:
-    num_calls, num_failed, num_cut = (sum(values) for values in zip(*calls, strict=True))
+def tool_metrics(calls: Sequence[tuple[int, int, bool]]) -> dict[str, float]:
+    num_calls, num_failed, num_cut = map(sum, zip(*calls, strict=True))
     return {
         "tools/call_frequency": num_calls / len(calls),
         "tools/answered_frequency": (num_calls - num_failed) / len(calls),

@@ -220,7 +220,7 @@ def test_code_that_a_found_recipe_names_is_refused_and_does_not_run(tmp_path, mo
     expected = r"config\.yaml was found automatically and would run the code .*; read the code, then pass --recipe="
     other = "--data.format" if "optimizer" in values else "--optimizer.name"
     for asked_for in ([], [f"{other}=no_evil.py:f()"], texts):
-        with pytest.raises(ValueError, match=expected):
+        with pytest.raises(PermissionError, match=expected):
             run_config(Path(folder), None, asked_for)
     assert not list(tmp_path.rglob("ran"))
 
@@ -242,7 +242,7 @@ def test_code_of_a_found_recipe_may_run_if_it_is_named(tmp_path, write, monkeypa
     recipe = write({"stages": ["own.py:Mine"], "data": {"task": "own.py:f"}, "mine": {"max_steps": 1}})
     named = ["--stages=own.py:Mine", f"--data.task={tmp_path}/own.py:f"]
     assert load_config(recipe, named, is_found=True).mine == load_config(recipe).mine == SFTOptions(1)
-    with pytest.raises(ValueError, match=r"would run the code .*own\.py:f; read the code"):
+    with pytest.raises(PermissionError, match=r"would run the code .*own\.py:f; read the code"):
         load_config(recipe, named[:1], is_found=True)
     numbers = ["--rewards={number(tolerance=0.05): 1.0, point(within=.1): 1}", "--data.task=shapes(pairs=8)"]
     load_config("shapes.yaml", numbers, is_found=True)
@@ -310,15 +310,10 @@ def test_recipes_are_found_by_their_names(tmp_path, monkeypatch):
     assert config.model.config == str(ours / "zoom_model.json") and config.data.task == f"{ours / 'zoom.py'}:TASK"
     (tmp_path / "own" / "zoom_model.json").touch()
     assert load_config(copy).model.config == str(tmp_path / "own" / "zoom_model.json")
-    (tmp_path / "dots.yaml").touch()
-    for name, meant in (("dot.yaml", "dots.yaml"), ("shape.yaml", "shapes.yaml")):
-        with pytest.raises(ValueError, match=rf"in {tmp_path} and .*recipes; did you mean {meant}\?"):
-            load_config(name)
+    with pytest.raises(FileNotFoundError, match=r"shape\.yaml"):
+        load_config("shape.yaml")
     assert load_config("recipes/shapes.yaml").output_dir == "runs/shapes"  # as every page writes it
-    with pytest.raises(ValueError, match=rf"in {tmp_path}/recipes and {ours}; did you mean digits\.yaml\?"):
-        load_config("recipes/digit.yaml")
-    message = rf"{tmp_path}/gone\.py does not exist\. .* in the working folder, {tmp_path}; "
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(FileNotFoundError, match=rf"{tmp_path}/gone\.py"):
         load_config("shapes.yaml", ["--stages=gone.py:Mine"])
 
 
@@ -341,13 +336,16 @@ REFUSED = [  # (recipe, overrides, error message)
     (SECTION, ["--again.shere=1"], "command line: unknown key again.shere; did you mean --again.share?"),
     (SECTION, ["--again.share=2"], "command line: again.share is 2.0, but it must be in [0, 1]"),
     (SECTION, ["--stages=3"], "command line: stages is 3, but it must be of type list"),
-    (SECTION, ["--stages=again.py:Nameless"], "stages: Nameless.stage is 'sft', but a section with this name"),
-    (SECTION, ["--stages=again.py:HeldOut"], "stages: HeldOut.stage is 'eval', but it must be a name such as my_stage"),
-    (SECTION, ["--stages=again.py:Dashed"], "stages: Dashed.stage is 'my-stage', but it must be a name such as my_sta"),
+    (SECTION, ["--stages=again.py:Nameless"], "stages: Nameless.stage is 'sft', but it must be a new name such as"),
+    (SECTION, ["--stages=again.py:HeldOut"], "stages: HeldOut.stage is 'eval', but it must be a new name such as"),
+    (SECTION, ["--stages=again.py:Dashed"], "stages: Dashed.stage is 'my-stage', but it must be a new name such as"),
     (SECTION, ["--stages=[again.py:Again(share=1)]"], "stages: FOLDER/again.py:Again(share=1): write the options"),
-    (None, [], "FOLDER/recipe.yaml: there is no such recipe in FOLDER"),
-    ({}, ["--rewards={accuracy:1.0}"], "command line: rewards: accuracy:1.0 has no value; write a space after"),
-    ({}, ["--data.files={sft:rows.jsonl}"], "command line: data.files: sft:rows.jsonl has no value; write a space"),
+    ({}, ["--rewards={accuracy:1.0}"], "command line: rewards.accuracy:1.0 is None, but it must be of type float"),
+    (
+        {},
+        ["--data.files={sft:rows.jsonl}"],
+        "command line: data.files.sft:rows.jsonl is None, but it must be of type str",
+    ),
 ]
 
 
@@ -365,7 +363,7 @@ def test_a_recipe_that_is_refused(write, tmp_path, content, overrides, sentence)
     ("--grpo.advantages=gae", r"the name in minivlmrl is --stages \(`\[ppo\]`\)$"),
     ("--grpo.kl_estimator=low_var_kl", r"--grpo\.kl_estimator \(`k3`\)$"),
     ("--model.dtype=bf16", r"\(`bfloat16`, no autocast\)$"),
-    ("--model=Qwen", r"an object with names and values; set its options, as in --model\.path=\.\.\.$"),
+    ("--model=Qwen", r"model is 'Qwen', but it must be an object with names and values$"),
     ("--optimizer.name=adamww", r"did you mean adamw\?$"),
     ("--grpo.loss_type=mine", r"'vespo' or file\.py:name$"),
 ])  # fmt: skip

@@ -51,7 +51,7 @@ def test_ranks_wait_for_slow_work_longer_than_the_timeout(work):
         if work == "sampling":
             SlowSampler(world)([], 1, [])
         else:
-            Reward("own", partial(slow_reward, world)).with_world(world)(completions=["a"])
+            Reward("own", partial(slow_reward, world), world)(completions=["a"])
         assert world.sum(1) == [2]
         process_group.shutdown(world)
 
@@ -151,7 +151,7 @@ def test_rewards_run_on_the_gpu_of_their_rank(monkeypatch):
 
     def begin(world):
         torch.cuda.set_device(world.rank)
-        assert Reward("own", device).with_world(world)(completions=["a"]) == [world.rank]
+        assert Reward("own", device, world)(completions=["a"]) == [world.rank]
         assert world.run_on_all_ranks(torch.cuda.current_device) == world.rank
         process_group.shutdown(world)
 
@@ -164,7 +164,7 @@ def test_a_reward_that_hangs_on_one_rank_is_an_error_on_all():
         return [0.0] * len(completions)
 
     def begin(world):
-        reward = Reward("own", partial(hang, world), max_seconds=0.3).with_world(world)
+        reward = Reward("own", partial(hang, world), world, max_seconds=0.3)
         with pytest.raises(RewardFailed, match=r"^a:1: reward own, for 1 completion .* took more than 0.3 s"):
             reward(completions=["a"], row_names=[f"a:{world.rank}"])
         process_group.shutdown(world)

@@ -19,7 +19,7 @@ from minivlmrl.generation.generate import generate, make_token_sampler
 from minivlmrl.losses import grpo, preference, sft
 from minivlmrl.losses.advantages import group_advantages
 from minivlmrl.model import checkpoint, config_json, logprobs, packing, rope
-from minivlmrl.rewards.text import accuracy, last_answer, tag_format
+from minivlmrl.rewards.text import accuracy, find_answer, tag_format
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
 from tests.helpers import tiny
 from tests.helpers.by_hand import tensor
@@ -180,7 +180,7 @@ def test_the_printed_loss_of_sft_is_the_mean_over_the_tokens_of_a_step(both):
 def test_rewards_are_equal(text):
     """The reward is the weighted sum of recipes/shapes.yaml if the form is right, and otherwise 0."""
     [form] = tag_format([text])
-    [right] = accuracy([last_answer(text)], ["red square"])
+    [right] = accuracy([find_answer(text)], ["red square"])
     assert minimal.reward(text, "red square") == (0.5 + right if form else 0.0)
 
 
@@ -203,7 +203,7 @@ def package_loss(both, stage, rows, reference, beta):
         shape = (len(rows), 2, -1)
         given = {"beta": beta, "ref_per_token_logps": ref.view(shape)}
         return preference.dpo_loss(batch.pad(logps).view(shape), mask.view(shape), **given)[0]
-    forms, right = tag_format(TEXTS), accuracy([last_answer(text) for text in TEXTS], ["red"] * len(TEXTS))
+    forms, right = tag_format(TEXTS), accuracy([find_answer(text) for text in TEXTS], ["red"] * len(TEXTS))
     rewards = tensor(*(0.5 * form + (form and truth) for form, truth in zip(forms, right, strict=True)))
     advantages = group_advantages(rewards.repeat(len(rows)), len(TEXTS))
     given = {"loss_type": "grpo", "beta": beta, "use_bias_correction_kl": False, "ref_per_token_logps": ref}

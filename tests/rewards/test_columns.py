@@ -49,7 +49,8 @@ def test_rewards_are_a_tensor_with_nan_where_a_reward_gives_none():
     def judged(completions, solution, **columns):
         return [None if answer is None else 1.0 for answer in solution]
 
-    rewards = call_rewards([length, judged], {"completions": ["a", "bcd", ""], "solution": ["x", None, "y"]})
+    columns = {"completions": ["a", "bcd", ""], "solution": ["x", None, "y"]}
+    rewards = call_rewards([Reward("length", length), Reward("judged", judged)], columns)
     expected = torch.tensor([[1.0, 1.0], [3.0, torch.nan], [0.0, 1.0]])
     torch.testing.assert_close(rewards, expected, rtol=0, atol=0, equal_nan=True)
     assert rewards.dtype == torch.float32 and call_rewards([length], {"completions": []}).shape == (0, 1)

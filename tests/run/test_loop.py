@@ -112,7 +112,6 @@ def test_num_threads(monkeypatch, option, variable, ranks, expected):
     (["--model.config=null"], r"model: set exactly one of model\.path .* and model\.config"),
     (["--stages=[sft, ppo]", "--rewards=null"], "rewards is None"),
     (["--data.box_space=pixels"], "box_space.*'pixels'.*original.*resized.*thousandths.*unit"),
-    (["--data.eval_rewards=[]"], r"data\.eval_rewards is \[\], but it must name at least one reward"),
 ])  # fmt: skip
 def test_invalid_recipes_are_refused(run, plain, overrides, message):
     with pytest.raises(ValueError, match=message):

@@ -27,8 +27,8 @@ def ended(monkeypatch, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
-    (["nowhere.yaml"], "nowhere.yaml: there is no such recipe in "),
-    (["shape.yaml"], "shape.yaml: there is no such recipe in "),
+    (["nowhere.yaml"], "[Errno 2] No such file or directory: 'nowhere.yaml'"),
+    (["shape.yaml"], "[Errno 2] No such file or directory: 'shape.yaml'"),
     (["--seed=x"], "command line: seed is 'x', but it must be of type int"),
     (["--seed={"], "command line: quote the value of seed: the text is not valid YAML (while parsing"),
 ], ids=str)  # fmt: skip
@@ -88,7 +88,7 @@ def test_a_mistake_in_an_own_stage(ended, home, tmp_path, stage):
 @pytest.mark.parametrize(("text", "code", "last_line"), [
     ("def f(completions, **columns)\n    return", 1, "SyntaxError: expected ':'"),
     ("def f(completions):\n    return []", 2, "row 0: reward FILE:f, for the completion '<answer>invented</answer>'"),
-    (None, 2, "FILE does not exist. A code file named in a recipe must be beside the recipe"),
+    (None, 2, "[Errno 2] No such file or directory: 'FILE'"),
 ])  # fmt: skip
 def test_a_mistake_in_an_own_reward(ended, home, tmp_path, text, code, last_line):
     file = tmp_path / ("long" * 20) / "mine.py"  # a path is not shortened

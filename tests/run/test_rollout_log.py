@@ -16,6 +16,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.extras.answers import evaluate
 from minivlmrl.model.checkpoint import load_processor
+from minivlmrl.rewards.columns import reward_columns
 from minivlmrl.rewards.text import find_answer, tag_format
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.rollout_log import describe_group, tokens
@@ -64,7 +65,7 @@ def test_a_thought_opened_by_the_prompt_is_part_of_the_text(stage, published):
     group = [Completion(ids, torch.zeros(len(ids))), Completion(ids[:2], torch.zeros(2))]
     prompt = row.prompt(one.processor)
     assert one.processor.decode(prompt.input_ids).endswith("<|im_start|>assistant\n<think>\n")
-    columns = one.reward_columns([row], [prompt], [group])
+    columns = reward_columns([row], [prompt], [group], one.processor)
     texts = columns["completions"]
     assert texts == [f"<think>\nThe square is green.\n{end}", "<think>\n" + one.processor.decode(ids[:2])]
     assert tag_format(texts) == [1.0, 0.0] and columns["answer_texts"] == ["green square", None]

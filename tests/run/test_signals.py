@@ -4,7 +4,6 @@ import os
 import pty
 import signal
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -86,7 +85,7 @@ def test_a_hanging_reward_delays_the_end_by_seconds(monkeypatch):
         time.sleep(60)
 
     with signals.StopSignals(World()) as stop:
-        reward = replace(Reward("hang", hang), max_seconds=1800.0).with_world(stop.world)
+        reward = Reward("hang", hang, stop.world, max_seconds=1800.0)
         stop.can_stop = lambda: False
         with pytest.raises(RewardFailed, match=r"reward hang, for 1 completion .* took more than 0\.2 seconds"):
             reward(completions=["a"])

@@ -89,8 +89,3 @@ def test_a_trainer_passes_every_option_of_its_stage_to_the_loss(stage, monkeypat
     run.go(1)
     passed = loss_options(run.options, original)
     assert options.items() <= passed.items() <= calls[0].items()
-
-
-def test_the_former_name_of_a_stages_options_is_answered(stage):
-    with pytest.raises(AttributeError, match=r"no section 'beta'. A trainer's `options` are those of its stage"):
-        stage("dpo").trainer.config.beta  # noqa: B018

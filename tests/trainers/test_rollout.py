@@ -78,10 +78,11 @@ def test_values_logged_by_rewards_are_averaged_over_ranks():
     world = SimpleNamespace(gather_objects=lambda logged: [logged, {"length": [1.0, 1.0], "other": [5.0]}])
     found = rollout_metrics.logged_metrics(log, {"reward": 0.0}, world)
     assert found == {"length": 2.0, "other": 5.0} and log.metrics == {}
-    log.log_metric("reward", 1)
-    message = "log_metric was called with the name 'reward', which the trainer uses for a metric of its own"
-    with pytest.raises(ValueError, match=message):
-        rollout_metrics.logged_metrics(log, {"reward": 0.0}, world)
+    for name in ("reward", "loss"):
+        log.log_metric(name, 1)
+        message = f"log_metric was called with the name '{name}', which the trainer uses for a metric of its own"
+        with pytest.raises(ValueError, match=message):
+            rollout_metrics.logged_metrics(log, {"reward": 0.0}, world)
 
 
 def test_without_groups_there_are_no_group_metrics(stage):
