@@ -45,7 +45,7 @@ def load_name(target: str) -> Any:
 
 
 def code_files() -> set[str]:
-    """Return the user's Python files: those that a recipe names, and modules imported from the same folders."""
+    """Return the Python files that a recipe names, and modules imported from their folders."""
     folders = tuple(os.path.join(os.path.dirname(file), "") for file in USER_FILES)
     files = {*USER_FILES}
     for name, module in [*sys.modules.items()]:
@@ -59,14 +59,14 @@ def code_files() -> set[str]:
 
 
 def recipes_folder() -> Path:
-    """Return the folder with built-in recipes: beside the package in a clone, inside it in a wheel."""
+    """Return the folder of built-in recipes: beside the package in a clone, inside it in a wheel."""
     inside = PACKAGE / "recipes"
     return inside if (inside / "shapes.yaml").is_file() else PACKAGE.parent / "recipes"
 
 
 def run_file(path: str) -> ModuleType:
     """Execute a Python file once, as a module, and return the module."""
-    # name the module after its path, without dots, so that pickle finds it on all ranks
+    # a path without dots as module name, which pickle finds on all ranks
     name = path.removesuffix(".py").replace(".", "%2e")
     if name in sys.modules:
         return sys.modules[name]
@@ -94,7 +94,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
     """Parse "name(option=value)"; return the named object, and the options as a dict.
 
     Option values are Python literals. Only names with a colon load code from outside minivlmrl; config/loading.py
-    rejects such names in a recipe found next to a model.
+    rejects them in a recipe found next to a model.
 
     Args:
         kind: for error messages, such as "reward".
@@ -117,7 +117,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
 
 
 def resolve_function(kind: str, text: str, table: dict[str, Any], reserved: Collection[str] = ()) -> Callable:
-    """Load a function by name and bind its options (see resolve_object); reject classes.
+    """Load a function by name and bind its options; see resolve_object.
 
     Args:
         reserved: option names in the section grpo.
@@ -134,7 +134,7 @@ def resolve_function(kind: str, text: str, table: dict[str, Any], reserved: Coll
 
 
 def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
-    """Return the trainer class for a stage in the recipe.
+    """Return the trainer class of a stage.
 
     Args:
         stage: name in `table`, or "file.py:Class".
@@ -162,8 +162,8 @@ def load_function(
     """Load the function that an option such as grpo.loss_type names.
 
     Args:
-        option, text, table: option name, value and built-in functions; see resolve_object.
-        section: stage options, passed to parameters with the same names.
+        option, text, table: option name, value and built-in functions.
+        section: stage options, for parameters with the same names.
         positional, names: see with_arguments.
         convert: wrapper for functions with another signature.
     """
@@ -175,11 +175,11 @@ def load_function(
 def with_arguments(
     function: Callable, positional: Sequence[str], names: Collection[str], options: dict[str, Any]
 ) -> Callable:
-    """Wrap `function` so that it ignores unknown keyword arguments.
+    """Wrap `function` to ignore unknown keyword arguments.
 
     Args:
-        positional: names of the positional arguments; parameters of `function` may have other names.
-        names: names of the keyword arguments that callers pass.
+        positional: names of positional arguments; parameters may have other names.
+        names: names of keyword arguments that callers pass.
         options: {name: value} for the remaining parameters.
     Raises:
         UserError: a parameter would get no value, or the value of another argument.
@@ -209,13 +209,13 @@ def with_arguments(
 
 
 def own_signature(function: Callable) -> inspect.Signature:
-    """Return a function's signature without following __wrapped__; for a module, the signature of forward."""
+    """Return a function's signature without following __wrapped__; for a module, that of forward."""
     function = getattr(function, "forward", function)
     return inspect.signature(inspect.unwrap(function, stop=inspect.isfunction), follow_wrapped=False)
 
 
 def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
-    """Return a function's parameters; for a wrapper with **kwargs, also those of the wrapped function."""
+    """Return a function's parameters, for a wrapper with **kwargs also the wrapped function's."""
     own = {**own_signature(function).parameters}
     if not any(p.kind is p.VAR_KEYWORD for p in own.values()):
         return own
@@ -224,7 +224,7 @@ def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
 
 
 def with_options(function: Callable, options: dict[str, Any]) -> Callable:
-    """Bind options as keyword arguments; raise UserError for unknown names or out-of-bounds values."""
+    """Bind options as keyword arguments; raise UserError for unknown or out-of-bounds options."""
     parameters = parameters_of(function).values()
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty and p.kind is not p.POSITIONAL_ONLY}
     for name, value in options.items():

@@ -19,7 +19,7 @@ from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
 from minivlmrl.errors import UserError, error_context
 from minivlmrl.json_files import json_text
 
-# options that affect generation, saved in minivlmrl.yaml beside the weights
+# options saved in minivlmrl.yaml beside the weights
 INFERENCE_OPTIONS = {
     "model": ["dtype", "compute_dtype"],
     "data": [
@@ -38,13 +38,13 @@ INFERENCE_OPTIONS = {
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: bool = False) -> RunConfig:
-    """Load a recipe: a YAML file with the fields of RunConfig, and sections for the user's own stages.
+    """Load a recipe: a YAML file with the fields of RunConfig, and sections for your own stages.
 
     Args:
         recipe: path, or name in the folder `recipes`.
         overrides: options such as "--seed=1", or two strings "--seed" and "1"; values are YAML.
-        is_found: True if the recipe was found next to a model, not named by the user. A Python file named in such a
-            recipe raises PermissionError before any code runs.
+        is_found: True if the recipe was found next to a model. A Python file named in the recipe then raises
+            PermissionError before any code runs.
     """
     overrides = _join_values(overrides)
     paths = [Path(recipe), recipes_folder() / str(recipe).removeprefix("recipes/")]
@@ -69,7 +69,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
             overridden = _apply(override, overridden, hints)
         config = build(config_class, overridden, "command line", change_text=resolver)
     except ValueError:
-        # report the recipe, not the command line, if it is invalid without overrides
+        # name the recipe in the error if it is invalid without overrides
         build(config_class, values, str(recipe))
         raise
     config.recipe = str(recipe)
@@ -79,14 +79,14 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
 
 
 def _stages(values: dict, where: str | Path) -> list[str]:
-    """Read option `stages` before all others, because user-defined stages add sections to the recipe."""
+    """Read option `stages` before all others: your own stages add sections."""
     with error_context(where):
         return read_value(list[Code], values.get("stages", []), "stages", json=False)
 
 
 @cache
 def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
-    """Return a RunConfig subclass with sections for user-defined stages."""
+    """Return a RunConfig subclass with sections for your own stages."""
     if not algorithms:
         return RunConfig
     sections = {}
@@ -102,7 +102,7 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
 
 @dataclasses.dataclass
 class Resolver:
-    """Make the paths in a recipe absolute, and list its Python files."""
+    """Make the paths in a recipe absolute, and refuse code if the recipe was found next to a model."""
 
     recipe: Path
     typed: Collection[str]  # command-line options, such as "grpo.beta" or "grpo"
@@ -125,8 +125,7 @@ class Resolver:
                 for home in (os.getcwd(), recipes_folder().parent):
                     text = text.removeprefix(os.path.join(home, ""))
         name, options = split_options(text)
-        # reject quoted strings in a recipe found next to a model: in "name(url='...')", the string could be a URL, a
-        # file or a function
+        # no quoted strings either: the string in "name(url='...')" could be a URL, a file or a function
         if self.is_found and not is_typed and (":" in name or re.search("['\"]", options)):
             # not a ValueError, which the reader of `X | Code` would suppress
             raise PermissionError(
@@ -156,7 +155,7 @@ def _join_values(arguments: Sequence[str]) -> list[str]:
 
 
 def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
-    """Apply an override such as "--grpo.beta=0.1" to a copy of recipe values."""
+    """Apply "--grpo.beta=0.1" to a copy of recipe values."""
     path, separator, text = override.removeprefix("--").partition("=")
     hint = hints.get(path, Any)
     if not separator and hint is bool:  # a flag such as --dpo.use_weighting
@@ -175,7 +174,7 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Return all run options, with defaults, as a YAML recipe."""
+    """Return all options, with defaults, as a YAML recipe."""
     return yaml.safe_dump(dataclasses.asdict(config) | {"resume": None}, sort_keys=False)
 
 
@@ -194,7 +193,7 @@ def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
 
 
 def inference_yaml(config: RunConfig) -> str:
-    """Return the options that affect generation, as saved in minivlmrl.yaml."""
+    """Return the options to save in minivlmrl.yaml."""
     values = dataclasses.asdict(config)
     inference_options = {}
     for section, names in INFERENCE_OPTIONS.items():
@@ -211,7 +210,7 @@ def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
 
 
 def changed_prompts(trained: Path | None, config: RunConfig) -> list[str]:
-    """Return the prompt options that differ from a trained model's recipe or minivlmrl.yaml."""
+    """Return prompt options that differ from a trained model's recipe or minivlmrl.yaml."""
     data = read_section(trained, "data")
     names = ["prompt_template", "system_prompt", "chat_template_kwargs", "answer_format", "box_space"]
     # None uses min_pixels or max_pixels from the model folder

@@ -1,4 +1,4 @@
-"""Accept user losses with two signatures: f(logps, advantages, mask, **named), like grpo_loss, or f(batch, options).
+"""Accept losses f(logps, advantages, mask, **named), like grpo_loss, or f(batch, options).
 
 Losses return a scalar, or (scalar, {metric: value}).
 """
@@ -9,7 +9,7 @@ from minivlmrl.config.import_utils import parameters_of
 
 
 class RunBatch(dict):
-    """Micro-batch as {name: tensor}, with names as in `minivlmrl parity`."""
+    """Micro-batch {name: tensor}, with names as in `minivlmrl parity`."""
 
     def __missing__(self, name: str):
         raise KeyError(f"{name} is not in the batch; a run has ref_per_token_logps only if grpo.beta is above 0")
@@ -24,7 +24,7 @@ def takes_batch(function: Callable) -> bool:
 
 
 def like_grpo_loss(function: Callable) -> Callable:
-    """Wrap f(batch, options) so that it can be called like grpo_loss."""
+    """Wrap f(batch, options) to be called like grpo_loss."""
     if not takes_batch(function):
         return function
 

@@ -1,7 +1,7 @@
 """All recipe options, one dataclass per section.
 
-A recipe is a YAML file with RunConfig's fields. On the command line, `--grpo.beta=0.04` sets one option, and
-`python train.py --help grpo` prints a section with the comments below.
+A recipe is a YAML file with RunConfig's fields. `--grpo.beta=0.04` sets an option, and `python train.py --help grpo`
+prints a section with the comments below.
 """
 
 from dataclasses import dataclass, field
@@ -39,10 +39,10 @@ class ModelOptions:
     dtype: Dtype = "float32"  # dtype of parameters, gradients and AdamW moments
     # dtype in forward and backward passes, such as bfloat16; None uses `dtype`
     compute_dtype: Dtype | None = None
-    # dtype of saved weights; None keeps the dtype in `path`, or uses `dtype` for random weights
+    # dtype of saved weights; None: as in `path`, `dtype` for random weights
     save_dtype: Dtype | None = None
-    # parts to freeze: vision (vision tower), merger (vision-language projector), language, embeddings, or layers such
-    # as layers.0-11 and visual.blocks.7. The reference model shares frozen weights with the policy
+    # parts to freeze: vision (tower), merger (vision-language projector), language, embeddings, or layers such as
+    # layers.0-11 and visual.blocks.7. The reference model shares frozen weights with the policy
     freeze: list[Frozen] = field(default_factory=list)
     # recompute activations in the backward pass, storing only transformer block inputs
     activation_checkpointing: bool = False
@@ -100,7 +100,7 @@ class ReferenceOptions:
 class ImageOptions:
     """Image sizes, with option names from qwen-vl-utils."""
 
-    # smallest and largest area of an image or video frame, in pixels
+    # smallest and largest image or video frame, in pixels
     min_pixels: MinPixels | None = None
     max_pixels: Whole | None = None
     resized_height: Whole | None = None  # resize images to this height, in pixels
@@ -132,14 +132,14 @@ class RowOptions:
 
     # folder for relative image paths; None uses the folder of the data file
     image_root: FilePath | None = None
-    # function that converts your rows (dicts) to the columns in docs/data.md, as file.py:name
+    # your function from rows (dicts) to the columns in docs/data.md, as file.py:name
     format: Code | None = None
     # columns to rename: {label: solution} reads `label` as `solution`
     columns: dict[str, str] = field(default_factory=dict)
     # text of the last user turn; {problem} is replaced by the question. Leave {problem} out if rows have no question
     prompt_template: str = "{problem}"
     system_prompt: str | None = None  # system message; None uses the chat template's default
-    # library for resizing images; transformers' fast image processors use torch. None uses the model folder's setting
+    # image resizing library; transformers' fast image processors use torch. None: as in the model folder
     resize_backend: Literal["pil", "torch"] | None = None
     # image size for rows without one, such as {resized_height: 384, resized_width: 384}; see ImageOptions
     image: Annotated[dict, ImageOptions] = field(default_factory=dict)
@@ -175,15 +175,15 @@ class DataOptions(RowOptions):
     files: dict[str, FilePath] = field(default_factory=dict)
     # data file with held-out rows; see docs/data.md
     eval_file: FilePath | None = None
-    # maximum prompt length in tokens: longer training rows are skipped. Stages that train on given answers, such as
-    # SFT, count the prompt plus its longest answer
+    # maximum prompt length in tokens; longer training rows are skipped. Stages with dataset answers, such as SFT, count
+    # prompt plus longest answer
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None
     eval_rows: Annotated[int, ">= 0"] = 256  # maximum evaluation rows; 0 for no evaluation
-    # also evaluate with gray images and with images of other rows, to measure how much answers depend on the image
+    # also evaluate with gray images and other rows' images, to measure how much answers depend on the image
     eval_without_images: bool = False
-    # smallest image area in pixels; None uses the model folder's setting
+    # smallest image area in pixels; None: as in the model folder
     min_pixels: MinPixels | None = None
-    # largest image area in pixels; None uses the model folder's setting
+    # largest image area in pixels; None: as in the model folder
     max_pixels: Count | None = None
     # threads that prepare prompts during optimizer steps; 0 prepares them between steps
     image_workers: Annotated[int, "[0, 64]"] = 2
@@ -242,9 +242,9 @@ class SamplingOptions:
     stop_strings: list[str] = field(default_factory=list)
     # maximum tokens per sampling batch, counting max_new_tokens per completion; None samples all prompts at once
     max_batch_tokens: Annotated[int, ">= 1"] | None = None
-    # environment with tools for the model to call, as file.py:NAME; see docs/agents.md
+    # environment with tools, as file.py:NAME; see docs/agents.md
     environment: Code | None = None
-    # number of past turns whose images stay in the prompt (see docs/agents.md); None keeps all images
+    # past turns whose images stay in the prompt (docs/agents.md); None keeps all images
     history: Annotated[int, ">= 1"] | None = None
     cuda_graph: Literal["auto", "never"] = "auto"  # auto runs decode steps as a CUDA graph on a GPU
     # engine for rollouts: the trained model (native), vLLM (docs/use.md), or your own class
@@ -353,7 +353,7 @@ class DPOOptions(TrainingOptions):
     ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight for tokens beyond the shorter answer's length
     use_weighting: bool = False  # WPO: weight pairs by their probability under the policy
     reference_free: bool = False  # train without a reference model: its log-probabilities are set to 0
-    # compute all reference log-probabilities before the first step, so that no second model stays in memory; see
+    # compute reference log-probabilities before the first step, without a second model in memory afterwards; see
     # extras/reference_logps.py
     precompute_ref_log_probs: bool = False
 
@@ -382,7 +382,7 @@ class GRPOOptions(TrainingOptions):
     # disables it
     max_num_gen_batches: Annotated[int, ">= 1"] = 1
 
-    # function for advantages: a name in losses/advantages.py, or your own as file.py:name. None: rloo for
+    # advantages: a name in losses/advantages.py, or your own function as file.py:name. None: rloo for
     # loss_type=rloo, gdpo for multi_objective_aggregation=normalize_then_sum, otherwise grpo
     advantages: Literal["grpo", "gdpo", "rloo"] | Code | None = None
     # divide advantages by the reward standard deviation in the group or batch; none: do not divide

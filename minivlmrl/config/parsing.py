@@ -27,7 +27,7 @@ TypeHint = Any  # any type hint, such as int | None: Python has no type for thes
 
 
 class Loader(yaml.SafeLoader):
-    """YAML loader that rejects duplicate keys, and aliases, which let a short file fill the memory."""
+    """YAML loader without duplicate keys, and without aliases, which let a short file fill the memory."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
@@ -44,7 +44,7 @@ class Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Parse YAML; raise UserError if invalid, too deeply nested, or with duplicate keys or aliases."""
+    """Parse YAML; raise UserError if invalid."""
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -71,7 +71,7 @@ def build(
 
 
 def check_values(cls: type[Dataclass], values: Mapping[str, Plain], where: str) -> dict[str, Plain]:
-    """Check a mapping against a dataclass, and return the values other than None."""
+    """Check a mapping by a dataclass; return values other than None."""
     if not values:
         return {}
     return given_values(build(cls, values, where))
@@ -165,7 +165,7 @@ class Reader:
             raise UserError(f"{prefix}{error}") from None
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        """Keep a value whose type is in the union; otherwise convert it to the first type that fits."""
+        """Keep a value with a type in the union, otherwise convert it to the first type that fits."""
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
         if type(value) in typing.get_args(hint):  # "7" stays a string for float | str
             return value
@@ -179,7 +179,7 @@ class Reader:
         raise self._wrong_choice(hint, value, name, f"of type {type_text(hint)}")
 
     def _wrong_choice(self, hint: TypeHint, value: Plain, name: str, expected: str) -> UserError:
-        """Return the error for an invalid choice; explain values known from other projects, such as TRL."""
+        """Return the error for an invalid choice; explain values of other projects, such as TRL."""
         error = str(invalid_value(name, value, expected))
         if isinstance(value, str) and self.root is not None:
             advice = self._foreign_name(self.root, "", value)
@@ -207,7 +207,7 @@ class Reader:
         return origin(self.read(item_hint, item, name) for item_hint, item in zip(hints, value, strict=True))
 
     def _unknown_key(self, section: type, prefix: str, key: str, value: Plain) -> str:
-        """Return the error message for an unknown key, which may be a TRL option or belong to another section."""
+        """Describe an unknown key, which may be a TRL option or belong to another section."""
         root = self.root or section
         paths = [option.path for option in options_of(root)]
         if "." in key and key in paths:
@@ -227,7 +227,7 @@ class Reader:
         return f"unknown key {prefix}{key}{meant or truncate(known, 400, str)}"
 
     def _foreign_name(self, root: type, section: str, name: str) -> str:
-        """Return advice from docs/coming_from.md about a name from another project, otherwise ""."""
+        """Return advice from docs/coming_from.md about another project's name, or ""."""
         if not issubclass(root, RunConfig) or not has_extras():
             return ""
         answer = load_extra("minivlmrl.extras.names:answer", "an unknown option")

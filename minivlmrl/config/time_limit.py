@@ -13,16 +13,15 @@ longest = math.inf  # upper bound on all time limits, in seconds; see shorten_li
 
 
 class Overtime(BaseException):
-    """Raised if user code takes too long; a BaseException, so that `except Exception` does not catch it."""
+    """User code takes too long; a BaseException, which `except Exception` does not catch."""
 
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
     """Raise Overtime in a `with` block that runs longer than `seconds`; None = no limit.
 
-    A timer sends SIGALRM, which also interrupts sleep, requests and regular expressions. There is no time limit on
-    Windows or outside the main thread. C code that never returns, and code with its own SIGALRM handler, cannot be
-    stopped.
+    A timer sends SIGALRM, which also interrupts sleep, requests and regular expressions. There is no limit on Windows,
+    outside the main thread, for C code that never returns, and for code with its own SIGALRM handler.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if seconds is None or not in_main_thread or not hasattr(signal, "SIGALRM"):
@@ -54,7 +53,7 @@ def stop(seconds: float, *_):
 def shorten_limits(seconds: float):
     """Lower the current and all later time limits to at most `seconds`.
 
-    Runs call this function after a stop signal, so that a hanging reward does not delay the exit.
+    After a stop signal, a hanging reward then does not delay the exit.
     """
     global longest
     longest = seconds

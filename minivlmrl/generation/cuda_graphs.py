@@ -1,8 +1,8 @@
 """Capture the decode step as a CUDA graph, with one launch per token.
 
 With 36 layers, a decode step launches over a thousand kernels, and the GPU waits for the CPU. A CUDA graph launches all
-kernels at once, but with fixed addresses, so tensors keep their size: finished completions stay in the batch, and
-unused keys are masked. Random numbers are the same as without a graph, while logits may differ by rounding.
+kernels at once, but with fixed addresses: finished completions stay in the batch, and unused keys are masked. Random
+numbers are the same as without a graph; logits may differ by rounding.
 """
 
 from functools import cache
@@ -35,14 +35,14 @@ class StaticDecodeAttention(DecodeAttention):
         self.row_bias = F.pad(self.row_bias, (0, capacity - self.num_row_keys))
 
     def select(self, unfinished: Tensor) -> None:
-        """Keep finished rows in the batch, because tensors in a CUDA graph have a fixed size."""
+        """Keep finished rows in the batch: tensors in a CUDA graph have a fixed size."""
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
         super().advance(tokens, growth=0)
         self.longest += growth
         if self.num_row_keys < min(self.longest, self.capacity):
             self.num_row_keys = min(max(2 * self.num_row_keys, self.longest), self.capacity)
-            # layer by layer, so that only one layer's KV cache is in memory twice
+            # layer by layer: only one layer's KV cache is in memory twice
             for layer in self.row_kv:
                 layer[:] = [F.pad(x, (0, 0, 0, self.num_row_keys - x.shape[2])) for x in layer]
 
@@ -66,7 +66,7 @@ class CapturedDecode(Decode):
         self.graph = None
 
     def __call__(self, model, ids: Tensor, attention) -> Tensor:
-        # capture a new graph if tensor addresses change: other prompts, or a larger KV cache
+        # other prompts or a larger KV cache change tensor addresses
         graph_key = attention.slots, attention.num_row_keys
         is_new = graph_key != self.graph_key
         if is_new:
@@ -76,7 +76,7 @@ class CapturedDecode(Decode):
         self.ids.copy_(ids)
         if self.graph is not None:
             self.graph.replay()
-        # run the first step without a graph, because kernels allocate workspaces on first use
+        # no graph for the first step, in which kernels allocate workspaces
         elif is_new or ids.device.type != "cuda":
             self.step(model, attention)
         else:
@@ -94,7 +94,7 @@ class CapturedDecode(Decode):
         stream = capture_stream(self.ids.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # thread_local, because other threads may use the GPU, for example to load images
+            # thread_local: other threads may use the GPU
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self.step(model, attention)

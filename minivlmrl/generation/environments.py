@@ -26,7 +26,7 @@ def make_sampler(
 ) -> Sampler:
     """Make the sampler for the recipe section `sampling`; see Sampler for arguments.
 
-    With sampling.environment, the sampler can call tools; otherwise sampling.engine selects the class.
+    sampling.environment selects a sampler with tools, otherwise sampling.engine selects the class.
     """
     if sampling.environment is None:
         kind = find_engine(sampling)
@@ -43,7 +43,7 @@ def check_environment(config: RunConfig):
 
 
 def samples_trajectories(sampling: SamplingOptions) -> bool:
-    """Check whether every turn of a conversation is sampled with its own context window."""
+    """Return True if every turn is sampled with its own context window."""
     if sampling.environment is None:
         return False
     return agents().has_windows(sampling.environment, sampling.history)

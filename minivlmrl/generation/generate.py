@@ -1,13 +1,12 @@
 """Sample completions for prompts.
 
-        prefill        forward pass over all prompts; completions share the keys and values of
-                       their prompt
+        prefill        forward pass over all prompts; completions share their prompt's keys and
+                       values
         sample_token   temperature, softmax, then one token per row from uniform random numbers;
                        filters such as top_p: filters.py
         decode         forward pass over the newest tokens, which attend to prompt and completion
 
-A row is one completion. Each prompt has its own random generator (uniform_numbers in data/rows.py), so random numbers
-do not depend on the batch or number of GPUs.
+A row is one completion. Random numbers do not depend on the batch or number of GPUs (uniform_numbers in data/rows.py).
 
 Dimensions: B prompts, G completions per prompt, R = B * G rows, r unfinished rows, V vocabulary size.
 """
@@ -34,7 +33,7 @@ TokenSampler = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 class Decode:
     """Run one decode step for all unfinished rows.
 
-    Subclasses support CUDA graphs (cuda_graphs.py) and tool results (extras/agents/).
+    Subclasses: CUDA graphs (cuda_graphs.py), tool results (extras/agents/).
     """
 
     attention_type = DecodeAttention
@@ -60,7 +59,7 @@ def generate(
 
     Args:
         sample_token: from make_token_sampler.
-        device: compute device, by default lm_head's; required for offloaded weights.
+        device: compute device, default lm_head's; required for offloaded weights.
     """
     decode = decode or Decode()
     device = device or model.lm_head.weight.device
@@ -92,13 +91,13 @@ def generate(
 def prefill(
     model: VisionLanguageModel, batch: GroupBatch, prompt_index: Tensor, capacity: int, decode: Decode
 ) -> tuple[Tensor, DecodeAttention]:
-    """Run a forward pass over the prompts, and build the KV cache for decoding.
+    """Run a forward pass over the prompts, and build the KV cache.
 
     Args:
-        prompt_index: (R,) prompt index of each row.
+        prompt_index: (R,) prompt index per row.
         capacity: maximum completion length, in tokens.
     Returns:
-        logits (R, V) for the first completion tokens, and DecodeAttention with prompt keys and values.
+        logits (R, V) for the first completion tokens, and attention with prompt keys and values.
     """
     attention = GroupAttention(batch.layout, keep_keys=True)
     # (B, hidden_size) hidden states at the last prompt token
@@ -115,7 +114,7 @@ def prefill(
 def to_completions(
     steps: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], num_generations: int
 ) -> list[list[Completion]]:
-    """Convert the tokens from all decode steps to completions.
+    """Convert decode steps to completions.
 
     Args:
         steps: (rows, ids, logps, whether finished) per step, each (r,); row -1 = already finished.
@@ -186,8 +185,8 @@ def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """Return the first token whose cumulative probability exceeds the random number.
 
-    Probabilities are summed exactly, as integer multiples of 2^-52, so that sampling does not depend on device or
-    batch, and never returns a token with probability 0.
+    Probabilities are summed exactly, as integer multiples of 2^-52: tokens do not depend on device or batch, and never
+    have probability 0.
 
     Args:
         probs: (r, V) float32.

@@ -28,14 +28,14 @@ ENGINES = {"native": "minivlmrl.generation.sampler:Sampler", "vllm": "minivlmrl.
 
 
 class Sampler:
-    """Sample completions with the options in the recipe section `sampling`.
+    """Sample completions with the recipe section `sampling`.
 
-    Subclasses use other engines, such as vLLM in extras/vllm.py; see docs/developer_guide.md.
+    Subclasses use other engines, such as vLLM; see docs/developer_guide.md.
 
     Args:
         world: process group, by default only this process on the model's device.
-        gather_weights: gather all sharded weights before a rollout; see rollout_weights in distributed/weights.py.
-        keeps_vision: cache image embeddings for training and the reference model; requires a frozen vision tower.
+        gather_weights: gather all sharded weights before a rollout; see rollout_weights.
+        keeps_vision: cache image embeddings for training and the reference; requires a frozen vision tower.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Sampler:
         self.processor = processor
         self.sampling = sampling
         self.world = world or World(device=model.lm_head.weight.device)
-        # compute device, while weights may be offloaded to the CPU
+        # compute device; weights may be on the CPU
         self.device = self.world.device
         self.gather_weights = gather_weights
-        # callback for row indices (r,) and new token ids (r,), for example to print them
+        # callback for row indices (r,) and new token ids (r,)
         self.on_tokens: Callable[[Tensor, Tensor], None] = lambda rows, ids: None
         by_layer = is_sharded(model) and not gather_weights
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_batch_tokens is None
@@ -126,7 +126,7 @@ class Sampler:
     def sample_with(
         self, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample completions with the function `sample_token`; VLLMSampler overrides this method."""
+        """Sample completions with `sample_token`; VLLMSampler overrides this."""
         with rollout_weights(self.model, self.gather_weights) as model:
             if is_sharded(model):
                 from minivlmrl.distributed.fsdp import in_lockstep
@@ -137,7 +137,7 @@ class Sampler:
     def generate(
         self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample completions with `model`, the gathered or sharded policy."""
+        """Sample with `model`, the gathered or sharded policy."""
         num_patches = [int(prompt.image_grid_thw.prod(-1).sum()) for prompt in prompts]
         if self.keeps_vision and any(num_patches):  # later forward passes then skip the vision tower
             pixel_values = to_device(torch.cat([prompt.pixel_values for prompt in prompts]), self.device)
@@ -154,7 +154,7 @@ class Sampler:
         return groups
 
     def decode(self) -> Decode:
-        """Return the decode step, as a CUDA graph if the model supports CUDA graphs."""
+        """Return the decode step, as a CUDA graph if possible."""
         if not self.captured:
             return Decode()
         from minivlmrl.generation.cuda_graphs import CapturedDecode
@@ -164,7 +164,7 @@ class Sampler:
     def accept_tokens(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
         """Record a new token per row; return (r,) bool, True for finished rows.
 
-        Samplers in extras/agents/ override this method to run tools.
+        Samplers in extras/agents/ run tools here.
 
         Args:
             turn_ends: (r,) bool, True for a stop token.
@@ -182,7 +182,7 @@ class Sampler:
 
     @classmethod
     def check(cls, config: RunConfig):
-        """Raise UserError if the engine cannot run the recipe; called before models are loaded."""
+        """Raise UserError, before models are loaded, if the engine cannot run the recipe."""
 
     @classmethod
     def most_tokens(cls, sampling: SamplingOptions) -> int | None:
@@ -190,7 +190,7 @@ class Sampler:
 
     @classmethod
     def engine_bytes(cls, sampling: SamplingOptions, num_parameters: int, dtype: torch.dtype) -> dict[str, int]:
-        """Estimate the memory that the sampling engine needs during rollouts: {name: bytes}."""
+        """Estimate the engine's memory during rollouts: {name: bytes}."""
         return {}
 
     def verify_logps(
@@ -200,10 +200,10 @@ class Sampler:
         completions: Sequence[Sequence[Completion]],
         max_logp_mismatch: float,
     ):
-        """Raise UserError if log-probabilities from the sampling engine and the policy differ too much.
+        """Raise UserError if log-probabilities from engine and policy differ too much.
 
         Args:
-            rows: dataset row of each prompt, for error messages.
+            rows: dataset row per prompt, for error messages.
             max_logp_mismatch: factor for the tolerance.
         """
 

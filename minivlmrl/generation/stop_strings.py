@@ -36,9 +36,8 @@ def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes = b"") -> by
 class StopStrings:
     """Find rows that complete a stop string, like StopStringCriteria in transformers 5.23.
 
-    A stop string is complete once a token contains its last byte, even with more text after it: the tokens "</answ" and
-    "er>." complete </answer>, and the period remains in the completion. A stop string may begin in the prompt, but must
-    end in the completion.
+    A token that contains the last byte completes a stop string, even with more text: "</answ" and "er>." complete
+    </answer>, and the period stays in the completion. A stop string may begin in the prompt.
 
     Args:
         prompts: (P,) int64 prompt token ids per row.
@@ -52,7 +51,7 @@ class StopStrings:
         self.before = [b"".join(map(self.bytes_of, ids[-self.longest :].tolist())) for ids in prompts]
 
     def completed(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Append one token per row, and check whether it completes a stop string.
+        """Append a token per row; return True where it completes a stop string.
 
         Args:
             rows: (r,) row indices.

@@ -1,7 +1,7 @@
-"""Rewards for object detection: compare predicted with true boxes.
+"""Rewards for object detection: compare predicted with true boxes, matched one to one.
 
 True boxes (column `solution`) are in image file pixels; predicted boxes may have other units, such as thousandths of
-the image size. Boxes are matched one to one.
+the image size.
 """
 
 import json
@@ -38,8 +38,8 @@ def mean_iou(
 
     Args:
         answer_texts: n answers, None = no answer found.
-        solution: true box [x1, y1, x2, y2] or list of boxes, in image file pixels, possibly as a string. [] or "" means
-            that the image has no object; the answer must then contain no box.
+        solution: true box [x1, y1, x2, y2] or list of boxes, in image file pixels, possibly as a string. [] or "" = no
+            object, so the answer must have no box.
         image_sizes, answer_extents: image (width, height) in file pixels, and in predicted box units.
     Returns:
         n rewards, None for rows without an image or solution.
@@ -80,7 +80,7 @@ def box_format(
 
 
 def box_format_error(completion: str, extent: tuple[float, float], solution: Any = None) -> str | None:
-    """Return why the reward box_format of a completion is 0, or None if the reward is 1."""
+    """Return why the reward box_format is 0, or None if it is 1."""
     reason = format_error(completion)
     if reason is not None:
         return reason
@@ -104,7 +104,7 @@ def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
 
 
 def similarities(predicted: Objects, true: Objects) -> list[float]:
-    """Match predicted to true objects one to one; return the IoU of matches, and 0 for unmatched objects."""
+    """Match predicted to true objects; return the IoU of matches, and 0 for unmatched objects."""
     pairs = boxes.match(predicted, true, overlap)
     num_unmatched = max(len(predicted), len(true)) - len(pairs)
     return [overlap(predicted[i], true[j]) for i, j in pairs] + [0.0] * num_unmatched
@@ -116,12 +116,12 @@ def mean_similarity(predicted: Objects, true: Objects) -> float:
 
 
 def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
-    """Parse boxes in the last <answer> of a text, or in the whole text if it has no <answer>."""
+    """Parse boxes in the last <answer>, or in a text without <answer>."""
     return [("", Box(*four, extent)) for four in boxes.parse_boxes(find_answer(text) or text)]
 
 
 def solution_boxes(solution: Any) -> str:
-    """Convert a solution to text with boxes: text in <answer> tags, the whole string, or JSON."""
+    """Convert a solution to text: in <answer> tags, the whole string, or JSON."""
     text = solution if isinstance(solution, str) else json.dumps(solution, default=str)
     return find_answer(text) or text
 
@@ -136,12 +136,12 @@ def score_boxes(
     read: Callable[[str, tuple], Objects] = read_boxes,
     requirement: str = NO_SOLUTION_BOX,
 ) -> list:
-    """Compute rewards for n answers from predicted and true boxes.
+    """Compute n rewards from predicted and true boxes.
 
     Args:
         measure: (predicted objects, true objects) -> reward.
-        read: (text, image size) -> objects, to parse solutions and answers.
-        requirement: end of the error message for invalid solutions.
+        read: (text, image size) -> objects.
+        requirement: end of the message for invalid solutions.
     """
     scored = []  # (reward, reason) per answer
     rows = zip(answer_texts, solutions, image_sizes, answer_extents, strict=True)
@@ -170,7 +170,7 @@ def score_boxes(
 
 
 def check_inside(solution: Any, size: tuple[int, int], num_images: int = 1):
-    """Raise UserError if a box is outside the image by more than one pixel, or not in pixels.
+    """Raise UserError if a box is more than one pixel outside the image, or not in pixels.
 
     Args:
         solution: see mean_iou; solutions without boxes are accepted.

@@ -17,10 +17,7 @@ Size = tuple[float, float]
 
 @dataclass
 class RewardArguments:
-    """Arguments that reward functions may take in addition to row columns; lists have one value per completion.
-
-    Arguments with value None are not passed; see docs/rewards.md.
-    """
+    """Reward arguments in addition to row columns, one value per completion; None is not passed (docs/rewards.md)."""
 
     completions: list[str]
     prompts: list[list[dict]]
@@ -32,10 +29,10 @@ class RewardArguments:
     image_sizes: list[Size | None]
     answer_extents: list[Size | None]
     environments: list[Any]
-    row_rewards: list[list[str] | None]  # names of the rewards that score the row, None = all rewards
-    extras: list[dict]  # values that log_extra added to a completion
+    row_rewards: list[list[str] | None]  # rewards that score the row, None = all
+    extras: list[dict]  # values from log_extra
     reward_model_scores: Sequence[float] | None = None
-    # not lists: trainer_state and the logging functions, which Reward.__call__ sets
+    # set by Reward.__call__, not lists
     trainer_state: Any = None
     log_metric: Callable[[str, float], None] | None = None
     log_extra: Callable[[str, list], None] | None = None
@@ -54,7 +51,7 @@ def reward_columns(
     """Collect reward arguments for B rows with G completions per row.
 
     Returns:
-        {argument: B * G values}: row columns, None where missing, and RewardArguments, which override columns.
+        {argument: B * G values}: row columns, None where missing, overridden by RewardArguments.
     """
     flat = []
     row_of_each = []
@@ -90,7 +87,7 @@ def image_and_box_sizes(row: Row, prompt: Prompt, processor: Processor) -> tuple
         return None, None
     patch_size = processor.image_processor.patch_size
     _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-    # use a known image size, to avoid opening the file again
+    # a known size avoids opening the file again
     size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
     space = row.columns.get("box_space") or processor.box_space
     return size, box_scale(space, size, (width * patch_size, height * patch_size))
@@ -109,11 +106,7 @@ def box_scale(space: str, original: Size, resized: Size) -> Size:
 
 
 def call_rewards(rewards: Sequence[Callable], columns: dict[str, list]) -> Tensor:
-    """Call K reward functions on n completions.
-
-    Returns:
-        (n, K) float32 rewards, NaN for unscored completions.
-    """
+    """Return (n, K) float32 rewards, NaN for unscored completions."""
     values = [reward(**columns) for reward in rewards]
     shape = len(rewards), len(columns["completions"])
     return torch.tensor(values, dtype=torch.float32).view(shape).T

@@ -1,7 +1,7 @@
-"""Registry of reward functions, with checks for arguments and return values.
+"""Registry of reward functions, with checks of arguments and return values.
 
-A reward is a name in REWARDS, or a function: "my_rewards.py:brevity" or "package.module:brevity", possibly with
-options: "mine.py:near(tolerance=0.05)".
+A reward is a name in REWARDS, "my_rewards.py:brevity" or "package.module:brevity", possibly with options:
+"mine.py:near(tolerance=0.05)".
 """
 
 import inspect
@@ -31,16 +31,16 @@ REWARDS: dict[str, str | Callable] = {  # {reward name: "module:function" or fun
     "reward_model": "minivlmrl.extras.reward_model:reward_model",
     "environment": "minivlmrl.extras.agents.environment:environment_reward",
 }
-# rewards that preflight.py calls before training, to find invalid solutions
+# rewards that find invalid solutions before training
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
 QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
 
-# error from completion[0]["content"] in a reward function that expects messages, but gets a string
+# errors from completion[0]["content"] if the completion is a string
 READS_MESSAGES = re.compile(
     "string indices must be integers|'str' object (?:is not a mapping|has no attribute '(?:get|items|keys|pop|values)')"
 )
-# possible sets of arguments to pass as messages; for conversations, TRL passes both
+# arguments to pass as messages; for conversations, TRL passes both
 FORMS = (), ("prompts",), ("prompts", "completions")
 
 
@@ -53,12 +53,12 @@ class RewardLog:
     metrics: dict[str, list[float]] = field(default_factory=dict)  # this rank's values in the current rollout
 
     def log_metric(self, name: str, value: float):
-        """Log a number as a metric; metrics.jsonl contains the mean over the rollout."""
+        """Log a number; metrics.jsonl has the mean over the rollout."""
         self.metrics.setdefault(name, []).append(float(value))
 
 
 class RewardFailed(UserError):
-    """Error in a reward function, raised on all ranks, so that they save a checkpoint together."""
+    """Error in a reward function, raised on all ranks, which then save a checkpoint together."""
 
 
 @dataclass(eq=False)
@@ -67,26 +67,26 @@ class Reward:
 
     name: str
     function: Callable
-    world: World = field(default_factory=World)  # ranks that raise RewardFailed if the function fails on one of them
-    log: RewardLog | None = None  # log of the training stage, None in evaluations and commands
+    world: World = field(default_factory=World)  # ranks that raise RewardFailed together
+    log: RewardLog | None = None  # None in evaluations and commands
     max_seconds: float | None = None  # time limit per call in seconds, None = no limit
     form: tuple[str, ...] = ()  # arguments passed as messages, one of FORMS
 
     @property
     def columns(self) -> set[str]:
-        """Names of required columns: the function's parameters without a default."""
+        """Required columns: parameters without a default."""
         parameters = parameters_of(self.function)
         return {name for name in self.optional_columns if parameters[name].default is inspect.Parameter.empty}
 
     @property
     def optional_columns(self) -> set[str]:
-        """Names of columns that the function may read: all its parameters."""
+        """Columns that the function may read: all parameters."""
         parameters = parameters_of(self.function).values()
         return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} - REWARD_ARGUMENTS
 
     @property
     def receives_all(self) -> bool:
-        """True for a user's function with a parameter such as **columns."""
+        """True for a user's function with **columns."""
         function = getattr(self.function, "func", self.function)  # a reward with options is a functools.partial
         # functools.wraps copies __module__ but not __globals__
         module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
@@ -97,10 +97,10 @@ class Reward:
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
         """Return n rewards, NaN where the function returned None.
 
-        If a row lists reward names in column `row_rewards`, other rewards are NaN.
+        A row with reward names in column `row_rewards` gets NaN from other rewards.
 
         Raises:
-            RewardFailed: the reward function failed; the message names the row.
+            RewardFailed: the function failed; the message names the row.
         """
         row_rewards = columns.pop("row_rewards", [None] * len(completions))
         is_scored = [names is None or self.name in names for names in row_rewards]
@@ -111,7 +111,7 @@ class Reward:
             "log_metric": log.log_metric,
             "log_extra": partial(log_extra, self.name, extras),
         }
-        for name in callbacks.keys() & columns.keys():  # passed by a user's reward function that calls this reward
+        for name in callbacks.keys() & columns.keys():  # passed by another reward that calls this one
             callbacks[name] = columns.pop(name)
         columns["completions"] = completions
         columns = {name: list(compress(values, is_scored)) for name, values in columns.items()}
@@ -124,7 +124,7 @@ class Reward:
         return [next(scored) if is_one else math.nan for is_one in is_scored]
 
     def _score(self, columns: dict[str, list], callbacks: dict[str, Any]) -> list[float]:
-        """Call the reward function, and check the returned values."""
+        """Call the function, and check its values."""
         texts = columns["completions"]
         if not texts:
             return []
@@ -144,12 +144,12 @@ class Reward:
         return checked_values(self.name, values, texts, prefixes)
 
     def _call(self, columns: dict[str, list], callbacks: dict[str, Any]) -> Any:
-        """Call the reward function; if it fails on strings, find which arguments it expects as messages."""
+        """Call the function; if it fails on strings, find the arguments that it expects as messages."""
         try:
             return self._values(columns, callbacks)
         except (AttributeError, IndexError, TypeError):
             former = self.form
-            # replace empty strings, because completion[0] fails on "" before reading ["content"]
+            # no empty strings: completion[0] would fail before ["content"]
             trial = columns | {"completions": [text or "?" for text in columns["completions"]]}
             for form in (*FORMS, ()):
                 self.form = form
@@ -164,7 +164,7 @@ class Reward:
         return self._values(columns, callbacks)
 
     def _values(self, columns: dict[str, list], callbacks: dict[str, Any]) -> Any:
-        """Call the reward function, with the arguments in `self.form` as messages, and other texts as strings."""
+        """Call the function, with the arguments in `form` as messages, others as strings."""
         arguments = columns | callbacks
         for name, role in (("prompts", "user"), ("completions", "assistant")):
             conversations = [as_turns(value, role) for value in columns.get(name, ())]
@@ -176,7 +176,7 @@ class Reward:
         return [*values] if isinstance(values, Iterator) else values  # a generator fails only when it is read
 
     def _find_failure(self, columns: dict[str, list], callbacks: dict[str, Any], prefixes: list[str]) -> str:
-        """Call the reward function per completion, and describe the first failure."""
+        """Call the function per completion, and describe the first failure."""
         for i, (prefix, text) in enumerate(zip(prefixes, columns["completions"], strict=True)):
             try:
                 self._values({name: [values[i]] for name, values in columns.items()}, callbacks | QUIET)
@@ -203,7 +203,7 @@ def required_columns(rewards: Iterable[Reward]) -> list[str]:
 
 
 def checked_values(name: str, values, completions: list[str], prefixes: list[str]) -> list[float]:
-    """Convert the values that a reward function returned to floats, None to NaN."""
+    """Convert the returned values to floats, None to NaN."""
     try:
         if isinstance(values, dict | set | str):
             raise TypeError
@@ -229,15 +229,14 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
 
 
 def plain_value(value: Any) -> float | str | None:
-    """Convert a scalar tensor or array to a Python number; return other values unchanged."""
+    """Convert a scalar tensor or array to a Python number."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     """Log one value per completion, like TRL's log_extra(column, values).
 
-    Reasons in column "why" are logged per reward, for example {"format": "no <answer>"}. Values without a JSON type
-    are logged as str(value).
+    Column "why" has reasons per reward, such as {"format": "no <answer>"}. Values without a JSON type become strings.
     """
     if len(values) != len(extras):
         raise UserError(

@@ -5,10 +5,9 @@ A reward is a function with TRL's signature, and returns one number per completi
     def brevity(completions, **columns):    # all completions, and their row columns
         return [1.0 if len(c) < 100 else 0.0 for c in completions]
 
-A reward may return None for a completion that it cannot score. A completion whose rewards are all None has advantage 0,
-and does not count in the group mean.
+None = not scored: a completion with only None has advantage 0, and does not count in the group mean.
 
-A reward can log reasons with log_extra("why", reasons), one string or None per completion.
+log_extra("why", reasons) logs reasons, one string or None per completion.
 """
 
 import json
@@ -62,7 +61,7 @@ def accuracy(
 ) -> list[float | None]:
     """Return 1.0 for answers that equal the solution, else 0.0.
 
-    Case, repeated whitespace and final periods are ignored; JSON objects and lists are compared by value. Rows without
+    Case, repeated whitespace and final periods do not count; JSON objects and lists are compared by value. Rows without
     a solution get None.
 
     Raises:
@@ -89,7 +88,7 @@ def accuracy(
 
 
 def same_json(answer: str, expected: str) -> bool:
-    """Return True if both strings are the same JSON object or list, ignoring key order."""
+    """Return True for the same JSON object or list, in any key order."""
     try:
         value = read_json(expected)
         return isinstance(value, dict | list) and same_value(read_json(answer), value)
@@ -132,7 +131,7 @@ def solution_text(solution: Any) -> str:
 
 
 def find_answer(completion: str, where: str = "tags") -> str | None:
-    """Extract the answer from a completion, or None if there is none.
+    """Extract the answer from a completion, or None.
 
     Args:
         where: "tags" for text in the last <answer>...</answer>, "whole" for text after the last </think>, "last_line"
@@ -152,7 +151,7 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
 
 
 def normalize(text: str) -> str:
-    """Normalize an answer for comparison: '<answer> Green  square.</answer>' -> 'green square'.
+    """Normalize an answer: '<answer> Green  square.</answer>' -> 'green square'.
 
     Text is normalized to NFC, as in Qwen tokenizers; full-width and typographic characters become ASCII.
     """

@@ -1,6 +1,6 @@
-"""Trainer base class, and dataclasses for micro-batches, rollouts and optimizer steps.
+"""Trainer base class, micro-batches, rollouts and optimizer steps.
 
-A stage in a recipe (sft, dpo, grpo, ...) is a Trainer subclass.
+A recipe stage (sft, dpo, grpo, ...) is a Trainer subclass.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ Item = TypeVar("Item")
 
 @dataclass
 class MicroBatch:
-    """Prompts and completions for one forward and backward pass, packed into one sequence."""
+    """Prompts and completions for one forward and backward pass, in one sequence."""
 
     group: GroupBatch
     loss_mask: Tensor  # (R, T) float32: 1 for completion tokens to train on
@@ -39,11 +39,11 @@ class MicroBatch:
     ref_per_token_logps: Tensor | None = None  # (R, T) reference log-probabilities, in nats
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
-        """Return weights for averaging metrics over micro-batches: {metric: token count}."""
+        """Return metric weights for averages over micro-batches: {metric: token count}."""
         return dict.fromkeys(names, float(self.loss_mask.sum()))
 
     def mean(self, per_token: Tensor) -> Tensor:
-        """Average per-token values (tokens,) over the tokens to train on."""
+        """Average values (tokens,) over the tokens to train on."""
         total = (self.group.pad(per_token.detach()) * self.loss_mask).sum()
         return total / self.loss_mask.sum().clamp(min=1)
 
@@ -61,18 +61,18 @@ class Sample:
 
 @dataclass(kw_only=True)
 class SampledBatch(MicroBatch):
-    """Micro-batch with sampled completions; subclasses add tensors for their losses."""
+    """Micro-batch with sampled completions."""
 
     samples: Sequence[Sample]
     sampler_logps: Tensor  # (R, T) log-probabilities from the sampler, in nats
 
     @property
     def completion_index(self) -> Tensor:
-        """Return sample indices, counted over all ranks: (samples,)."""
+        """Return sample indices over all ranks: (samples,)."""
         return torch.tensor([sample.index for sample in self.samples])
 
     def completion_advantages(self) -> list[float]:
-        """Return the advantages for completions.jsonl, zeros if the loss has none."""
+        """Return advantages for completions.jsonl, 0 if the loss has none."""
         return [0.0] * len(self.samples)
 
 
@@ -115,16 +115,16 @@ class Step:
 
     micro_batches: Sequence[MicroBatch]
     metrics: dict[str, float] = field(default_factory=dict)  # {metric: value}, identical on all ranks
-    ends_rollout: bool = True  # whether this is the last step on a rollout, when a checkpoint can be saved
+    ends_rollout: bool = True  # last step on a rollout, when a checkpoint can be saved
     rollout: Rollout | None = None
-    groups: Sequence[list[Sample]] = ()  # groups sampled on this rank; other ranks may train on them
+    groups: Sequence[list[Sample]] = ()  # sampled on this rank; other ranks may train on them
 
 
 class Trainer:
     """Base class for training stages; run/loop.py runs them.
 
-    Subclasses define `steps`, which yields optimizer steps, and `loss`. Micro-batch losses are summed, so `loss` must
-    divide by tokens or completions in the whole step.
+    Subclasses define `steps` and `loss`. Micro-batch losses are summed, so `loss` must divide by tokens or completions
+    in the whole step.
 
     Args:
         config: recipe, with a section named after the stage.
@@ -134,10 +134,10 @@ class Trainer:
     stage: str  # stage name and recipe section
     config_type = TrainingOptions  # dataclass with the stage's options
     needs = "prompts"  # kind of rows to train on, a key in NEEDS (run/datasets.py)
-    answers: tuple[str, ...] = ()  # Row fields with answers to train on; empty if the stage samples completions
+    answers: tuple[str, ...] = ()  # Row fields with answers to train on
     samples_completions = False
-    trains_policy = True  # whether the stage trains the policy, not another model
-    trained: nn.Module  # module with the parameters to optimize
+    trains_policy = True  # False if the stage trains another model
+    trained: nn.Module  # module to optimize
 
     def __init__(
         self, config: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
@@ -159,16 +159,16 @@ class Trainer:
 
     @classmethod
     def check(cls, config: RunConfig):
-        """Raise UserError if the stage cannot train with the recipe, before any model is loaded."""
+        """Raise UserError, before any model is loaded, if the stage cannot train with the recipe."""
 
     @staticmethod
     def has_reference(options) -> bool:
-        """Check whether the stage needs a reference model."""
+        """Return True if the stage needs a reference model."""
         return False
 
     @staticmethod
     def columns(options) -> tuple[str, ...]:
-        """Return optional dataset columns that the stage reads."""
+        """Return optional dataset columns of the stage."""
         return ()
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
@@ -176,11 +176,11 @@ class Trainer:
         raise NotImplementedError
 
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
-        """Build the largest possible micro-batches from rows, to test whether a step fits in memory."""
+        """Build the largest possible micro-batches, to test whether a step fits in memory."""
         return ()
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute loss and metrics for a micro-batch."""
+        """Compute loss and metrics."""
         raise NotImplementedError
 
     def phase(self, name: str, rows: Sequence[Row] = ()) -> AbstractContextManager[None]:
@@ -194,7 +194,7 @@ class Trainer:
         return combine(rewards, torch.tensor(list(self.config.rewards.values())))
 
     def dropout(self, step: int, micro_batch: int):
-        """Return a context manager that enables adapter dropout for a micro-batch."""
+        """Return a context manager for adapter dropout in a micro-batch."""
         if not self.config.adapter.dropout:
             return nullcontext()
         from minivlmrl.model.lora import dropout
@@ -203,18 +203,18 @@ class Trainer:
         return dropout(self.trained, self.config.adapter.dropout, key)
 
     def training_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute loss and metrics for a micro-batch, and check their types."""
+        """Compute loss and metrics, and check their types."""
         return checked_loss(f"the method loss of the stage {self.stage}", self.loss(batch))
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return {name: module} for all modules in a checkpoint."""
+        """Return the modules in a checkpoint."""
         modules: dict[str, nn.Module] = {"policy": self.policy}
         if self.reference is not None:
             modules["reference"] = self.reference.model
         return modules
 
     def save(self, folder: Path, merge: bool = True):
-        """Save the weights, or only adapters if not `merge`; all ranks must call this method."""
+        """Save the weights, or only adapters if not `merge`; all ranks must call this."""
         base = self.config.model.path
         save_model(folder / "checkpoint", self.policy, self.processor, self.world, base, merge=merge)
 
@@ -224,7 +224,7 @@ class Trainer:
 
 
 def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss and metrics; raise UserError unless `result` is a scalar, or a scalar and a dict of metrics."""
+    """Raise UserError unless `result` is a scalar, or a scalar and a dict of metrics."""
     with suppress(AttributeError, TypeError, ValueError):
         loss, metrics = (result, {}) if isinstance(result, Tensor) else result
         is_scalar = all(value.dim() == 0 for value in (loss, *metrics.values()))

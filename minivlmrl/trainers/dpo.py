@@ -15,12 +15,12 @@ from minivlmrl.trainers.offline import PairTrainer
 
 
 class DPOTrainer(PairTrainer):
-    """Trainer for DPO on pairs of a chosen and a rejected answer."""
+    """Trainer for DPO."""
 
     stage = "dpo"
     config_type = DPOOptions
     options: DPOOptions
-    # an added SFT loss averages over tokens in chosen answers, which are rows 0, 2, 4, ...
+    # an added SFT loss averages over tokens in chosen answers: rows 0, 2, 4, ...
     counted_rows = slice(0, None, 2)
 
     @classmethod
@@ -55,7 +55,7 @@ class DPOTrainer(PairTrainer):
         return loss, metrics | {"entropy": batch.mean(entropies)}
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Compute DPO's implicit rewards, chosen minus rejected, in nats: (pairs,)."""
+        """Compute DPO's implicit rewards (pairs,), chosen minus rejected, in nats."""
         batch = self.micro_batch(rows)
         logps, _ = per_token_logps(self.policy, batch.group)
         log_ratio = by_pair(batch.group.pad(logps)) - reference_logps(batch)  # (B, 2, T)

@@ -2,8 +2,8 @@
 
         rollout (B groups, G samples each) -> rewards (n, K) -> advantages (n,) -> micro-batches -> loss
 
-RolloutTrainer in rollout.py samples the completions. DAPO, Dr. GRPO, GSPO, RLOO, CISPO and others are options in the
-section `grpo`. Not implemented: DeepSeekMath's outer loop, which replaces the reference every few hundred steps.
+RolloutTrainer samples the completions. DAPO, Dr. GRPO, GSPO, RLOO, CISPO and others are options in the section `grpo`.
+Not implemented: DeepSeekMath's outer loop, which replaces the reference every few hundred steps.
 """
 
 import inspect
@@ -30,13 +30,13 @@ from minivlmrl.trainers.rollout_metrics import CLIP_RATIOS, group_metrics
 
 @dataclass(kw_only=True)
 class GRPOBatch(SampledBatch):
-    """Micro-batch with the tensors for GRPO's loss and its variants."""
+    """Micro-batch for GRPO and its variants."""
 
     advantages: Tensor  # (R,)
     old_per_token_logps: Tensor | None = None  # (R, T) log-probabilities before the first update
     importance_sampling_ratio: Tensor | None = None  # (R, T) or (R, 1): trainer probability / sampler probability
     entropy_threshold: float | None = None  # minimum entropy of tokens to train on
-    num_entropy_tokens: float | None = None  # number of tokens in the step with entropy >= entropy_threshold
+    num_entropy_tokens: float | None = None  # tokens in the step with entropy >= entropy_threshold
 
     def completion_advantages(self) -> list[float]:
         return self.advantages.tolist()
@@ -68,7 +68,7 @@ class GRPOTrainer(RolloutTrainer):
         return sample_until_groups_differ(self, rows)
 
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
-        """Compute weighted reward sums, plus DAPO's penalty for overlong completions."""
+        """Add DAPO's penalty for overlong completions to the weighted reward sums."""
         total = super().total_rewards(samples)
         limit, cache = self.config.sampling.max_new_tokens, self.options.soft_punish_cache
         if not cache:
@@ -77,7 +77,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @torch.no_grad()
     def build_micro_batches(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[GRPOBatch]]:
-        """Compute advantages, and pack micro-batches; `parts` has the groups for each optimizer step."""
+        """Compute advantages, and pack micro-batches; `parts`: groups per optimizer step."""
         options = self.options
         rewards = self.world.all_gather(rollout.rewards)  # (n * world.size, K)
         totals = self.world.all_gather(self.total_rewards(rollout.samples))  # (n * world.size,)
@@ -86,7 +86,7 @@ class GRPOTrainer(RolloutTrainer):
         advantages = self.compute_advantages(totals, rewards)
         steps = [self.micro_batches(groups, advantages) for groups in parts]
         if self.kl_in_reward:
-            # RLOO: subtract the KL penalty from the rewards, and compute advantages again
+            # RLOO: subtract the KL penalty from the rewards
             batches = list(chain(*steps))
             kl = []  # KL to the reference per sample (k1, in nats)
             for batch in batches:
@@ -105,7 +105,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def kl_in_reward(self) -> bool:
-        """Check whether the KL penalty is in the reward, as in RLOO, instead of in the loss."""
+        """Whether the KL penalty is in the reward, as in RLOO, instead of in the loss."""
         return self.options.loss_type == "rloo" and self.options.beta > 0
 
     def compute_advantages(self, totals: Tensor, rewards: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class GRPOTrainer(RolloutTrainer):
         return [sample for sample in samples if advantages[sample.index] != 0] or samples[:1]
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
-        """Exchange groups between ranks, and pack this rank's micro-batches."""
+        """Exchange groups between ranks, and pack micro-batches."""
         options = self.options
         normalizer = self.count_tokens(groups)
         groups = self.rebalance(groups, [self.kept_samples(group, advantages) for group in groups])
@@ -169,14 +169,14 @@ class GRPOTrainer(RolloutTrainer):
 
     @cached_property
     def needs_all_samples(self) -> bool:
-        """Check whether samples with advantage 0 affect the gradient, for example through a KL penalty."""
+        """Whether samples with advantage 0 affect the gradient, for example through a KL penalty."""
         options = self.options
         is_regularized = options.beta or options.entropy_coef or options.top_entropy_quantile < 1
         return bool(is_regularized or options.loss_type == "bnpo" or not self.is_builtin)
 
     @property
     def policy_moves(self) -> bool:
-        """Check whether several optimizer steps train on the same rollout."""
+        """Whether several optimizer steps train on a rollout."""
         return self.options.num_iterations * self.options.steps_per_rollout > 1
 
     def is_trained(self, sample: Sample) -> bool:
@@ -188,7 +188,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def is_builtin(self) -> bool:
-        """Check whether the loss is grpo_loss, which supports token weights and an entropy bonus."""
+        """Whether the loss is grpo_loss, which supports token weights and an entropy bonus."""
         return self.loss_function is grpo_loss
 
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -220,8 +220,8 @@ class GRPOTrainer(RolloutTrainer):
             num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
             loss = loss - options.entropy_coef * mean_entropy(padded_entropies, kept, batch.normalizer, num_tokens)
         old_logps = padded_logps.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
-        # Scale clip ratios to sums over the step, as in TRL: shares of its tokens (GSPO, RLOO: completions).
-        # Completions that kept_samples drops have advantage 0 and are never clipped.
+        # As in TRL, clip ratios are shares of the step's tokens (GSPO, RLOO: completions), to be summed over
+        # micro-batches. Completions with advantage 0, which kept_samples drops, are never clipped.
         share = batch.loss_mask.sum().double() / batch.normalizer.tokens  # float64: sums over batches must be exact
         if options.importance_sampling_level == "sequence" or options.loss_type == "rloo":
             share = len(batch.loss_mask) / batch.normalizer.sequences
@@ -232,7 +232,7 @@ class GRPOTrainer(RolloutTrainer):
 def find_loss(options: GRPOOptions) -> Callable:
     """Return grpo_loss, or the user's loss function named in `loss_type`.
 
-    A user function may omit parameters, or have the form f(batch, options); see config/loss_forms.py.
+    Your function may omit parameters, or be f(batch, options); see config/loss_forms.py.
     """
     names = [*inspect.signature(grpo_loss).parameters]
     table = dict.fromkeys(AVERAGES, grpo_loss)
@@ -240,7 +240,7 @@ def find_loss(options: GRPOOptions) -> Callable:
 
 
 def find_advantages(options: GRPOOptions) -> Callable[..., Tensor]:
-    """Return the advantage function named in the option `advantages`, built-in or from a user file."""
+    """Return the function named in the option `advantages`."""
     arguments = "num_generations", "scale_rewards", "rewards_per_func", "reward_weights"
     return load_function("advantages", options.advantages_name, ADVANTAGES, options, ["rewards"], arguments)
 
@@ -250,8 +250,7 @@ def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_c
 
     The penalty falls linearly over the last soft_punish_cache tokens before max_completion_len.
 
-    Example: with max_completion_len 100 and soft_punish_cache 20, completions of 80, 90, 100 and 120 tokens get 0,
-    -0.5, -1 and -1.
+    Example: with a maximum of 100 and a cache of 20, lengths 80, 90, 100 and 120 get 0, -0.5, -1 and -1.
     Source: DAPO (arXiv 2503.14476), equation 13; get_soft_overlong_punishment in TRL.
     """
     free = max_completion_len - soft_punish_cache

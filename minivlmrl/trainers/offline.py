@@ -1,6 +1,6 @@
-"""Base classes for trainers that learn from answers in the dataset: SFT, DPO, KTO, reward model.
+"""Base classes for trainers on dataset answers: SFT, DPO, KTO, reward model.
 
-A prompt and its images are processed once for all its answers.
+A prompt and its images are processed once for all answers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,16 +21,16 @@ from minivlmrl.trainers.base import MicroBatch, Step, Trainer, split
 
 @dataclass
 class AnswerBatch(MicroBatch):
-    """Micro-batch with answers from the dataset; for pairs, chosen and rejected answers alternate."""
+    """Micro-batch with dataset answers; chosen and rejected answers alternate."""
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
-        """Return weights for averaging metrics as in TRL: answer counts, but token counts for the entropy."""
+        """Return metric weights as in TRL: answer counts, but token counts for the entropy."""
         num_tokens = float(self.loss_mask.sum())
         return {name: num_tokens if name == "entropy" else len(self.loss_mask) for name in names}
 
 
 class OfflineTrainer(Trainer):
-    """Base class for stages with answers in the dataset; each batch is one optimizer step.
+    """Base class for stages with dataset answers; each batch is one optimizer step.
 
     Subclasses define `loss` and the Row fields with answers, such as ("chosen", "rejected").
     """
@@ -69,10 +69,10 @@ class OfflineTrainer(Trainer):
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
         """Select this rank's share of the rows with all required answers, such as `chosen` and `rejected`.
 
-        A rank with fewer rows repeats a row of another rank, because all ranks must run a sharded model equally often.
+        A rank with fewer rows repeats another rank's row, because all ranks must run a sharded model equally often.
 
         Returns:
-            row indices with repeated rows last, and the number of rows that are not repeated
+            row indices, repeated rows last, and the number of rows without repeats
         """
         local = []
         for index in range(self.world.rank, len(rows), self.world.size):
@@ -83,7 +83,7 @@ class OfflineTrainer(Trainer):
         return self.world.shard_evenly(sorted(chain(*self.world.gather_objects(local))))
 
     def step(self, batches: Sequence[MicroBatch]) -> Step:
-        """Build an optimizer step with a mean loss over all micro-batches on all ranks."""
+        """Build an optimizer step with a mean loss over all ranks."""
         tokens = sum(batch.loss_mask[self.counted_rows].sum().item() for batch in batches)
         sequences, tokens = self.world.sum(sum(len(batch.loss_mask) for batch in batches), tokens)
         normalizer = LossNormalizer(sequences, tokens)
@@ -91,13 +91,13 @@ class OfflineTrainer(Trainer):
 
 
 class PairTrainer(OfflineTrainer):
-    """Base class for stages that learn from pairs of a chosen and a rejected answer."""
+    """Base class for stages with preference pairs."""
 
     needs = "pairs"
     answers = ("chosen", "rejected")
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Compute score differences, chosen minus rejected: (pairs,)."""
+        """Compute scores, chosen minus rejected: (pairs,)."""
         raise NotImplementedError
 
     @torch.no_grad()

@@ -7,10 +7,7 @@ import torch
 
 
 class PhaseTimer:
-    """Timer that does not wait for the GPU between phases.
-
-    CUDA events mark phase beginnings, because GPU work runs later than its Python code.
-    """
+    """Timer with CUDA events, because GPU work runs later than its Python code."""
 
     def __init__(self, device: torch.device):
         self.is_gpu = device.type == "cuda"
@@ -25,7 +22,7 @@ class PhaseTimer:
         self.marks.append((phase, begin))
 
     def take(self) -> dict[str, float]:
-        """Return {phase: seconds} since the last call to `take`, after waiting for the GPU."""
+        """Wait for the GPU, and return {phase: seconds} since the last call."""
         self.start("end")
         if self.is_gpu:
             self.marks[-1][1].synchronize()

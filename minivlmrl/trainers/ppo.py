@@ -1,7 +1,7 @@
 """Proximal policy optimization (PPO) with a critic (arXiv 1707.06347, InstructGPT).
 
-Before each token, the critic predicts the sum of future rewards. The critic is a value head on the policy's hidden
-states, or a separate model. Not implemented: adaptive KL weight, entropy bonus.
+The critic, a value head on the policy or a separate model, predicts the sum of future rewards before each token. Not
+implemented: adaptive KL weight, entropy bonus.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 
 @dataclass(kw_only=True)
 class PPOBatch(SampledBatch):
-    """Micro-batch with advantages, returns and values per token."""
+    """Micro-batch with token advantages, returns and values."""
 
     advantages: Tensor  # (R, T)
     returns: Tensor  # (R, T) targets for the critic
@@ -38,7 +38,7 @@ class PPOBatch(SampledBatch):
     old_values: Tensor  # (R, T) critic predictions before the first update
 
     def completion_advantages(self) -> list[float]:
-        """Return the mean advantage per completion over tokens to train on."""
+        """Return the mean advantage per completion."""
         mask = self.loss_mask
         return ((self.advantages * mask).sum(1) / mask.sum(1).clamp(min=1)).tolist()
 
@@ -92,7 +92,7 @@ class PPOTrainer(RolloutTrainer):
 
     @torch.no_grad()
     def build_micro_batches(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[PPOBatch]]:
-        """Pack the micro-batches for each optimizer step, with advantages and returns per token."""
+        """Pack micro-batches per optimizer step, with token advantages and returns."""
         rewards = self.world.all_gather(rollout.rewards)
         totals = combine(rewards, self.reward_weights)
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals)
@@ -136,11 +136,11 @@ class PPOTrainer(RolloutTrainer):
         return batches
 
     def is_trained(self, sample: Sample) -> bool:
-        """Return False if all reward functions returned None for the sample."""
+        """Return False if no reward function scored the sample."""
         return not sample.rewards.isnan().all()
 
     def logps_and_values(self, group: GroupBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute log-probabilities, entropies and values for completion tokens: three tensors (tokens,)."""
+        """Compute log-probabilities, entropies and values, each (tokens,)."""
         states = completion_states(self.policy, group)
         logps, entropies = logps_of_states(self.policy, states, group, self.temperature)
         if isinstance(self.critic, ValueModel):

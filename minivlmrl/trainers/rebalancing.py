@@ -1,8 +1,7 @@
 """Balance completion lengths between ranks, so that no rank waits long.
 
-A group is a prompt with its completions. Ranks exchange token ids, rewards and outputs of a frozen vision tower, but
-not image patches, which can take 10 MB. A rank that receives a group must read its image files again, so a group moves
-only if that saves much time.
+A group is a prompt with its completions. Ranks exchange token ids, rewards and image embeddings, but not image patches,
+which can take 10 MB. The receiving rank must read the image files again, so a group moves only if this saves much time.
 """
 
 from collections.abc import Sequence
@@ -15,13 +14,13 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Completion
 from minivlmrl.trainers.base import Rollout, Sample
 
-# move a group to another rank only if this saves 5 % of the mean tokens per rank
+# move a group only if this saves 5 % of the mean tokens per rank
 WORTH_MOVING = 0.05
 
 
 @dataclass
 class SerializedGroup:
-    """Completions and rewards for one prompt, to send to other ranks."""
+    """Completions and rewards of a prompt, to send to other ranks."""
 
     index: int  # row index in the dataset
     key: str  # seed key for sampling
@@ -34,7 +33,7 @@ class SerializedGroup:
     def from_samples(cls, samples: Sequence[Sample]) -> "SerializedGroup":
         completions = [sample.completion for sample in samples]
         for completion in completions:
-            # remove the environment object of the user, because pickling could fail
+            # pickling the user's environment object could fail
             completion.tool_use.environment = None
         first = samples[0]
         rewards = torch.stack([sample.rewards for sample in samples])
@@ -42,7 +41,7 @@ class SerializedGroup:
 
 
 def load_groups(batches: Batches, groups: Sequence[SerializedGroup]) -> list[list[Sample]]:
-    """Read dataset rows for groups, and return samples per group; all ranks must call this function."""
+    """Read the groups' dataset rows, and return samples per group; all ranks must call this."""
     rows = batches.rows([(group.index, group.key) for group in groups])
     batches.world.barrier("read images")
     loaded = []
@@ -55,10 +54,10 @@ def load_groups(batches: Batches, groups: Sequence[SerializedGroup]) -> list[lis
 
 
 def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequence[int]) -> list[list[Sample]]:
-    """Exchange groups between ranks, and return this rank's new groups, longest first.
+    """Exchange groups between ranks; return this rank's new groups, longest first.
 
     Args:
-        groups: groups on this rank, the same number on all ranks.
+        groups: this rank's groups, the same number on all ranks.
         lengths: tokens to train on, per group.
     """
     world = batches.world
@@ -78,11 +77,11 @@ def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequenc
 
 
 def assign_groups(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
-    """Assign groups to ranks: equal numbers of groups, nearly equal numbers of tokens.
+    """Assign groups to ranks: equal group counts, nearly equal token counts.
 
-    The longest group is assigned first, to the rank with the fewest tokens among ranks with room. A group moves
-    only if its rank is full, or if another rank has fewer tokens by more than WORTH_MOVING times the mean over ranks.
-    If no rank has more than (1 + WORTH_MOVING) times the mean, no group moves.
+    The longest group is assigned first, to the rank with room and the fewest tokens. A group moves only if its rank is
+    full, or if another rank has fewer tokens by more than WORTH_MOVING times the mean. If no rank has more than
+    (1 + WORTH_MOVING) times the mean, no group moves.
 
     Example, tokens per group:
         before    rank 0: 9, 5, 1    rank 1: 8, 7, 2

@@ -1,4 +1,4 @@
-"""Reference model for DPO and the KL penalty, by default the policy at the start of the stage."""
+"""Reference model for DPO and the KL penalty."""
 
 import copy
 from collections.abc import Iterator
@@ -20,10 +20,9 @@ from minivlmrl.model.plain_weights import has_adapters
 
 
 class Reference:
-    """Reference model without gradients: a copy of the policy, or a model from a folder.
+    """Reference model without gradients: a copy of the policy at the start of the stage, or a model from a folder.
 
-    Without FSDP, a copy shares frozen parameters with the policy, like TRL's create_reference_model with
-    num_shared_layers.
+    Without FSDP, a copy shares frozen parameters with the policy, like TRL's create_reference_model.
     """
 
     def __init__(self, policy: VisionLanguageModel, options: ReferenceOptions, processor: Processor, world: World):
@@ -45,7 +44,7 @@ class Reference:
 
     @torch.no_grad()
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
-        """Compute reference log-probabilities, in nats: (completions, tokens)."""
+        """Compute reference log-probabilities (completions, tokens), in nats."""
         with error_phase("reference"), swapped_in(self.model, self.policy) as model:
             logps, _ = per_token_logps(model, group, temperature)
             reshard(model)
@@ -53,7 +52,7 @@ class Reference:
 
 
 class SwappedParameters(nn.Module):
-    """Parameter copies, swapped into a model for a forward pass."""
+    """Parameter copies to swap into a model."""
 
     def __init__(self, model: VisionLanguageModel, names: list[str]):
         super().__init__()
@@ -68,8 +67,8 @@ class SwappedParameters(nn.Module):
         return [parameters[name] for name in self.names]
 
     def exchange(self):
-        """Swap parameter values with their copies; an FSDP model must be resharded first."""
-        # swap back before a backward pass, because autograd does not notice new parameter.data
+        """Swap parameters with their copies; an FSDP model must be resharded first."""
+        # swap back before a backward pass: autograd does not notice new parameter.data
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):
                 # swap without allocating memory, which could fail halfway
@@ -84,7 +83,7 @@ class SwappedParameters(nn.Module):
 def swapped_in(
     model: VisionLanguageModel | SwappedParameters, policy: VisionLanguageModel
 ) -> Iterator[VisionLanguageModel]:
-    """Yield the reference model: a separate model, or the policy with reference parameters swapped in."""
+    """Yield a separate reference model, or the policy with reference parameters."""
     reshard(policy)
     if not isinstance(model, SwappedParameters):
         yield model

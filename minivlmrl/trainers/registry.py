@@ -15,7 +15,7 @@ TRAINERS = {
 
 
 def find_class(stage: str) -> type[Trainer]:
-    """Import the trainer for an entry in `stages`: a key in TRAINERS, or file.py:Class."""
+    """Import a trainer: a key in TRAINERS, or file.py:Class."""
     trainer = find_stage(stage, TRAINERS)
     with error_context(f"stages: {stage}"):
         for method in ("steps", "loss"):
@@ -28,13 +28,13 @@ def find_class(stage: str) -> type[Trainer]:
 
 
 def find_trainer(stage: str, config) -> type[Trainer]:
-    """Return the trainer for a stage, built-in or from a user file."""
+    """Return the trainer for a stage name."""
     classes = {trainer.stage: trainer for trainer in map(find_class, config.stages)}
     return classes.get(stage) or find_class(stage)
 
 
 def find_trainers(config) -> dict[str, type[Trainer]]:
-    """Let trainers check the recipe, and return {stage: trainer class}."""
+    """Return {stage: trainer class} after the trainers have checked the recipe."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
     if trainers and "float16" in (config.model.dtype, config.model.compute_dtype):
         raise UserError(

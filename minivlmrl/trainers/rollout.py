@@ -1,7 +1,7 @@
-"""Sample completions, compute rewards and pack micro-batches, for trainers such as GRPO and PPO.
+"""Sample completions, compute rewards and pack micro-batches.
 
     rows -> prompts -> G completions per prompt -> rewards (n, K)    sample_and_score
-         -> groups with about the same number of tokens on all ranks  rebalance
+         -> groups with similar token counts on all ranks             rebalance
          -> samples, split by prompts or tokens                       split
          -> packed micro-batches                                      pack
 
@@ -10,7 +10,7 @@ Shapes:
     this rank      B prompts, n = B * G samples in prompt order; K reward functions
     micro-batch    R samples, T tokens in the longest completion, M tokens in all completions
 
-GRPOTrainer and PPOTrainer define `build_micro_batches`, which computes advantages, and `loss`.
+GRPOTrainer and PPOTrainer define `build_micro_batches`, with advantages, and `loss`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ REWARD_MODEL = "minivlmrl.extras.reward_model", "the reward reward_model"
 
 
 class RolloutTrainer(Trainer):
-    """Base class for trainers that sample completions and learn from rewards.
+    """Base class for trainers that learn from rewards.
 
     Options must include num_generations, micro_batch_size and max_tokens_per_micro_batch.
     """
@@ -92,14 +92,14 @@ class RolloutTrainer(Trainer):
             self.reward_model = load_extra(*REWARD_MODEL).RewardModelScores(config, model, processor, world)
 
     def shares_vision_tower(self) -> bool:
-        """Check whether all models share a frozen vision tower, which then encodes images only once."""
+        """Return True if all models share a frozen vision tower, which then encodes images once."""
         is_frozen = not trained_parameters(self.policy.visual)
         return is_frozen and self.config.reference.path is None and "reward_model" not in self.config.rewards
 
     def build_micro_batches(
         self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]
     ) -> list[Sequence[MicroBatch]]:
-        """Compute rollout metrics, and pack each part into micro-batches for one step."""
+        """Compute rollout metrics, and pack each part for one step."""
         raise NotImplementedError
 
     def steps(self, batches: Batches) -> Iterator[Step]:
@@ -122,7 +122,7 @@ class RolloutTrainer(Trainer):
                 self.reward_log.global_step += 1
 
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
-        """Pack completions with max_new_tokens tokens, to test whether a step fits in memory."""
+        """Pack the longest possible completions, to test whether a step fits in memory."""
         if samples_trajectories(self.config.sampling):
             return ()
         length = self.config.sampling.max_new_tokens
@@ -130,7 +130,7 @@ class RolloutTrainer(Trainer):
         longest = [Completion(prompt.input_ids[-1:].repeat(length), torch.zeros(length)) for prompt in prompts]
         completions = [[completion] * self.options.num_generations for completion in longest]
         num_samples = len(rows) * self.options.num_generations
-        # rewards 0 and 1 in every group, because groups with equal rewards may be dropped
+        # rewards 0 and 1 in every group: groups with equal rewards may be dropped
         zeros_and_ones = (torch.arange(num_samples) % 2).float()
         rewards = zeros_and_ones[:, None].expand(-1, len(self.reward_weights))
         rollout = Rollout.join(rows, prompts, completions, rewards, self.world.rank * num_samples)
@@ -138,11 +138,11 @@ class RolloutTrainer(Trainer):
         return batches
 
     def generate_rollout(self, rows: Sequence[Row]) -> Rollout:
-        """Sample a rollout; GRPOTrainer overrides this for dynamic sampling."""
+        """Sample a rollout; GRPOTrainer adds dynamic sampling."""
         return self.sample_and_score(rows)
 
     def sample_and_score(self, rows: Sequence[Row]) -> Rollout:
-        """Sample completions for each row, and compute their rewards."""
+        """Sample completions, and compute their rewards."""
         with self.phase("preparation", rows):
             prompts = [row.prompt(self.processor) for row in rows]
         num_generations = self.options.num_generations
@@ -171,10 +171,10 @@ class RolloutTrainer(Trainer):
         return metrics | logged_metrics(self.reward_log, metrics, self.world)
 
     def rebalance(self, groups: Sequence[list[Sample]], kept: Sequence[list[Sample]]) -> Sequence[list[Sample]]:
-        """Exchange groups between ranks, so that all ranks train on about the same number of tokens.
+        """Exchange groups between ranks, to balance their token counts.
 
         Args:
-            kept: samples to train on, one list per group.
+            kept: samples to train on, per group.
         """
         if self.world.size == 1:
             return groups
@@ -187,7 +187,7 @@ class RolloutTrainer(Trainer):
         return rebalance(self.batches, groups, lengths)
 
     def split(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
-        """Split samples into micro-batches by micro_batch_size prompts or max_tokens_per_micro_batch tokens."""
+        """Split samples by micro_batch_size prompts or max_tokens_per_micro_batch tokens."""
         size = self.options.micro_batch_size
         max_tokens = self.options.max_tokens_per_micro_batch
         if max_tokens is None:
@@ -204,14 +204,14 @@ class RolloutTrainer(Trainer):
         return True
 
     def count_tokens(self, groups: Sequence[list[Sample]]) -> LossNormalizer:
-        """Count samples and tokens to train on in a step, over all ranks."""
+        """Count samples and trained tokens in a step, over all ranks."""
         samples = list(chain(*groups))
         tokens = sum(int(sample.completion.policy_mask.sum()) for sample in samples if self.is_trained(sample))
         sequences, tokens = self.world.sum(len(samples), tokens)
         return LossNormalizer(sequences, max(tokens, 1), self.config.sampling.max_new_tokens)
 
     def pack(self, samples: Sequence[Sample], normalizer: LossNormalizer) -> SampledBatch:
-        """Pack samples, ordered by prompt, and add reference log-probabilities."""
+        """Pack samples ordered by prompt, with reference log-probabilities."""
         device = self.world.device
         groups = [list(group) for _, group in groupby(samples, lambda sample: id(sample.prompt))]
         prompts = [group[0].prompt for group in groups]
@@ -229,11 +229,11 @@ class RolloutTrainer(Trainer):
         )
 
     def logps(self, group: GroupBatch) -> tuple[Tensor, Tensor]:
-        """Compute log-probabilities and entropies for completion tokens, at the sampling temperature."""
+        """Compute log-probabilities and entropies at the sampling temperature."""
         return per_token_logps(self.policy, group, self.temperature)
 
     def token_metrics(self, batch: SampledBatch, old_logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:
-        """Compute the mean entropy, and differences between trainer and sampler log-probabilities, in nats.
+        """Compute the mean entropy, and trainer-sampler log-probability differences, in nats.
 
         Args:
             old_logps: (R, T) trainer log-probabilities before the update.

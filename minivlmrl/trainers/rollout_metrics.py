@@ -18,7 +18,7 @@ CLIP_RATIOS = "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_
 
 
 def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Compute mean and standard deviation per reward, and the mean weighted sum.
+    """Compute the mean weighted sum, and mean and standard deviation per reward.
 
     Args:
         rewards: (n, K) on all ranks, NaN where a reward function returned None.
@@ -38,7 +38,7 @@ def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict
 
 
 def completion_metrics(completions: Sequence[Completion], has_tools: bool, world: World) -> dict[str, float]:
-    """Compute metrics for completion lengths, tool calls and turns, over all ranks."""
+    """Compute length, tool call and turn metrics over all ranks."""
     local = [(int(c.policy_mask.sum()), c.stopped, c.tool_use.counts, len(c.turns)) for c in completions]
     sampled = list(chain(*world.gather_objects(local)))
     lengths, stopped, calls, turns = zip(*sampled, strict=True)
@@ -59,7 +59,7 @@ def completion_metrics(completions: Sequence[Completion], has_tools: bool, world
 
 
 def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
-    """Compute the spread of rewards over all completions, as in TRL, and within groups.
+    """Compute the reward spread over all completions, as in TRL, and within groups.
 
     Args:
         total: (n,) weighted reward sums on all ranks.
@@ -76,7 +76,7 @@ def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
 
 
 def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> dict[str, float]:
-    """Return metrics logged by reward functions, averaged over all ranks, and clear the log."""
+    """Average the metrics that reward functions logged, over all ranks, and clear the log."""
     metrics_of_ranks = world.gather_objects(log.metrics)
     log.metrics = {}
     means = {}

@@ -14,7 +14,7 @@ from minivlmrl.trainers.offline import OfflineTrainer
 
 
 class SFTTrainer(OfflineTrainer):
-    """Trainer for SFT on one demonstration per prompt; in conversations, only assistant turns are trained on."""
+    """Trainer for SFT on one demonstration per prompt; conversations train only assistant turns."""
 
     stage = "sft"
     config_type = SFTOptions
@@ -31,7 +31,7 @@ class SFTTrainer(OfflineTrainer):
 
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:
-        """Compute the held-out loss, averaged over all tokens in float64."""
+        """Compute the held-out loss, a mean over tokens in float64."""
         local_indices, count = self.shard_rows_with_answers(rows)
         if not local_indices:
             return {}
@@ -41,7 +41,7 @@ class SFTTrainer(OfflineTrainer):
             batch = self.micro_batch([rows[index] for index in local_indices[start : start + size]])
             self.world.barrier("read images")
             mask = batch.loss_mask
-            # mask rows after the first `count`, which repeat rows from another rank
+            # rows after the first `count` repeat another rank's rows
             mask[max(0, count - start) :] = 0
             logps, _ = per_token_logps(self.policy, batch.group)
             padded = batch.group.pad(logps).double()
