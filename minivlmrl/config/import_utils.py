@@ -49,11 +49,10 @@ def code_files() -> set[str]:
     folders = tuple(os.path.join(os.path.dirname(file), "") for file in USER_FILES)
     files = {*USER_FILES}
     for name, module in [*sys.modules.items()]:
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.startswith(folders) or name == "__main__":
-            continue
-        is_known = name.split(".")[0] in {PACKAGE.name, *sys.stdlib_module_names}
-        if not is_known and "site-packages" not in Path(file).parts and os.path.isfile(file):
+        file = str(getattr(module, "__file__", None))
+        is_known = name.split(".")[0] in {"__main__", PACKAGE.name, *sys.stdlib_module_names}
+        is_installed = is_known or "site-packages" in Path(file).parts
+        if file.startswith(folders) and not is_installed and os.path.isfile(file):
             files.add(file)
     return files
 

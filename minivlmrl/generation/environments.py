@@ -44,9 +44,7 @@ def check_environment(config: RunConfig):
 
 def samples_trajectories(sampling: SamplingOptions) -> bool:
     """Return True if every turn is sampled with its own context window."""
-    if sampling.environment is None:
-        return False
-    return agents().has_windows(sampling.environment, sampling.history)
+    return sampling.environment is not None and agents().has_windows(sampling.environment, sampling.history)
 
 
 def packed_length(completion: Completion) -> int:

@@ -20,8 +20,6 @@ NO_BOX = "no box was found in the answer"
 NO_SOLUTION_BOX = (
     "is not a box; the solution must be [x1, y1, x2, y2] with x2 > x1 and y2 > y1, a list of boxes, or [] for no object"
 )
-HAS_OBJECT = "the answer says that there is no object, but the solution has a box"
-NO_OBJECT = "the object is not in the image, so the answer should be [] or None"
 
 
 def mean_iou(
@@ -88,7 +86,8 @@ def box_format_error(completion: str, extent: tuple[float, float], solution: Any
     if not predicted:
         if not boxes.says_none(find_answer(completion) or ""):
             return NO_BOX
-        return HAS_OBJECT if read_boxes(solution_boxes(solution), extent) else None
+        has_object = read_boxes(solution_boxes(solution), extent)
+        return "the answer says that there is no object, but the solution has a box" if has_object else None
     for label, box in predicted:
         text = box_texts([(label, box)])
         if not box.valid:
@@ -146,13 +145,13 @@ def score_boxes(
     scored = []  # (reward, reason) per answer
     rows = zip(answer_texts, solutions, image_sizes, answer_extents, strict=True)
     for answer, solution, size, extent in rows:
-        if solution is None or size is None or extent is None:
+        if solution is None or size is None:
             scored.append((None, NO_SOLUTION if solution is None else NO_IMAGE))
             continue
         truth = solution_boxes(solution)
         if not truth.strip() or boxes.says_none(truth):
-            denies = boxes.says_none(answer or "")
-            scored.append((1.0, None) if denies else (0.0, NO_OBJECT))
+            wrong = 0.0, "the object is not in the image, so the answer should be [] or None"
+            scored.append((1.0, None) if boxes.says_none(answer or "") else wrong)
             continue
         true = read(truth, size)
         if not true or not all(box.valid for _, box in true):

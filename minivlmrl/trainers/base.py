@@ -3,7 +3,7 @@
 A recipe stage (sft, dpo, grpo, ...) is a Trainer subclass.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -44,8 +44,7 @@ class MicroBatch:
 
     def mean(self, per_token: Tensor) -> Tensor:
         """Average values (tokens,) over the tokens to train on."""
-        total = (self.group.pad(per_token.detach()) * self.loss_mask).sum()
-        return total / self.loss_mask.sum().clamp(min=1)
+        return (self.group.pad(per_token.detach()) * self.loss_mask).sum() / self.loss_mask.sum().clamp(min=1)
 
 
 @dataclass
@@ -236,11 +235,6 @@ def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
         "metrics, as in `return loss, {}`. The loss and the metrics must be tensors without dimensions, and no metric "
         "may be named stage, step or loss"
     )
-
-
-def loss_options(options: TrainingOptions, loss: Callable) -> dict[str, Any]:
-    """Return the stage options that are keyword-only arguments of a loss such as grpo_loss."""
-    return {name: value for name, value in vars(options).items() if name in (loss.__kwdefaults__ or {})}
 
 
 def split(items: Sequence[Item], size: int) -> list[Sequence[Item]]:

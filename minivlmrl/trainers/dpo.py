@@ -1,6 +1,7 @@
 """Direct preference optimization (arXiv 2305.18290), with MPO, IPO and other losses as options."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +11,14 @@ from minivlmrl.data.rows import Row
 from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
 from minivlmrl.losses.preference import answer_logps, check_dpo_options, dpo_loss
 from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps
-from minivlmrl.trainers.base import MicroBatch, loss_options
+from minivlmrl.trainers.base import MicroBatch
 from minivlmrl.trainers.offline import PairTrainer
+
+# options to pass to dpo_loss and check_dpo_options
+LOSS_OPTIONS = (
+    "loss_type", "loss_weights", "beta", "label_smoothing", "f_divergence_type", "f_alpha_divergence_coef", "ld_alpha",
+    "use_weighting",
+)  # fmt: skip
 
 
 class DPOTrainer(PairTrainer):
@@ -26,7 +33,7 @@ class DPOTrainer(PairTrainer):
     @classmethod
     def check(cls, config: RunConfig):
         options = getattr(config, cls.stage)
-        check_dpo_options(**loss_options(options, dpo_loss), prefix=f"{cls.stage}.")
+        check_dpo_options(**loss_options(options), prefix=f"{cls.stage}.")
 
     @staticmethod
     def has_reference(options: DPOOptions) -> bool:
@@ -47,7 +54,7 @@ class DPOTrainer(PairTrainer):
         loss, metrics = dpo_loss(
             by_pair(group.pad(logps)),
             by_pair(batch.loss_mask),
-            **loss_options(options, dpo_loss),
+            **loss_options(options),
             ref_per_token_logps=reference_logps(batch),
             log_sum_sq_probs=log_sum_sq_probs,
             normalizer=batch.normalizer,
@@ -61,6 +68,10 @@ class DPOTrainer(PairTrainer):
         log_ratio = by_pair(batch.group.pad(logps)) - reference_logps(batch)  # (B, 2, T)
         chosen, rejected = answer_logps(log_ratio, by_pair(batch.loss_mask), self.options.ld_alpha).unbind(1)
         return chosen - rejected
+
+
+def loss_options(options: DPOOptions) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in LOSS_OPTIONS}
 
 
 def reference_logps(batch: MicroBatch) -> Tensor:

@@ -23,7 +23,7 @@ from minivlmrl.errors import UserError, truncate
 from minivlmrl.losses.advantages import ADVANTAGES
 from minivlmrl.losses.grpo import AVERAGES, grpo_loss
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, rollout_importance_ratio, top_entropy_threshold
-from minivlmrl.trainers.base import Rollout, Sample, SampledBatch, checked_loss, loss_options
+from minivlmrl.trainers.base import Rollout, Sample, SampledBatch, checked_loss
 from minivlmrl.trainers.rollout import RolloutTrainer
 from minivlmrl.trainers.rollout_metrics import CLIP_RATIOS, group_metrics
 
@@ -209,7 +209,13 @@ class GRPOTrainer(RolloutTrainer):
             padded_logps,
             batch.advantages,
             batch.loss_mask,
-            **loss_options(options, grpo_loss) | {"beta": 0.0 if self.kl_in_reward else options.beta},
+            loss_type=options.loss_type,
+            importance_sampling_level=options.importance_sampling_level,
+            epsilon_low=options.epsilon_low,
+            epsilon_high=options.epsilon_high,
+            beta=0.0 if self.kl_in_reward else options.beta,
+            kl_estimator=options.kl_estimator,
+            use_bias_correction_kl=options.use_bias_correction_kl,
             old_per_token_logps=batch.old_per_token_logps if self.policy_moves else None,
             ref_per_token_logps=batch.ref_per_token_logps,
             normalizer=batch.normalizer,

@@ -164,7 +164,9 @@ def test_a_recipe_that_was_found_automatically_cannot_run_code(evaluate, checkpo
     for name in (f"{evil}:f", "recipes/fluent.py:fluent(path='model')"):
         recipe = tmp_path / "config.yaml"
         recipe.write_text(json.dumps({"data": {"eval_rewards": [name, "format"]}}))
-        with pytest.raises(PermissionError, match=r"was found automatically and would run .*; read the code, then pass"):
+        with pytest.raises(
+            PermissionError, match=r"was found automatically and would run .*; read the code, then pass"
+        ):
             evaluate("--rows=1", model=model)
         evaluate("--rows=1", model=model, tool=command.generate_main)  # the command generate calls no reward
         assert not trace.exists()
