@@ -82,7 +82,7 @@ def test_a_mistake_in_an_own_stage(ended, home, tmp_path, stage):
     assert found == code and ("Traceback" in printed) == (code == 1)
     assert f"\n{line}".replace("FILE", str(file)) in f"\n{printed}"
     if name in ("Gone", "Exit"):  # the user's line comes first, and again in the traceback
-        assert f"{file}:11, in " in printed.partition("Traceback")[0] and f'File "{file}", line 11, in ' in printed
+        assert f"{file}:10, in " in printed.partition("Traceback")[0] and f'File "{file}", line 10, in ' in printed
 
 
 @pytest.mark.parametrize(("text", "code", "last_line"), [
