@@ -5,14 +5,12 @@ interpreter, which executes programs one by one with numpy. The environment vari
 
     auto      (default) Triton for float32, float16 and bfloat16 tensors on a GPU, else torch
     torch     always torch
-    triton    always Triton; if it cannot run, raise an error with the reason
+    triton    Triton for these dtypes; if it cannot run, raise an error with the reason
 
-Before the first use of Triton on a GPU, verdicts.py compares all kernels with float64, which takes about 10 s, and
-stores the errors on disk. If a check fails, or the relative error is above 2 %, PyTorch replaces the kernel, with a
-warning; with MINIVLMRL_KERNELS=triton, an error is raised instead. MINIVLMRL_SELF_TEST can disable the check:
-
-    1         (default) check once per GPU model, driver, version and source code
-    0         use all kernels without a check
+Before the first use of Triton on a GPU, verdicts.py compares all kernels with float64, which takes about 10 s, once
+per GPU model, driver, version and source code. If a check fails, or the relative error is above 2 %, PyTorch replaces
+the kernel, with a warning; with MINIVLMRL_KERNELS=triton, an error is raised instead. MINIVLMRL_SELF_TEST=0 disables
+the check.
 """
 
 import os
@@ -27,13 +25,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Kernel files import tl and triton from backend.py; both are placeholders without Triton. Importing Triton takes
-# 70 MiB, so it is imported only with a GPU, if an environment variable requests it, or if other code has imported it.
+# Kernel files import tl and triton from here; both are placeholders without Triton. Triton takes 70 MiB, so it is
+# imported only for a GPU or its interpreter, or if other code has imported it.
 triton = SimpleNamespace(jit=lambda kernel: kernel)
 tl = SimpleNamespace(constexpr=lambda value: value)
 INSTALLED = find_spec("triton") is not None
-REQUESTED = "triton" in sys.modules or os.environ.keys() & {"TRITON_INTERPRET", "MINIVLMRL_KERNELS"}
-if INSTALLED and (REQUESTED or torch.cuda.is_available()):
+if INSTALLED and ("triton" in sys.modules or "TRITON_INTERPRET" in os.environ or torch.cuda.is_available()):
     triton = import_module("triton")
     tl = import_module("triton.language")
 
@@ -48,16 +45,29 @@ KERNELS = ("window_attention", "decode_attention", "selective_log_softmax", "lin
 def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
     """Choose a kernel's backend from MINIVLMRL_KERNELS and a tensor's device and dtype.
 
-    Args:
-        kernel: key in KERNELS.
     Raises:
-        ValueError: an environment variable has an unknown value, or MINIVLMRL_KERNELS is "triton" and the kernel cannot
-        run.
+        ValueError: MINIVLMRL_KERNELS is unknown, or "triton" although the kernel cannot run.
     """
-    choice = _setting("MINIVLMRL_KERNELS", "auto", "torch", "triton")
-    if choice == "torch" or (choice == "auto" and tensor.device.type != "cuda"):
+    choice = os.environ.get("MINIVLMRL_KERNELS", "auto")
+    if choice not in ("auto", "torch", "triton"):
+        raise ValueError(f"MINIVLMRL_KERNELS is {choice!r}, but it must be auto, torch or triton")
+    if choice == "torch" or (choice == "auto" and tensor.device.type != "cuda") or tensor.dtype not in DTYPES:
         return "torch"
-    obstacle = _obstacle(tensor.device, tensor.dtype) or _rejection(tensor.device, kernel)
+    device = tensor.device
+    obstacle = None
+    if not INSTALLED:
+        obstacle = "Triton is not installed; run pip install triton (triton-windows on Windows)"
+    elif device.type == "cuda":  # ROCm devices also have type "cuda"
+        obstacle = _compiler_obstacle()
+        if is_before_ampere(device):
+            obstacle = f"the GPU {torch.cuda.get_device_name(device)} has a compute capability below 8.0"
+        elif obstacle is None and os.environ.get("MINIVLMRL_SELF_TEST") != "0":
+            obstacle = _rejection(device, kernel)
+    elif device.type != "cpu" or not INTERPRETED:
+        obstacle = (
+            f"the tensor is on the device {device}, which is not a GPU; to run Triton's interpreter on a CPU, set "
+            "TRITON_INTERPRET=1 before Python starts"
+        )
     if obstacle is None:
         return "triton"
     if choice == "triton":
@@ -65,24 +75,12 @@ def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
             f"MINIVLMRL_KERNELS is triton, but {obstacle}; or set MINIVLMRL_KERNELS=auto, which "
             "uses torch where Triton cannot run"
         )
-    if tensor.dtype in DTYPES:
-        _warn(f"PyTorch replaces a Triton kernel and is slower, because {obstacle}")
+    _warn(f"PyTorch replaces a Triton kernel and is slower, because {obstacle}")
     return "torch"
-
-
-def _setting(name: str, *values: str) -> str:
-    value = os.environ.get(name, values[0])
-    if value not in values:
-        raise ValueError(
-            f"the environment variable {name} is {value!r}, but it must be {', '.join(values[:-1])} or {values[-1]}"
-        )
-    return value
 
 
 def _rejection(device: torch.device, kernel: str) -> str | None:
     """Return why a kernel failed its check on a GPU, None if it passed."""
-    if _setting("MINIVLMRL_SELF_TEST", "1", "0") == "0" or device.type != "cuda":
-        return None
     from minivlmrl.kernels.verdicts import rejected_kernels  # lazy import: only a GPU needs verdicts
 
     try:
@@ -98,26 +96,6 @@ def _rejection(device: torch.device, kernel: str) -> str | None:
 @cache
 def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=3)
-
-
-def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why Triton cannot run on a device with a dtype, None if it can."""
-    if not INSTALLED:
-        package = "triton-windows" if sys.platform == "win32" else "triton"
-        return f"Triton is not installed; run pip install {package}"
-    if dtype not in DTYPES:
-        return f"the tensor has the dtype {dtype}, but the kernels support only float32, float16 and bfloat16"
-    if device.type == "cpu" and INTERPRETED:
-        return None
-    if device.type != "cuda":  # ROCm devices also have type "cuda"
-        return (
-            f"the tensor is on the device {device}, which is not a GPU; to run Triton's "
-            "interpreter on a CPU, set TRITON_INTERPRET=1 before Python starts"
-        )
-    if is_before_ampere(device):
-        name = torch.cuda.get_device_name(device)
-        return f"the GPU {name} has a compute capability below 8.0"
-    return _compiler_obstacle()
 
 
 def is_before_ampere(device: torch.device) -> bool:
@@ -136,7 +114,7 @@ def _compiler_obstacle() -> str | None:
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor to a device; for a GPU, through pinned memory, so that the CPU does not wait."""
+    """Copy a tensor to a device; to a GPU through pinned memory, to not make the CPU wait."""
     is_upload = torch.device(device).type == "cuda" and not x.is_cuda
     if is_upload:
         try:
@@ -147,5 +125,5 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 def is_half_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True for 16-bit dtypes on a GPU, or on the meta device, which stands for a GPU in memory estimates."""
+    """Return True for 16-bit dtypes on a GPU, or on the meta device: a GPU in memory estimates."""
     return device.type in ("cuda", "meta") and dtype in (torch.float16, torch.bfloat16)

@@ -24,13 +24,13 @@ from torch import Tensor
 from minivlmrl.kernels.backend import backend_for, tl, triton
 from minivlmrl.kernels.window_attention import TILE_DTYPES
 
-# target number of Triton programs, about one per multiprocessor
+# target Triton programs, about one per multiprocessor
 PROGRAMS = 128
-MAX_PARTS = 32  # maximum number of parts into which the keys are divided
-TILE = 64  # maximum number of queries per program
-KEY_BLOCK = 32  # number of keys that a program reads at once
+MAX_PARTS = 32  # maximum parts of the keys
+TILE = 64  # maximum queries per program
+KEY_BLOCK = 32  # keys read at once
 WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # {head_dim: warps per program}
-STAGES = 2  # number of prefetched key blocks (Triton's num_stages)
+STAGES = 2  # prefetched key blocks (Triton's num_stages)
 constexpr = tl.constexpr
 BLOCK = tl.constexpr(KEY_BLOCK)
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -69,8 +69,8 @@ def _part(
     program, q, k, v, mask, mask_stride, outs, log_sums, lines, group_rows, num_keys, part_keys,
     K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr,
 ):  # fmt: skip
-    """Store outputs and log-sum-exps for up to 64 queries over one part of the keys."""
-    num_queries = group_rows * HEADS  # number of queries that share keys
+    """Store outputs and log-sum-exps for up to 64 queries and one part of the keys."""
+    num_queries = group_rows * HEADS  # queries that share keys
     tiles = tl.cdiv(num_queries, TILE)
     parts = tl.cdiv(num_keys, part_keys)
     tile = program % tiles
@@ -148,14 +148,14 @@ def fits(q: Tensor) -> bool:
 class WorkSplit(NamedTuple):
     """How queries and keys are divided among Triton programs."""
 
-    tile: int  # number of queries per program
-    part_keys: int  # number of keys per part
+    tile: int  # queries per program
+    part_keys: int  # keys per part
     parts: int
     programs: int
 
 
 def split_work(k: Tensor, queries: int) -> WorkSplit:
-    """Divide keys k (B, K, T, D) and their queries among about PROGRAMS programs."""
+    """Divide keys k (B, K, T, D) and queries among about PROGRAMS programs."""
     (B, K, T, _) = k.shape
     # matrix instructions need at least 16 rows
     tile = min(TILE, max(16, 1 << (queries - 1).bit_length()))

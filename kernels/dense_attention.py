@@ -6,7 +6,6 @@ With H query heads and K key heads, query head i uses key head i // (H / K).
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,7 +63,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     Args:
         q: (S, H, L, D), sequences, query heads, queries, head dimension.
         k, v: (S, K, T, D), sequences, key heads, keys, head dimension. K must divide H.
-        is_causal: if True, query i attends to keys 0..T-L+i, so the last query attends to all keys. L <= T.
+        is_causal: whether query i attends only to keys 0..T-L+i. L <= T.
     Returns:
         (S, H, L, D) attention outputs.
     Source: torch's scaled_dot_product_attention with enable_gqa and causal_lower_right.
@@ -75,53 +74,31 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     (_, K, T, _) = k.shape
     flash = is_causal and q.device.type == "cuda" and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # not F.scaled_dot_product_attention, whose causal mask lets only query T - 1 attend to all T keys
+        # not F.scaled_dot_product_attention: its causal mask lets only query T - 1 attend to all T keys
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
-    if q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM:
-        return written_out_attention(q, k, v, is_causal)
-    if is_causal and L == T:
+    is_small = q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM
+    if is_causal and L == T and not is_small:
         if not has_flash_attention(q, k, v):
-            # SDPA's memory-efficient kernel, which stores no scores, needs as many key heads as query heads
+            # SDPA's memory-efficient kernel needs as many key heads as query heads
             k, v = (x[:, :, None].expand(-1, -1, H // K, -1, -1).flatten(1, 2) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    q, mask = stack_queries(q, k, is_causal)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return out.unflatten(2, (H // K, L)).flatten(1, 2)
-
-
-def stack_queries(q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tensor, Tensor | None]:
-    """Join queries of the H/K heads with the same key head: (S, H, L, D) -> (S, K, H/K*L, D)."""
-    repeat = q.shape[1] // k.shape[1]
-    L = q.shape[2]
-    T = k.shape[2]
-    mask = None  # (H/K*L, T)
+    # stack the queries of the H/K heads that share a key head
+    q = q.unflatten(1, (K, -1)).flatten(2, 3)  # (S, K, H/K*L, D)
+    mask = None
     if is_causal:
-        mask = q.new_full((L, T), -math.inf).triu(T - L + 1).repeat(repeat, 1)
-    return q.unflatten(1, (-1, repeat)).flatten(2, 3), mask
-
-
-def written_out_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """Compute attention with separate matrix products, which store all scores."""
-    L = q.shape[2]
-    q, mask = stack_queries(q, k, is_causal)
-    # (S, K, H/K*L, T) attention weights
-    weights = attention_scores(q, k, mask).softmax(-1).to(q.dtype)
-    return (weights @ v).unflatten(2, (-1, L)).flatten(1, 2)
-
-
-class FlashOutput(NamedTuple):
-    """Attention outputs and log-sum-exps from flash_attention."""
-
-    out: Tensor  # (S, H, L, D) attention outputs, on a CPU at least float32
-    lse: Tensor  # (S, H, L) log-sum-exp of scores, at least float32
-    state: tuple  # arguments for the GPU backward kernel: lengths and an unused random state
+        mask = q.new_full((L, T), -math.inf).triu(T - L + 1).repeat(H // K, 1)  # (H/K*L, T)
+    if is_small:
+        out = attention_scores(q, k, mask).softmax(-1).to(q.dtype) @ v
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return out.unflatten(2, (-1, L)).flatten(1, 2)
 
 
 def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Check whether flash_attention supports device, dtype and head dimension.
 
-    The meta device counts as an NVIDIA GPU, for memory estimates. False on Apple GPUs, where PyTorch returns no
-    log-sum-exp, and on AMD GPUs, where it is not tested.
+    The meta device counts as an NVIDIA GPU, for memory estimates. False on Apple GPUs (no log-sum-exp in PyTorch) and
+    AMD GPUs (not tested).
     """
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
     if q.device.type == "meta":
@@ -131,22 +108,22 @@ def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.device.type == "cpu"
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> FlashOutput:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> tuple[Tensor, Tensor, list]:
     """Compute attention and log-sum-exps with PyTorch's fused kernel, outside autograd.
-
-    On a CPU, 16-bit inputs are converted to float32, so that backward gets unrounded outputs.
 
     Args:
         q, k, v: as in dense_attention, if has_flash_attention.
-        is_causal: if True, query i attends to keys 0..i. Requires L = T.
+        is_causal: whether query i attends only to keys 0..i. Requires L = T.
+    Returns:
+        Outputs (S, H, L, D), on a CPU at least float32; log-sum-exps of scores (S, H, L), at least float32; and GPU
+        backward arguments: lengths and an unused random state.
     """
     if q.device.type == "cuda":
-        results = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
-        out, lse, *state, _ = results
-        return FlashOutput(out, lse, tuple(state))
+        out, lse, *state, _ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
+        return out, lse, state
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = kernel(*with_more_digits(q, k, v), 0.0, is_causal)
-    return FlashOutput(out, lse, ())
+    return out, lse, []
 
 
 def with_more_digits(*inputs: Tensor) -> list[Tensor]:
@@ -157,30 +134,29 @@ def with_more_digits(*inputs: Tensor) -> list[Tensor]:
 
 
 def flash_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, result: FlashOutput, is_causal: bool = False
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: list, is_causal: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute q, k and v gradients with PyTorch's fused backward kernel.
 
-    k and v may be a subset of the keys and values that gave `result`, because the kernel recomputes attention weights
-    as exp(score - log-sum-exp).
+    k and v may be some of the keys and values behind `out`, because the kernel recomputes attention weights as
+    exp(score - log-sum-exp).
 
-    A score's gradient is weight * (g . value - g . output), with upstream gradient g. If one key has nearly all the
-    weight, g . value and g . output are nearly equal, so an output rounded to 16 bits would make the difference
-    inexact.
+    A score has the gradient weight * (g . value - g . output), with upstream gradient g. If one key has nearly all the
+    weight, both products are nearly equal, and an output rounded to 16 bits would make their difference inexact.
 
     Args:
         grad: (S, H, L, D) upstream gradient, with contiguous last axis.
-        result: `out` and `lse` over all keys, and the `state` that flash_attention returns for k and v.
+        out, lse: from flash_attention, over all keys.
+        state: from flash_attention, for k and v.
     """
-    out, lse, state = result
-    lse = lse.contiguous()  # the GPU kernel ignores the strides of log-sum-exps
+    lse = lse.contiguous()  # the GPU kernel ignores strides
     if q.device.type == "cuda":
         (queries, keys, max_queries, max_keys, seed, offset) = state
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, queries, keys, max_queries, max_keys, 0.0, is_causal, seed,
             offset,
         )  # fmt: skip
-    # float32: PyTorch's CPU kernel sums k and v gradients in their own dtype
+    # float32: the CPU kernel sums k and v gradients in their own dtype
     inputs = with_more_digits(grad, q, k, v, out)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     q_grad, k_grad, v_grad = kernel(*inputs, lse, 0.0, is_causal)

@@ -1,4 +1,4 @@
-"""File locks, so that only one process at a time checks the kernels or writes into a run folder."""
+"""File locks: one process at a time checks the kernels or writes into a run folder."""
 
 from importlib.util import find_spec
 from typing import IO

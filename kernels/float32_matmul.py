@@ -4,7 +4,6 @@ GPUs sum bfloat16 products in float32; float32_matmul returns that sum unrounded
 logits near 20 by up to 0.06, and Qwen2.5's attention scores near 220 by up to 0.5.
 """
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from minivlmrl.kernels.backend import is_before_ampere
 
-COLUMNS = 2048  # number of columns of b to convert to float32 at once
+COLUMNS = 2048  # columns of b to convert to float32 at once
 
 
 def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -26,7 +25,15 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """
     out_dtype = torch.promote_types(a.dtype, torch.float32)
     if a.dtype == out_dtype or not has_float32_products(a.device):
-        return _convert_and_multiply(a.to(out_dtype), b, out)
+        a = a.to(out_dtype)
+        # convert `b` in blocks: a float32 copy of a whole LM head can take 0.5 GB
+        if b.dtype == a.dtype or b.dim() > 2 or b.shape[1] <= COLUMNS:
+            return torch.matmul(a, b.to(a.dtype), out=out)
+        if out is None:
+            out = a.new_empty(len(a), b.shape[1])
+        for result, columns in zip(out.split(COLUMNS, 1), b.split(COLUMNS, 1), strict=True):
+            result.copy_(a @ columns.to(a.dtype))
+        return out
     if a.dim() == 2:
         return torch.mm(a, b, out_dtype=out_dtype, out=out)
     products = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=out_dtype)
@@ -37,8 +44,7 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 def has_float32_products(device: torch.device) -> bool:
     """Check whether a device can multiply 16-bit matrices with a float32 result.
 
-    True for NVIDIA GPUs from compute capability 8.0. On older GPUs, a small product is tried, with a warning if it
-    fails.
+    NVIDIA GPUs below compute capability 8.0 try a small product.
     """
     # torch.mm, bmm and addmm have out_dtype only on CUDA
     if device.type != "cuda" or torch.version.hip:
@@ -47,37 +53,16 @@ def has_float32_products(device: torch.device) -> bool:
         return True
     ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
-        product = torch.mm(ones, ones, out_dtype=torch.float32)
-    except RuntimeError as error:
-        failure = str(error).partition("\n")[0]
-    else:
-        if bool((product == 16).all()):
-            return True
-        failure = "the result is wrong"
-    warnings.warn(
-        f"The GPU {torch.cuda.get_device_name(device)} cannot multiply bfloat16 matrices with a float32 result "
-        f"({failure}). Float32 copies of the matrices take more time and memory",
-        stacklevel=3,
-    )
-    return False
-
-
-def _convert_and_multiply(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
-    # convert `b` in blocks: a float32 copy of a whole LM head can take 0.5 GB
-    if b.dtype == a.dtype or b.dim() > 2 or b.shape[1] <= COLUMNS:
-        return torch.matmul(a, b.to(a.dtype), out=out)
-    if out is None:
-        out = a.new_empty(len(a), b.shape[1])
-    for result, columns in zip(out.split(COLUMNS, 1), b.split(COLUMNS, 1), strict=True):
-        result.copy_(a @ columns.to(a.dtype))
-    return out
+        return bool((torch.mm(ones, ones, out_dtype=torch.float32) == 16).all())
+    except RuntimeError:
+        return False
 
 
 @contextmanager
 def tf32_products() -> Iterator[None]:
     """Compute float32 products on a GPU in TF32 inside a `with` block.
 
-    PyTorch's setting is global, so the block should contain only matrix products. CPU products do not change.
+    PyTorch's setting is global. CPU products do not change.
     """
     products = torch.backends.cuda.matmul
     before = products.fp32_precision

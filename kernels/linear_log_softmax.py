@@ -22,7 +22,6 @@ from torch import Tensor
 from minivlmrl.kernels.backend import DTYPES, backend_for
 from minivlmrl.kernels.float32_matmul import float32_matmul, has_float32_products
 from minivlmrl.kernels.selective_log_softmax import (
-    check_temperature,
     differences_,
     differentiate_part_,
     differentiate_rows_,
@@ -32,18 +31,18 @@ from minivlmrl.kernels.selective_log_softmax import (
     select_rows,
 )
 
-# bytes per block of float32 logits on a CPU, with 32 to 256 rows
+# bytes of float32 logits per block on a CPU, with 32 to 256 rows
 CHUNK_BYTES = 16 * 2**20
-GPU_ROWS = 512  # maximum rows in a block of logits on a GPU without Triton
+GPU_ROWS = 512  # maximum rows per block on a GPU without Triton
 # maximum rows per Triton block: 34 MB in float32 with 2,048 ids
 TILE = 4096
 
 
 class Pieces:
-    """Compute logits from hidden states (M, D) and head (V, D), in blocks of tokens and ids.
+    """Compute logits from hidden states (M, D) and head (V, D), in blocks.
 
     Args:
-        mask: sampling mask as in linear_log_softmax; (2, 0) allows all ids.
+        mask: sampling mask; (2, 0) allows all ids.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float):
@@ -62,32 +61,38 @@ class Pieces:
         self.ids = ids
         self.mask = mask
         self.temperature = temperature
-        # all blocks share memory, because new allocations cause page faults
+        # shared by all blocks, because allocations cause page faults
         self.memory = hidden.new_empty(size * width, dtype=sum_dtype)
         self.scratch = self.memory.new_empty(0 if self.is_triton else size, width)
 
     def logits(self, rows: slice, tile: slice) -> Tensor:
-        """Compute a block of logits (m, width), which the next block overwrites."""
+        """Compute logits (m, width), which the next block overwrites."""
         h = self.hidden[rows]
         w = self.weight[tile]
         z = self.memory[: len(h) * len(w)].view(len(h), len(w))
         float32_matmul(h, w.T, out=z)
         if self.mask.numel():
-            mask_logits_(z, self.mask[0] - rows.start, self.mask[1] - tile.start)
+            m, width = z.shape
+            row, column = self.mask[0] - rows.start, self.mask[1] - tile.start
+            inside = (row >= 0) & (row < m) & (column >= 0) & (column < width)
+            # ids outside this block go into one extra, unused element
+            cells = torch.where(inside, row * width + column, m * width)
+            dropped = torch.ones(m * width + 1, dtype=torch.bool, device=z.device)
+            dropped.index_fill_(0, cells, False)
+            z.masked_fill_(dropped[:-1].view(m, width), float("-inf"))
         return z
 
     def score(self, rows: slice) -> tuple[Tensor, ...]:
-        """Return log-probabilities, entropies, largest logits and sums of exponentials, all (m,)."""
+        """Compute log-probabilities, entropies, largest logits and sums of exponentials, all (m,)."""
         ids = self.ids[rows]
         if not self.is_triton:
             z = self.logits(rows, self.tiles[0])
             return score_rows_(z, ids, self.temperature, self.scratch[: len(z)])
         parts = torch.empty(4, len(ids), dtype=torch.float32, device=ids.device)
-        *earlier, last = self.tiles
-        for tile in earlier:
-            z = self.logits(rows, tile)
-            score_part_(z, ids, parts, self.temperature, tile.start, last=False)
-        return score_part_(self.logits(rows, last), ids, parts, self.temperature, last.start)
+        for tile in self.tiles:
+            is_last = tile == self.tiles[-1]
+            results = score_part_(self.logits(rows, tile), ids, parts, self.temperature, tile.start, is_last)
+        return results
 
     def differentiate(self, rows: slice, tile: slice, saved: list, upstream: list) -> Tensor:
         """Compute a block's gradient (m, width), in the hidden states' dtype."""
@@ -104,27 +109,15 @@ class Pieces:
 
 def tile_width(rows: int, vocab: int) -> int:
     """Return the number of ids per Triton block: 2,048 for 4,096 rows, 8,192 for at most 1,024 rows."""
-    # With fewer rows, use more ids, because small products do not fill a GPU. More than 8,192 ids would make the head's
-    # float32 gradient too large.
+    # small products do not fill a GPU; over 8,192 ids, the head's float32 gradient would be too large
     step = TILE // 4  # 1,024, a multiple of GPU tile sizes
     ids = TILE**2 // 2 // max(rows, step)
     return min(ids // step * step, vocab)
 
 
 def slices(count: int, size: int) -> list[slice]:
-    """Divide range(count) into slices of at most `size` elements, at least one, possibly empty."""
+    """Divide range(count) into slices of at most `size` elements; an empty range is one slice."""
     return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
-
-
-def mask_logits_(z: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Set logits z (m, width) to -inf, except at (rows[i], columns[i])."""
-    m, width = z.shape
-    inside = (rows >= 0) & (rows < m) & (columns >= 0) & (columns < width)
-    # ids outside this block go into one extra, unused element
-    cells = torch.where(inside, rows * width + columns, m * width)
-    dropped = torch.ones(m * width + 1, dtype=torch.bool, device=z.device)
-    dropped.index_fill_(0, cells, False)
-    z.masked_fill_(dropped[:-1].view(m, width), float("-inf"))
 
 
 def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -147,7 +140,7 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
-    """Return the maximum rows of logits that torch computes at once."""
+    """Return the maximum rows per block without Triton."""
     max_rows = GPU_ROWS
     if device_type == "cpu":
         max_rows = min(max(CHUNK_BYTES // (4 * vocab), 32), 256)
@@ -155,33 +148,13 @@ def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
 
 
 def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a @ b` to `total` (float32 or float64) in place; `a` and `b` may have 16-bit dtypes."""
+    """Add a @ b, possibly in 16 bits, to `total` in float32 or float64."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif has_float32_products(a.device):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        # this device has no 16-bit product with float32 result
         total += a @ b
-
-
-def differentiate(inputs: list[Tensor], saved: list, upstream: list, temperature: float, grads: list) -> None:
-    """Add gradients of hidden states (M, D) and head (V, D) to the tensors in `grads`, where None is skipped."""
-    hidden, weight, ids, mask = inputs
-    grad_hidden, grad_weight = grads
-    pieces = Pieces(hidden, weight, ids, mask, temperature)
-    for tile in pieces.tiles:
-        if grad_weight is not None:
-            total = grad_weight[tile].to(pieces.memory.dtype)  # a view, not a copy, if the dtypes are equal
-        for rows in pieces.rows:
-            saved_rows = select_rows(saved, rows)
-            dz = pieces.differentiate(rows, tile, saved_rows, select_rows(upstream, rows))
-            if grad_hidden is not None:
-                accumulate_(grad_hidden[rows], dz, weight[tile])
-            if grad_weight is not None:
-                accumulate_(total, dz.T, hidden[rows])
-        if grad_weight is not None:
-            grad_weight[tile].copy_(total)
 
 
 # memory estimates do not see blocks inside a custom operator, so extras/memory/estimate.py adds piece_bytes
@@ -191,8 +164,7 @@ def _linear_log_softmax(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pieces = Pieces(hidden, weight, ids, mask, temperature)
     scored = [pieces.score(rows) for rows in pieces.rows]
-    logps, entropies, tops, sums = (torch.cat(column) for column in zip(*scored, strict=True))
-    return logps, entropies, tops, sums
+    return tuple(map(torch.cat, zip(*scored, strict=True)))  # pyright: ignore[reportReturnType]
 
 
 @_linear_log_softmax.register_fake
@@ -203,33 +175,37 @@ def _(hidden, weight, ids, mask, temperature):
 
 @torch.library.custom_op("minivlmrl::linear_log_softmax_backward", mutates_args=())
 def _linear_log_softmax_backward(
-    inputs: list[Tensor], saved: list[Tensor], g: Tensor, e: Tensor | None, temperature: float, needed: list[bool]
+    inputs: list[Tensor], saved: list[Tensor], g: Tensor, e: Tensor | None, temperature: float, trains_head: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return gradients of hidden states and head; a gradient that is not needed is an empty tensor."""
+    """Return gradients of hidden states and head; empty for a frozen head."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
-    # Skip tokens without gradient, except on a GPU, where the CPU would have to wait for their number, and with a
-    # sampling mask, which contains token indices.
+    # skip tokens without gradient; not on a GPU, where the CPU would wait, and not with a mask of token indices
     if not hidden.is_cuda and not mask.numel():
-        index = has_gradient(g, e).nonzero()[:, 0]
-        if len(index) < len(ids):
-            rows = index
+        rows = has_gradient(g, e).nonzero()[:, 0]
     h = hidden[rows]
     saved_rows = select_rows(saved, rows)
     upstream = select_rows([g, e], rows)
-    grad_h = torch.zeros_like(h, dtype=g.dtype) if needed[0] else None
-    grad_weight = torch.zeros_like(weight) if needed[1] else None
-    differentiate([h, weight, ids[rows], mask], saved_rows, upstream, temperature, [grad_h, grad_weight])
-    grad_hidden = hidden.new_empty(0)
-    if grad_h is not None:
-        grad_hidden = torch.zeros_like(hidden)
-        grad_hidden[rows] = grad_h.to(hidden.dtype)
-    return grad_hidden, weight.new_empty(0) if grad_weight is None else grad_weight
+    grad_h = torch.zeros_like(h, dtype=g.dtype)
+    grad_weight = torch.zeros_like(weight) if trains_head else weight.new_empty(0)
+    pieces = Pieces(h, weight, ids[rows], mask, temperature)
+    for tile in pieces.tiles:
+        total = grad_weight[tile].to(g.dtype)  # a view, not a copy, if the dtypes are equal
+        for piece in pieces.rows:
+            dz = pieces.differentiate(piece, tile, select_rows(saved_rows, piece), select_rows(upstream, piece))
+            accumulate_(grad_h[piece], dz, weight[tile])
+            if trains_head:
+                accumulate_(total, dz.T, h[piece])
+        grad_weight[tile] = total
+    grad_hidden = torch.zeros_like(hidden)
+    grad_hidden[rows] = grad_h.to(hidden.dtype)
+    return grad_hidden, grad_weight
 
 
 @_linear_log_softmax_backward.register_fake
-def _(inputs, saved, g, e, temperature, needed):
-    return tuple(torch.empty_like(x) if need else x.new_empty(0) for x, need in zip(inputs[:2], needed, strict=True))
+def _(inputs, saved, g, e, temperature, trains_head):
+    hidden, weight, *_ = inputs
+    return torch.empty_like(hidden), torch.empty_like(weight) if trains_head else weight.new_empty(0)
 
 
 def _setup_context(ctx, inputs, output):
@@ -243,9 +219,9 @@ def _differentiate_scores(ctx, g, e, *_):
     inputs = list(ctx.saved_tensors[:4])
     saved = list(ctx.saved_tensors[4:])
     g = torch.zeros_like(saved[0]) if g is None else g
-    needed = list(ctx.needs_input_grad[:2])
-    grads = _linear_log_softmax_backward(inputs, saved, g, e, ctx.temperature, needed)
-    return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *[None] * 3
+    trains_head = ctx.needs_input_grad[1]
+    grad_hidden, grad_weight = _linear_log_softmax_backward(inputs, saved, g, e, ctx.temperature, trains_head)
+    return grad_hidden, grad_weight if trains_head else None, None, None, None
 
 
 _linear_log_softmax.register_autograd(_differentiate_scores, setup_context=_setup_context)
@@ -268,14 +244,8 @@ def linear_log_softmax(
     Source: TRL's selective_log_softmax and entropy_from_logits, applied to logits / temperature; the mask is
         DeepSeek-V3.2's Keep Sampling Mask (arXiv 2512.02556) and vLLM's SamplingMask.
     """
-    fits = ids.dim() == 1 and hidden.shape == (len(ids), weight.shape[1])
-    if not fits or hidden.dtype != weight.dtype:
-        found = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (hidden, weight, ids))
-        raise ValueError(
-            "linear_log_softmax expects hidden (M, D), weight (V, D) with the same dtype as "
-            f"hidden, and ids (M,). The shapes and dtypes of these arguments are {found}"
-        )
-    check_temperature(temperature)
+    if hidden.shape[:-1] != ids.shape:
+        raise ValueError(f"hidden has the shape {tuple(hidden.shape)}, which does not fit ids {tuple(ids.shape)}")
     mask = ids.new_empty(2, 0) if sampling_mask is None else sampling_mask
     logps, entropies, *_ = _linear_log_softmax(hidden, weight, ids.contiguous(), mask, temperature)
     return logps, entropies
@@ -283,7 +253,7 @@ def linear_log_softmax(
 
 def piece_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
     """Return the bytes for a block of logits and its gradient on a GPU."""
-    # Triton: 4 bytes per logit, overwritten by a float32 gradient, plus 2 for a 16-bit gradient
+    # Triton: 4 bytes per logit, overwritten by a float32 gradient; a 16-bit gradient takes 2 more
     if dtype in DTYPES:
         rows = min(TILE, rows)
         return rows * tile_width(rows, vocab) * (4 + dtype.itemsize % 4)

@@ -66,8 +66,8 @@ def differentiate_rows_(
     Args:
         d: (m, V), overwritten.
         ids: (m,) chosen tokens.
-        saved: from forward: entropy, largest logit and sum of exponentials per token, all (m,).
-        upstream: gradients of log-probabilities (m,), and of entropies (m,) or None.
+        saved: entropies, largest logits and sums of exponentials from score_rows_.
+        upstream: gradients (m,) of log-probabilities and entropies; None = no gradient of entropies.
         scratch: (m, V) memory for the result, None = allocate.
     """
     (entropies, _, s), (g, e) = saved, upstream
@@ -95,7 +95,7 @@ def has_gradient(g: Tensor, e: Tensor | None) -> Tensor:
 
 
 def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[Tensor | None]:
-    """Select rows from tensors (None stays None), in contiguous memory."""
+    """Select contiguous rows; None stays None."""
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 
@@ -160,7 +160,7 @@ def _join(top1, s1, t1, top2, s2, t2):
 def _score_kernel(
     logits, ids, parts, logps, entropies, tops, totals, stride, rows, width, first, k, FIRST: constexpr, LAST: constexpr
 ):
-    """Compute a token's log-probability and entropy from the next part of the vocabulary."""
+    """Add the next part of the vocabulary to a token's log-probability and entropy."""
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
     top, s, t = _describe_row(row_logits, width, k)
@@ -175,7 +175,7 @@ def _score_kernel(
     if LAST:
         log_s = tl.log2(s)
         logp = (chosen - top - log_s) * LN2
-        # clamp to 0, because rounding can make log-probabilities slightly positive
+        # rounding can make log-probabilities slightly positive
         tl.store(logps + row, tl.where(logp > 0, 0.0, logp))
         tl.store(entropies + row, (log_s - t / s) * LN2)
         tl.store(tops + row, top)
@@ -191,7 +191,7 @@ def _score_kernel(
 def _differentiate_kernel(
     logits, ids, entropies, tops, totals, grad_logps, grad_entropies, out, stride, out_stride, width, first, k
 ):
-    """Compute the gradient of a row of logits; the output may overwrite the logits."""
+    """Compute a row's gradient; `out` may be `logits`."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.load(totals + row)
     g = tl.load(grad_logps + row)
@@ -225,22 +225,20 @@ def _differentiate_kernel(
 
 def score_part_(
     z: Tensor, ids: Tensor, parts: Tensor | None, temperature: float, first_id: int = 0, last: bool = True
-) -> tuple[Tensor, ...]:
+) -> list[Tensor]:
     """Compute log-probabilities and entropies in Triton, one part of the vocabulary per call.
 
     Args:
         z: (N, width) logits for ids first_id..first_id+width-1.
         ids: (N,) chosen tokens.
-        parts: (4, N) float32, memory for intermediate results, None for a single part.
-        last: whether z is the last part of the vocabulary.
+        parts: (4, N) float32 intermediate results, None for a single part.
+        last: whether z is the last part.
     Returns:
-        Log-probabilities, entropies, largest logits (base 2) and sums of exponentials, each (N,) float32; an empty
-        tuple before the last part.
+        Log-probabilities, entropies, largest logits (base 2) and sums of exponentials, each (N,) float32; [] before
+        the last part.
     """
     rows, width = z.shape
-    results = ()
-    if last:
-        results = tuple(z.new_empty(rows, dtype=torch.float32) for _ in range(4))
+    results = [z.new_empty(rows, dtype=torch.float32) for _ in range(4 if last else 0)]
     if rows:
         with torch.cuda.device_of(z):  # Triton launches on the current device
             _score_kernel[(rows,)](
@@ -258,9 +256,9 @@ def differentiate_part_(
     """Compute the gradient of logits in Triton, for one part of the vocabulary.
 
     Args:
-        z: (N, width) logits for ids first_id..first_id+width-1.
+        z, first_id: as in score_part_.
         ids, saved, upstream: as in differentiate_rows_.
-        out: (N, width) memory for the result, possibly z.
+        out: (N, width) result, possibly z.
     """
     rows, width = z.shape
     if rows:
@@ -288,18 +286,13 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g: Tensor, e: Tensor) -> tuple[Tensor, None, None]:
         z, ids, *saved = ctx.saved_tensors
-        upstream = select_rows([g, e], slice(None))
+        upstream = [g.contiguous(), e.contiguous()]
         if backend_for(z, "selective_log_softmax") == "triton":
             out = torch.empty_like(z)
             return differentiate_part_(z, ids, saved, upstream, ctx.temperature, out), None, None
         d = differences_(z.to(g.dtype, copy=True), saved[1], ctx.temperature)
         dz = differentiate_rows_(d, ids, saved, upstream, ctx.temperature).to(z.dtype)
         return dz.masked_fill_(~has_gradient(g, e)[:, None], 0.0), None, None
-
-
-def check_temperature(temperature: float):
-    if not temperature > 0:
-        raise ValueError(f"the temperature is {temperature}, but it must be greater than 0")
 
 
 def selective_log_softmax(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -315,11 +308,7 @@ def selective_log_softmax(logits: Tensor, ids: Tensor, temperature: float = 1.0)
     Source: TRL's selective_log_softmax and entropy_from_logits, applied to logits / temperature.
     """
     if logits.shape[:-1] != ids.shape:
-        raise ValueError(
-            f"ids have the shape {tuple(ids.shape)}, but they must have the shape "
-            f"{tuple(logits.shape[:-1])}, which is the shape of the logits without the last axis"
-        )
-    check_temperature(temperature)
+        raise ValueError(f"logits have the shape {tuple(logits.shape)}, which does not fit ids {tuple(ids.shape)}")
     rows = logits.reshape(-1, logits.shape[-1]).contiguous()
     logps, entropies = _SelectiveLogSoftmax.apply(rows, ids.flatten(), temperature)
     return logps.view(ids.shape), entropies.view(ids.shape)

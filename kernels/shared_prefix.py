@@ -11,7 +11,6 @@ from torch import Tensor
 
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import (
-    FlashOutput,
     Reorder,
     attention_scores,
     dense_attention,
@@ -24,38 +23,19 @@ from minivlmrl.kernels.dense_attention import (
 MAX_SCORE_BYTES = 2**22
 
 
-def rectangles(prompts: list[range], completions: list[list[range]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token indices of prompts with equal length, and of their completions, in the packed sequence.
-
-    Args:
-        prompts: index ranges of b prompts with P tokens, in the packed sequence.
-        completions: index ranges of the completions for each prompt, r in all.
-    Returns:
-        Token indices of prompts (b, P) and completions (r, C), padded with -1; prompt index per completion (r,).
-    """
-    rows = [(prompt, span.start, len(span)) for prompt, spans in enumerate(completions) for span in spans]
-    prompt_index, starts, lengths = torch.tensor(rows, dtype=torch.long).view(-1, 3).unbind(1)
-    offset = torch.arange(int(lengths.max()) if rows else 0)  # (C,)
-    completion_block = starts[:, None] + offset  # (r, C) packed indices
-    completion_block = completion_block.masked_fill(offset >= lengths[:, None], -1)
-    prompt_starts = torch.tensor([prompt.start for prompt in prompts])
-    prompt_block = prompt_starts[:, None] + torch.arange(len(prompts[0]))
-    return prompt_block, completion_block, prompt_index
-
-
 class PromptSlots:
     """Convert between one row per completion and one padded row per prompt.
 
     Args:
-        prompt_index: (R,) prompt index per completion, ascending, on the CPU, which would otherwise wait for a GPU.
+        prompt_index: (R,) prompt index per completion, ascending, on the CPU to avoid waiting for a GPU.
         prompts: number of prompts.
     """
 
     def __init__(self, prompt_index: Tensor, prompts: int, device: torch.device | str = "cpu"):
         counts = prompt_index.bincount(minlength=prompts)
-        first_row = counts.cumsum(0) - counts  # index of the first row of each prompt
+        first_row = counts.cumsum(0) - counts  # per prompt
         self.prompts = prompts
-        self.slots = int(counts.max())  # maximum completions per prompt
+        self.slots = int(counts.max())  # completions per prompt, at most
         self.prompt_index = to_device(prompt_index, device)
         rows_before = torch.arange(len(prompt_index)) - first_row[prompt_index]
         self.slot = to_device(prompt_index * self.slots + rows_before, device)
@@ -84,19 +64,17 @@ def completion_attention(
 ) -> Tensor:
     """Compute attention from completions to their whole prompt, and causally to their own tokens.
 
-    The default is PyTorch's fused kernel, which stores no scores. Small inputs on a CPU use grouped_attention.
-    Without a fused kernel (float32 on a GPU), prompt keys are copied per completion.
+    Small inputs on a CPU use grouped_attention, others PyTorch's fused kernel. Where it is missing (float32 on a GPU),
+    prompt keys are copied per completion.
 
     Args:
         q: (R, H, C, D) completion queries.
         k, v: (R, K, C, D) completion keys and values.
         prompt_k, prompt_v: (B, K, P, D) prompt keys and values.
-        slots: maps completions to prompts.
     Returns:
         (R, H, C, D) attention outputs.
     """
-    num_keys = prompt_k.shape[2] + k.shape[2]
-    score_bytes = 4 * q[..., 0].numel() * num_keys  # float32 scores
+    score_bytes = 4 * q[..., 0].numel() * (prompt_k.shape[2] + k.shape[2])  # float32 scores
     if q.device.type == "cpu" and score_bytes <= MAX_SCORE_BYTES:
         return grouped_attention(q, k, v, prompt_k, prompt_v, slots)
     if has_flash_attention(q, k, v):
@@ -121,17 +99,17 @@ class JoinedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots) -> Tensor:
-        to_prompt = flash_attention(slots.by_prompt(q), prompt_k, prompt_v)
-        to_own = flash_attention(q, k, v, is_causal=True)
-        prompt_lse = slots.by_row(to_prompt.lse[..., None])  # (R, H, C, 1)
-        own_lse = to_own.lse[..., None]
+        prompt_out, prompt_lse, prompt_state = flash_attention(slots.by_prompt(q), prompt_k, prompt_v)
+        own_out, own_lse, own_state = flash_attention(q, k, v, is_causal=True)
+        prompt_lse = slots.by_row(prompt_lse[..., None])  # (R, H, C, 1)
+        own_lse = own_lse[..., None]
         lse = torch.logaddexp(prompt_lse, own_lse)
-        out = slots.by_row(to_prompt.out) * (prompt_lse - lse).exp()
+        out = slots.by_row(prompt_out) * (prompt_lse - lse).exp()
         # on a CPU, 16-bit inputs have float32 outputs
-        out = (out + to_own.out * (own_lse - lse).exp()).to(to_own.out.dtype)
+        out = (out + own_out * (own_lse - lse).exp()).to(own_out.dtype)
         ctx.save_for_backward(q, k, v, prompt_k, prompt_v, out, lse)
         ctx.slots = slots
-        ctx.states = (to_prompt.state, to_own.state)
+        ctx.states = prompt_state, own_state
         return out.to(q.dtype)
 
     @staticmethod
@@ -139,14 +117,12 @@ class JoinedAttention(torch.autograd.Function):
         q, k, v, prompt_k, prompt_v, out, lse = ctx.saved_tensors
         by_prompt = ctx.slots.by_prompt
         prompt_state, own_state = ctx.states
-        # memory order (R, C, H, D), with which by_prompt needs no copy
+        # memory order (R, C, H, D): by_prompt needs no copy
         grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
-        result = FlashOutput(by_prompt(out), by_prompt(lse)[..., 0], prompt_state)
         prompt_q_grad, prompt_k_grad, prompt_v_grad = flash_attention_backward(
-            by_prompt(grad), by_prompt(q), prompt_k, prompt_v, result
+            by_prompt(grad), by_prompt(q), prompt_k, prompt_v, by_prompt(out), by_prompt(lse)[..., 0], prompt_state
         )
-        result = FlashOutput(out, lse[..., 0], own_state)
-        q_grad, k_grad, v_grad = flash_attention_backward(grad, q, k, v, result, is_causal=True)
+        q_grad, k_grad, v_grad = flash_attention_backward(grad, q, k, v, out, lse[..., 0], own_state, is_causal=True)
         q_grad = q_grad + ctx.slots.by_row(prompt_q_grad)
         return q_grad, k_grad, v_grad, prompt_k_grad, prompt_v_grad, None
 

@@ -1,8 +1,8 @@
 """Check the Triton kernels on a GPU before their first use, and store the results on disk.
 
 self_test.py checks each kernel in its own process, because a wrong kernel can break CUDA for the rest of a process.
-Results are in Triton's cache folder, in one file per GPU model, driver, torch version, Triton version and kernel
-source. One process per host runs the checks; others wait for its file lock.
+Triton's cache folder has one file per GPU model, driver, torch version, Triton version and kernel source. One process
+per host runs the checks; others wait for its file lock.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -22,14 +23,13 @@ import torch
 from minivlmrl.kernels.file_lock import lock_file
 
 TOLERANCE = 0.02  # relative error; correct kernels have about 0.003 in bfloat16
-TIME_LIMIT = 120  # time limit for the check of a kernel, in seconds
-# seconds until a failed check is repeated, because the GPU may only have been out of memory
-RETRY_AFTER = 3600
+TIME_LIMIT = 120  # seconds per kernel
+RETRY_AFTER = 3600  # seconds until a failed check is repeated: the GPU may only have been out of memory
 
 
 @cache
 def rejected_kernels(index: int, kernels: tuple[str, ...]) -> dict[str, str]:
-    """Return {kernel: reason} for the Triton kernels that failed their check on GPU `index`."""
+    """Return {kernel: reason} for kernels that failed their check on GPU `index`."""
     name = torch.cuda.get_device_name(index)
     reasons = {}
     for kernel, result in load_or_check(f"cuda:{index}", kernels).items():
@@ -41,37 +41,33 @@ def rejected_kernels(index: int, kernels: tuple[str, ...]) -> dict[str, str]:
 
 
 def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]:
-    """Return the largest relative error per kernel, or why its check failed; run checks without stored results."""
-    folder = Path(import_module("triton").knobs.cache.dir)
-    key = describe_setup(device)
-    path = folder / f"minivlmrl_self_test_{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-    results = load_results(path)
-    if results is not None:
-        return results
-    folder.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("a") as file:
-        lock_file(file, wait=True)
-        results = load_results(path)  # another process may have stored results while this one waited
-        if results is None:
-            results = check_kernels(device, kernels)
-            path.write_text(json.dumps({"results": results, "setup": key}, indent=2))
-    return results
-
-
-def describe_setup(device: str) -> str:
-    """Return a key for stored results: GPU, versions, and a hash of the kernel files."""
+    """Return the largest relative error per kernel, or why its check failed, from disk or from new checks."""
+    triton = import_module("triton")
     sources = sorted(Path(__file__).parent.glob("*.py"))
-    source_hash = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     setup = {
         "gpu": torch.cuda.get_device_name(device),
         "driver": driver_version(),
         "torch": torch.__version__,
-        "triton": import_module("triton").__version__,
-        "kernels": source_hash,
+        "triton": triton.__version__,
+        "kernels": hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest(),
     }
     # Triton's environment variables can change kernels: TRITON_PTXAS_PATH selects the assembler
     options = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("TRITON_")}
-    return json.dumps(setup | options)
+    key = json.dumps(setup | options)
+    folder = Path(triton.knobs.cache.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"minivlmrl_self_test_{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    with path.with_suffix(".lock").open("a") as file:
+        lock_file(file, wait=True)
+        with suppress(OSError, ValueError):  # missing, or cut by a crash
+            results = json.loads(path.read_text())["results"]
+            is_recent = time.time() - path.stat().st_mtime < RETRY_AFTER
+            if is_recent or all(isinstance(result, float) for result in results.values()):
+                return results
+        with ThreadPoolExecutor(len(kernels)) as pool:
+            results = dict(zip(kernels, pool.map(partial(check_kernel, device), kernels), strict=True))
+        path.write_text(json.dumps({"results": results, "setup": key}, indent=2))
+    return results
 
 
 def driver_version() -> str:
@@ -79,22 +75,6 @@ def driver_version() -> str:
         if path.exists():
             return path.read_text().partition("\n")[0]
     return "unknown"
-
-
-def load_results(path: Path) -> dict[str, float | str] | None:
-    """Read stored results, None if there are none or a check must be repeated."""
-    try:
-        results = json.loads(path.read_text())["results"]
-    except (OSError, ValueError):  # the file is missing, or another process is writing it
-        return None
-    age = time.time() - path.stat().st_mtime
-    is_complete = all(isinstance(result, float) for result in results.values())
-    return results if is_complete or age < RETRY_AFTER else None
-
-
-def check_kernels(device: str, kernels: Sequence[str]) -> dict[str, float | str]:
-    with ThreadPoolExecutor(len(kernels)) as pool:
-        return dict(zip(kernels, pool.map(partial(check_kernel, device), kernels), strict=True))
 
 
 def check_kernel(device: str, kernel: str) -> float | str:

@@ -28,12 +28,12 @@ from torch import Tensor
 from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, to_device, triton
 from minivlmrl.kernels.dense_attention import Reorder, dense_attention, has_flash_attention
 
-# Triton keeps segments in registers, so segment length and head dimension are limited, and float32 uses torch
+# limits of Triton's registers; float32 uses torch
 MAX_TOKENS, MAX_HEAD_DIM = 64, 128
 TILE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
-# Adjacent segments with equal length share an attention call, which costs as much as sorting 128 tokens on a CPU. If
-# calls would have fewer tokens, segments are sorted by length.
+# Adjacent segments of equal length share an attention call. On a CPU, a call costs as much as sorting 128 tokens, so
+# segments are sorted by length if calls would have fewer tokens.
 TOKENS_PER_CALL = 128
 
 
@@ -42,8 +42,9 @@ class Segments:
 
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
         self.longest = max(lengths)
-        starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
-        # (segments + 1,) first token per segment, then the number of tokens
+        sizes = torch.tensor(lengths)
+        starts = F.pad(sizes.cumsum(0), (1, 0))
+        # (segments + 1,) first token per segment, then token count
         self.cu_seqlens = to_device(starts.int(), device)
         # (segment length, tokens) for adjacent segments with equal length: 64, 64, 16 -> [(64, 128), (16, 16)]
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
@@ -51,40 +52,22 @@ class Segments:
         self.order = self.inverse = None
         if len(set(lengths)) < len(self.runs) and sum(lengths) < TOKENS_PER_CALL * len(self.runs):
             self.runs = [(length, sum(group)) for length, group in groupby(sorted(lengths))]
-            length_of_token = starts.diff().repeat_interleave(starts.diff())
-            self.order = to_device(length_of_token.argsort(stable=True), device)
+            self.order = to_device(sizes.repeat_interleave(sizes).argsort(stable=True), device)
             self.inverse = self.order.argsort()
 
 
 def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """Compute attention inside segments in torch, one call per run of equal lengths."""
+    """Compute attention in torch, one call per run of equal lengths."""
     if segments.order is not None:
         q, k, v = (Reorder.apply(x, segments.order, segments.inverse) for x in (q, k, v))
-    if len(segments.runs) == 1:
-        [(length, _)] = segments.runs
-        out = _equal_segments(q, k, v, length)
-    else:
-        tokens = [count for _, count in segments.runs]
-        pieces = zip(segments.runs, q.split(tokens), k.split(tokens), v.split(tokens), strict=True)
-        out = torch.cat([_equal_segments(q, k, v, length) for (length, _), q, k, v in pieces])
+    lengths, tokens = zip(*segments.runs, strict=True)
+    runs = []
+    for length, *inputs in zip(lengths, q.split(tokens), k.split(tokens), v.split(tokens), strict=True):
+        # (segments, H, L, D)
+        heads = [x.unflatten(0, (-1, length)).transpose(1, 2) for x in inputs]
+        runs.append(dense_attention(*heads).transpose(1, 2).flatten(0, 1))
+    out = torch.cat(runs) if len(runs) > 1 else runs[0]
     return out if segments.order is None else Reorder.apply(out, segments.inverse, segments.order)
-
-
-def _equal_segments(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
-    # (segments, H, L, D)
-    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
-    return dense_attention(q, k, v).transpose(1, 2).flatten(0, 1)
-
-
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """Compute attention inside segments in one call of torch's varlen_attn, for NVIDIA GPUs."""
-    # lazy import: torch._dynamo takes over a second
-    from torch.nn.attention.varlen import varlen_attn
-
-    (starts, longest) = (segments.cu_seqlens, segments.longest)
-    out = varlen_attn(q, k, v, starts, starts, longest, longest)
-    assert isinstance(out, Tensor)
-    return out
 
 
 # segments are padded to ROWS tokens, and heads to COLUMNS elements, both powers of two
@@ -201,7 +184,7 @@ def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest
             # Hopper's matrix instruction needs 4 warps for 64 rows
             num_warps=rows // 16,
             num_stages=1,
-            # enable_fp_fusion: explicit, because later Triton versions change the default
+            # explicit, because Triton versions differ in the default
             enable_fp_fusion=True,
         )  # fmt: skip
 
@@ -218,8 +201,10 @@ def _window_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_q, grad_k, grad_v = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
-    grads = {"grad": grad.contiguous(), "grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v}
-    _launch(_backward_kernel, q, k, v, cu_seqlens, longest, **grads)
+    _launch(
+        _backward_kernel, q, k, v, cu_seqlens, longest,
+        grad=grad.contiguous(), grad_q=grad_q, grad_k=grad_k, grad_v=grad_v,
+    )  # fmt: skip
     return grad_q, grad_k, grad_v
 
 
@@ -232,18 +217,17 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*tensors)
 
 
-def _differentiate(ctx, grad: Tensor):
-    return *_window_attention_backward(grad, *ctx.saved_tensors, ctx.longest), None, None
-
-
-_window_attention.register_autograd(_differentiate, setup_context=_save)
+_window_attention.register_autograd(
+    lambda ctx, grad: (*_window_attention_backward(grad, *ctx.saved_tensors, ctx.longest), None, None),
+    setup_context=_save,
+)
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """Compute attention within segments, with scores scaled by D^-1/2.
+    """Compute attention inside segments, with scores scaled by D^-1/2.
 
-    Uses Triton for float16 and bfloat16, up to 64 tokens per segment and 128 elements per head; else varlen_attn on an
-    NVIDIA GPU, for mixed lengths up to 64 tokens; else one attention call per run of equal lengths.
+    Triton: float16 and bfloat16, up to 64 tokens per segment and 128 elements per head. Otherwise varlen_attn, for
+    mixed lengths up to 64 tokens on an NVIDIA GPU, or one call per run of equal lengths.
 
     Args:
         q, k, v: (T, H, D), same dtype.
@@ -258,5 +242,9 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     # varlen_attn was measured only up to 64 tokens per segment
     is_mixed = is_short and len(segments.runs) > 1
     if is_mixed and q.is_cuda and has_flash_attention(*(x.transpose(0, 1)[None] for x in (q, k, v))):
-        return varlen_attention(q, k, v, segments)
+        # lazy import: torch._dynamo takes over a second
+        from torch.nn.attention.varlen import varlen_attn
+
+        starts, longest = segments.cu_seqlens, segments.longest
+        return varlen_attn(q, k, v, starts, starts, longest, longest)  # pyright: ignore[reportReturnType]
     return batched_attention(q, k, v, segments)

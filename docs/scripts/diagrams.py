@@ -10,7 +10,6 @@ import torch
 from docs.scripts.picture import BLUES, FAINT, INK, ORANGES, SOFT, Picture
 from minivlmrl.losses.grpo import TermInputs, clipped
 from minivlmrl.losses.ppo import gae
-from minivlmrl.model.attention import PackedLayout, attention_mask
 from minivlmrl.model.families.qwen2_5_vl import Qwen2_5VisionConfig
 from minivlmrl.model.rope import get_rope_index
 from minivlmrl.model.vision import window_order
@@ -134,14 +133,18 @@ def advantages() -> str:
 def mask() -> str:
     """Draw the attention mask for a packed sequence: two prompts with two completions each."""
     prompts, completions = [4, 3], [[4, 3], [3, 4]]
-    layout, cell, left, top = PackedLayout(prompts, completions), 24, 128, 92
-    sees = attention_mask(layout).tolist()
+    cell, left, top = 24, 128, 92
     names, colors, spans, start = iter("pabqcd"), (*BLUES, *ORANGES), [], 0
     for group, prompt in enumerate(prompts):
         for length in [prompt, *(n - 1 for n in completions[group])]:
             spans.append((next(names), length, colors[len(spans)], start))
             start += length
     of_token = [number for number, (_, length, _, _) in enumerate(spans) for _ in range(length)]
+    # a group has three spans: the prompt and two completions
+    sees = [
+        [j <= i and other // 3 == own // 3 and other % 3 in (0, own % 3) for j, other in enumerate(of_token)]
+        for i, own in enumerate(of_token)
+    ]
     size = cell * len(sees)
     picture = Picture(left + size + 24, top + size + 76, "The attention mask of a packed run with two groups")
     picture.text((left + size) / 2 + 12, 28, "Which tokens attend to which in a packed sequence", 16, bold=True)

@@ -4,7 +4,7 @@
     completion tokens  attend to their whole prompt and, causally, to their own completion
     no token           attends to another group or to another completion
 
-Each prompt is computed once for all its completions. Results are the same as with one prompt copy per completion.
+Prompts are computed once for all their completions; results equal those with one prompt copy per completion.
 
 Dimensions: N packed tokens, B groups, R completions, M completion tokens, P tokens in a prompt, C tokens in a
 completion, H query heads, K key/value heads, D head_dim.
@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import Reorder, attention_scores, dense_attention
-from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention, rectangles
+from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention
 
 
 class PackedLayout:
@@ -31,8 +31,7 @@ class PackedLayout:
     Args:
         prompt_lengths: (B,) tokens per prompt.
         completion_lengths: tokens per completion, for each prompt.
-        rows: row index in the padded loss tensors, per completion; None = one row per completion. Turns of the same
-            trajectory share a row.
+        rows: row per completion in padded loss tensors, None = one row each; turns of a trajectory share a row.
     """
 
     def __init__(
@@ -57,19 +56,19 @@ class PackedLayout:
         predicting = []  # index of the previous token, per completion token
         end = 0
         for prompt_length, group in zip(prompt_lengths, completion_lengths, strict=True):
-            self.prompt_spans.append(range(end, end + prompt_length))
-            end += prompt_length
-            last_prompt_token = end - 1
+            prompt = range(end, end + prompt_length)
+            end = prompt.stop
             spans = []
             for n in group:
                 spans.append(range(end, end + n - 1))
-                predicting += [last_prompt_token, *spans[-1]]
+                predicting += [prompt[-1], *spans[-1]]
                 end += n - 1
+            self.prompt_spans.append(prompt)
             self.completion_spans.append(spans)
         self.num_tokens = end
-        # (B,) index of the last prompt token, in the packed sequence
+        # (B,) index of the last prompt token
         self.last_index = index_tensor([span[-1] for span in self.prompt_spans], device)
-        # (M,) index of the previous token, which predicts a completion token
+        # (M,) index of the token that predicts a completion token
         self.predict_index = index_tensor(predicting, device)
         # (M,) index of completion tokens in a flattened (R, T) tensor
         self.row_index = index_tensor([row * T + i for row, i in cells], device)
@@ -77,28 +76,29 @@ class PackedLayout:
         self.shapes = [block.shape for block in blocks]
         order = torch.cat([block.flatten() for block in blocks])
         filled = order >= 0
-        inverse = filled.nonzero()[:, 0][order[filled].argsort()]  # (N,) index of each token in the padded matrices
+        inverse = filled.nonzero()[:, 0][order[filled].argsort()]  # (N,) token index in the padded matrices
         self.in_order = torch.equal(order, torch.arange(self.num_tokens))
         self.order = to_device(order.clamp(min=0), device)
         self.inverse = to_device(inverse, device)
 
     def pad_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
-        """Group prompts of equal length, and arrange their token indices in padded matrices.
+        """Arrange token indices in padded matrices, by prompt length.
 
         Returns:
-            list of token indices (prompts, P), (completions, C) for each prompt length, -1 at padding; and list of
-            PromptSlots for each prompt length, None if completions have at most one token.
+            Per prompt length: token indices (prompts, P) and (completions, C), -1 at padding; and PromptSlots, None if
+            completions have at most one token.
         """
         blocks = []
         slots = []
         for length in dict.fromkeys(self.prompt_lengths):
             same = [i for i, other in enumerate(self.prompt_lengths) if other == length]
-            prompt_block, completion_block, prompt_index = rectangles(
-                [self.prompt_spans[i] for i in same], [self.completion_spans[i] for i in same]
-            )
-            blocks += [prompt_block, completion_block]
-            is_empty = completion_block.numel() == 0
-            slots.append(None if is_empty else PromptSlots(prompt_index, len(same), device))
+            prompt_starts = torch.tensor([self.prompt_spans[i].start for i in same])
+            rows = [(n, span.start, len(span)) for n, i in enumerate(same) for span in self.completion_spans[i]]
+            prompt_index, starts, lengths = torch.tensor(rows, dtype=torch.long).view(-1, 3).unbind(1)
+            offset = torch.arange(int(lengths.max()) if rows else 0)  # (C,)
+            completion_block = (starts[:, None] + offset).masked_fill(offset >= lengths[:, None], -1)
+            blocks += [prompt_starts[:, None] + torch.arange(length), completion_block]
+            slots.append(PromptSlots(prompt_index, len(same), device) if completion_block.numel() else None)
         return blocks, slots
 
     def blocks(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -115,30 +115,18 @@ def index_tensor(values: list[int], device: torch.device | str) -> Tensor:
     return to_device(torch.tensor(values, dtype=torch.long), device)
 
 
-def attention_mask(layout: PackedLayout) -> Tensor:
-    """Return the attention mask (N, N), True where token i attends to token j."""
-    tokens = []  # (group, row) per token; row 0 = prompt, row i = completion i in its group
-    for number, prompt_span in enumerate(layout.prompt_spans):
-        for row, span in enumerate([prompt_span, *layout.completion_spans[number]]):
-            tokens += [(number, row)] * len(span)
-    group, row = torch.tensor(tokens).unbind(1)  # (N,) each
-    index = torch.arange(layout.num_tokens)
-    prompt_or_row = (row == 0) | (row == row[:, None])
-    return (group == group[:, None]) & prompt_or_row & (index <= index[:, None])
-
-
 class GroupAttention:
     """Attention for training, scoring and prefill, computed separately for prompts and completions.
 
     Args:
-        keep_keys: whether to keep k and v from all layers in `self.keys`, for DecodeAttention.
+        keep_keys: whether to keep k and v of all layers for DecodeAttention.
     """
 
     def __init__(self, layout: PackedLayout, keep_keys: bool = False):
         self.layout = layout
         self.keep_keys = keep_keys
         self.keys: list[tuple[Tensor, Tensor]] = []
-        # {layer index: prompt states (B, ...)} for recurrent layers, which have no keys and values
+        # {layer index: prompt states (B, ...)} for recurrent layers
         self.layer_states: dict[int, list[Tensor]] = {}
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -169,7 +157,7 @@ class DecodeAttention:
     """
 
     check_every = 1  # decode steps between checks for finished rows
-    # a recurrent layer runs once per pair (slice of rows, slice of their new tokens)
+    # a recurrent layer runs once per (rows, their new tokens)
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):
@@ -189,7 +177,7 @@ class DecodeAttention:
         (_, K, D) = first_keys.shape
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
         self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
-        self.num_row_keys = 0  # number of completion keys in the longest row
+        self.num_row_keys = 0  # completion keys in the longest row
         # whether rows have different lengths, as after tool responses
         self.masks_rows = False
         self.prompt_index = prompt_index
@@ -215,7 +203,7 @@ class DecodeAttention:
         prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
         self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
         rows = to_device(rows, self.device)
-        # one layer at a time, because a second copy of the whole cache may not fit in memory
+        # layer by layer: a second copy of the cache may not fit in memory
         for layer in (*self.row_kv, *self.layer_states.values()):
             layer[:] = [x[rows] for x in layer]
         if len(prompts) < len(self.prompt_bias):
@@ -230,7 +218,7 @@ class DecodeAttention:
         return rows
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
-        """Advance the KV cache position of each row.
+        """Advance the KV cache positions.
 
         Args:
             tokens: new tokens per row, one number or (R,).
@@ -247,7 +235,7 @@ class DecodeAttention:
         self.row_bias.zero_().masked_fill_(later[:, None, None], float("-inf"))
 
     def remember(self, layer_index: int, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Append new keys and values to the KV cache; return keys and values of all completion tokens."""
+        """Append keys and values to the KV cache; return those of all completion tokens."""
         (R, K, D) = k.shape
         index = self.newest.view(R, 1, 1, 1).expand(R, K, 1, D)
         for keys, new in zip(self.row_kv[layer_index], (k, v), strict=True):

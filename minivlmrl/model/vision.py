@@ -22,7 +22,7 @@ from minivlmrl.kernels.window_attention import Segments, window_attention
 from minivlmrl.model.config import VisionConfig
 from minivlmrl.model.rope import apply_rotary, vision_rotary
 
-ALIGNED = 8  # matrix products are fast if the row size is a multiple of 16 bytes, 8 values of 16 bits
+ALIGNED = 8  # matrix products are fast if rows are multiples of 16 bytes, 8 values of 16 bits
 
 
 class MLP(nn.Module):
@@ -36,21 +36,15 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         missing = -self.down_proj.in_features % ALIGNED
-        if missing and self.must_align(x):
+        # rows with 3,420 16-bit values (Qwen2.5-VL) are not 16-byte aligned: cuBLAS is about 3 times slower
+        if missing and is_half_on_gpu(x.device, x.dtype) and all(type(m) is nn.Linear for m in self.children()):
             return self.forward_padded(x, missing)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-    def must_align(self, x: Tensor) -> bool:
-        """Check whether padding the intermediate size makes the MLP faster."""
-        # rows with 3,420 16-bit values (Qwen2.5-VL) are not 16-byte aligned: cuBLAS is about 3 times slower
-        layers = (self.gate_proj, self.up_proj, self.down_proj)
-        are_plain = all(type(layer) is nn.Linear for layer in layers)
-        return is_half_on_gpu(x.device, x.dtype) and are_plain
 
     def forward_padded(self, x: Tensor, missing: int) -> Tensor:
         """Compute the MLP with a zero-padded intermediate size."""
 
-        # pad in every forward pass, so that checkpoints and shards keep the shapes in config.json
+        # not padded in advance: checkpoints and shards keep the shapes in config.json
         def padded(layer: nn.Linear) -> Tensor:
             bias = None if layer.bias is None else F.pad(layer.bias, (0, missing))
             return F.linear(x, F.pad(layer.weight, (0, 0, 0, missing)), bias)
@@ -66,7 +60,7 @@ EPS = 1e-6
 def window_order(image_grid_thw: Tensor, vision_config: VisionConfig) -> tuple[Tensor, list[int], list[int]]:
     """Order merged tokens by attention window.
 
-    Square windows of window_size pixels tile a frame from the top left, and can be smaller at the right and bottom.
+    Windows of window_size pixels tile a frame from the top left, and can be smaller at the right and bottom.
     Example: 3 x 5 merged tokens and windows with 4 x 4 tokens give two windows, columns 0 to 3 and column 4:
         order 0 1 2 3 5 6 7 8 10 11 12 13 | 4 9 14
 
@@ -86,7 +80,7 @@ def window_order(image_grid_thw: Tensor, vision_config: VisionConfig) -> tuple[T
     for t, h, w in image_grid_thw.tolist():
         rows = h // merge
         cols = w // merge
-        # window width and height in merged tokens; without window attention, the whole frame
+        # window side in merged tokens; without window attention, the whole frame
         side = max(rows, cols)
         if vision_config.window_size:
             side = vision_config.window_size // merge // vision_config.patch_size
@@ -115,14 +109,13 @@ class VisionLayout:
     frames: Segments  # attention segments for blocks in config.fullatt_block_indexes
 
 
-# cached, because policy and reference process the same images
+# cached: policy and reference process the same images
 @lru_cache(maxsize=8)
-# the cached tensors are also used in training, where autograd rejects inference tensors
+# training also uses the cached tensors, and autograd rejects inference tensors
 @torch.inference_mode(False)
 def vision_layout(
     grids: tuple[tuple[int, int, int], ...], vision_config: VisionConfig, device: torch.device
 ) -> VisionLayout:
-    """Compute order, rotary angles and attention segments of patches."""
     image_grid_thw = torch.tensor(grids)
     merged, window_lengths, frame_lengths = window_order(image_grid_thw, vision_config)
     patches = torch.arange(len(merged) * vision_config.spatial_merge_size**2).view(len(merged), -1)
@@ -156,9 +149,7 @@ class VisionTransformer(VisionTower):
         self.merger = PatchMerger(vision_config)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
-        """Encode all images and videos in a batch.
-
-        A video patch covers two frames, and attends only to patches in the same two frames.
+        """Encode images and videos; a video patch covers two frames, and attends only to patches in them.
 
         Args:
             pixel_values: (P, patch_dim), any floating dtype, ordered as in patchify.
@@ -170,10 +161,9 @@ class VisionTransformer(VisionTower):
         layout = vision_layout(grids, self.config, pixel_values.device)
         x = Reorder.apply(self.patch_embed(pixel_values), layout.order)  # (P, E)
         for i, block in enumerate(self.blocks):
-            attends_to_frame = i in self.config.fullatt_block_indexes
-            segments = layout.frames if attends_to_frame else layout.windows
+            segments = layout.frames if i in self.config.fullatt_block_indexes else layout.windows
             x = block(x, layout.cos, layout.sin, segments)
-        # reorder after merging, because only a quarter of the rows are left
+        # after merging, only a quarter of the rows are left
         return Reorder.apply(self.merger(x), layout.raster_order)
 
 

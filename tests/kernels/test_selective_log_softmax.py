@@ -124,7 +124,6 @@ def test_parts_of_a_row_join_to_the_whole(widths):
     assert error(gradient, exact(logits, ids, 0.7, upstream)[2]) < 1e-6
 
 
-@pytest.mark.parametrize(("ids", "temperature", "error"), [(2, 1.0, r"the shape \(2,\)"), (3, 0.0, "greater than 0")])
-def test_what_does_not_fit_is_refused(ids, temperature, error):
-    with pytest.raises(ValueError, match=error):
-        kernel.selective_log_softmax(torch.zeros(3, 5), torch.zeros(ids, dtype=torch.long), temperature)
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"logits have the shape \(3, 5\), which does not fit ids \(2,\)"):
+        kernel.selective_log_softmax(torch.zeros(3, 5), torch.zeros(2, dtype=torch.long))

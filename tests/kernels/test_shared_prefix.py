@@ -93,7 +93,7 @@ def test_the_kernel_of_a_gpu_accepts_the_arguments():
     with FakeTensorMode():
         q = torch.empty(6, 8, 50, 64, device="cuda", dtype=torch.bfloat16)
         k = torch.empty(6, 2, 50, 64, device="cuda", dtype=torch.bfloat16)
-        result = flash_attention(q, k, k, is_causal=True)
-        gradients = flash_attention_backward(q, q, k, k, result, is_causal=True)
-    assert (result.out.shape, result.lse.shape) == (q.shape, q.shape[:3])
+        out, lse, state = flash_attention(q, k, k, is_causal=True)
+        gradients = flash_attention_backward(q, q, k, k, out, lse, state, is_causal=True)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
     assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]

@@ -15,11 +15,12 @@ from minivlmrl.extras.memory.estimate import BatchShape, MemoryEstimator
 from minivlmrl.files import weight_files
 from minivlmrl.generation.generate import Decode, generate, make_token_sampler, prefill, sample_by_uniforms
 from minivlmrl.model import build, checkpoint, config_json, logprobs, lora
-from minivlmrl.model.attention import GroupAttention, PackedLayout, attention_mask
+from minivlmrl.model.attention import GroupAttention, PackedLayout
 from minivlmrl.model.families.registry import find_family
 from minivlmrl.tasks import shapes
 from tests.extras.families.test_qwen3_vl import film_prompt, qwen3_vl_name
 from tests.helpers import tiny
+from tests.helpers.attention_mask import attention_mask
 from tests.helpers.draws import STOP
 from tests.helpers.hub_configs import real_config
 
