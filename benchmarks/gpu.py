@@ -47,6 +47,7 @@ from minivlmrl.model.build import initialize, random_model
 from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
+from minivlmrl.model.families.qwen2_5_vl import Qwen2_5VL
 from minivlmrl.model.families.registry import module_name
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import init_adapters, inject_adapters
@@ -81,7 +82,7 @@ def small_model(folder: Path):
 def build(model_config: ModelConfig, dtype: torch.dtype):
     """Create minivlmrl's model with random weights, sampled on the GPU."""
     with torch.device("meta"):
-        ours = VisionLanguageModel(model_config).to(dtype)
+        ours = Qwen2_5VL().build_model(model_config).to(dtype)
     ours.to_empty(device=CARD)
     if model_config.tie_word_embeddings:
         ours.lm_head.weight = ours.model.embed_tokens.weight

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,6 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import read_image_processor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import Tokenizer
-from minivlmrl.errors import UserError
 from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
 from minivlmrl.model.config import ModelConfig
@@ -27,13 +25,14 @@ PATCHES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_si
 
 
 def random_model(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> tuple[VisionLanguageModel, Processor]:
-    """Build a model with random weights and a Processor, from config.json and a tokenizer."""
+    """Build a model with random weights, and its processor."""
     model = random_weights(config_file, tokenizer, seed)
     return model, random_processor(model.config, tokenizer)
 
 
 def random_weights(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> VisionLanguageModel:
-    model = model_from_config(config_for(config_file, tokenizer), config_file)
+    config = config_for(config_file, tokenizer)
+    model = find_family(config.model_type).build_model(config)
     initialize(model, torch.Generator().manual_seed(seed))
     return model
 
@@ -62,24 +61,6 @@ def random_processor(
     return Processor(tokenizer, images, ChatTemplate(family.template), box_space=family.box_space)
 
 
-def model_from_config(model_config: ModelConfig, where: str | Path) -> VisionLanguageModel:
-    """Build a model with uninitialized weights."""
-    try:
-        return find_family(model_config.model_type).build_model(model_config)
-    except (RuntimeError, OverflowError, TypeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"{where}: a model with these sizes cannot be built ({reason}). Correct the sizes.") from error
-
-
-@runtime_checkable
-class ResetsItself(Protocol):
-    """Protocol for modules that initialize their own parameters."""
-
-    resets_itself: bool
-
-    def reset_parameters(self) -> None: ...
-
-
 @torch.no_grad()
 def initialize(model: VisionLanguageModel, generator: torch.Generator):
     """Initialize weights: matrices N(0, 1/fan_in), embeddings N(0, 0.02^2), norms 1, biases 0.
@@ -88,8 +69,8 @@ def initialize(model: VisionLanguageModel, generator: torch.Generator):
     and MLP are divided by sqrt(2 n) for n blocks, as in GPT-2.
     """
     for module in model.modules():
-        if isinstance(module, nn.RMSNorm | nn.LayerNorm | ResetsItself):
-            module.reset_parameters()
+        if isinstance(module, nn.RMSNorm | nn.LayerNorm) or hasattr(module, "resets_itself"):
+            module.reset_parameters()  # pyright: ignore[reportCallIssue]
     for name, parameter in model.named_parameters():
         if name.endswith("embed_tokens.weight"):
             parameter.normal_(0, 0.02, generator=generator)

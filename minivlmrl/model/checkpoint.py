@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,22 @@ from torch import Tensor
 
 from minivlmrl.data.chat_template import DEFAULT, DEFAULT_QWEN3, ChatTemplate
 from minivlmrl.data.download import find_folder
-from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import image_settings, read_image_processor, video_settings, write_image_processor
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.tokenizer import Tokenizer, load_tokenizer
+from minivlmrl.data.tokenizer import load_tokenizer
 from minivlmrl.errors import UserError, error_context, require
-from minivlmrl.files import INFERENCE_CONFIG, check_model_folder, unchanged, weight_files
+from minivlmrl.files import INFERENCE_CONFIG, check_model_folder, file_inside, unchanged, weight_files
 from minivlmrl.json_files import check_downloaded, read_json, write_json
 from minivlmrl.model import config_json
-from minivlmrl.model.build import PATCHES, assign, model_from_config
+from minivlmrl.model.build import PATCHES, assign
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import CONTROL_TOKENS, family_of, find_family, hub_name, module_name
-from minivlmrl.model.plain_weights import Sharded, Weight, base_weights, plain_name, plain_weights
+from minivlmrl.model.plain_weights import Weight, base_weights, plain_name, plain_weights
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# models with equal values in these ModelConfig fields take the same inputs
+# ModelConfig fields that determine the inputs
 INPUT_FIELDS = (
     "model_type", "vision_config.patch_dim", "vision_config.spatial_merge_size", "vision_config.tokens_per_second",
 )  # fmt: skip
@@ -55,15 +55,15 @@ def load_model(
     Args:
         dtype: parameter dtype, default: torch_dtype in config.json.
         device: parameter device, ignored with sharding.
-        sharding: Sharding from distributed/fsdp.py, so that ranks load only their shard; None = no sharding.
-        adapt: function that adds adapters to the model on the meta device, before weights are read.
+        sharding: Sharding from distributed/fsdp.py, to load only this rank's shard; None = no sharding.
+        adapt: adds adapters on the meta device, before weights are read.
     """
     folder = find_folder(folder)
     with unchanged(folder):
         config = read_config(folder)
         files = weight_files(folder)
         with torch.device("meta"):
-            model = model_from_config(config, folder / "config.json").to(dtype or DTYPES[config.torch_dtype])
+            model = find_family(config.model_type).build_model(config).to(dtype or DTYPES[config.torch_dtype])
         if adapt is not None:
             adapt(model)
         if sharding is not None:
@@ -77,7 +77,6 @@ def load_model(
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Read config.json; raise UserError if it is missing or invalid."""
     check_model_folder(folder)
     return config_json.from_dict(read_json(folder / "config.json"), f"{folder}/config.json")
 
@@ -92,8 +91,7 @@ def _read_weights(
     weights: dict[str, Tensor] = {}
     read_names = set()
     for file in files:
-        tensors = read_tensors(file)
-        for name, tensor in family.split_tensors(tensors, model.config, file):
+        for name, tensor in family.split_tensors(read_tensors(file), model.config, file):
             if name.startswith(family.unused_prefixes):
                 continue
             like = expected.get(EMBEDDING if is_tied and name == HEAD else name)
@@ -104,7 +102,7 @@ def _read_weights(
                 fault = "occurs twice in this folder"
             elif tensor.shape != like.shape:
                 fault = f"has shape {tuple(tensor.shape)}, but config.json requires {tuple(like.shape)}"
-            if fault or like is None:
+            if fault:
                 raise UserError(
                     f"{file}: the tensor {name:.80} {fault}. Use a config.json and weight files that belong together."
                 )
@@ -114,7 +112,7 @@ def _read_weights(
                 check_loaded(weights[name], name, file)
             else:
                 check_loaded(tensor, name, file)
-                like.pack(tensor.to(device), take_shard)
+                like.pack(tensor.to(device), take_shard)  # pyright: ignore[reportOptionalMemberAccess]
     if missing := expected.keys() - read_names:
         raise UserError(
             f"{folder}: the weight files lack {len(missing)} of the model's {len(expected)} "
@@ -131,7 +129,7 @@ def _read_weights(
 
 
 def check_loaded(weight: Tensor, name: str, file: Path):
-    local_weight = weight.to_local() if isinstance(weight, Sharded) else weight
+    local_weight = weight.to_local() if hasattr(weight, "to_local") else weight
     # the sum is not finite if any value is NaN or infinite
     total = local_weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
     if not total.isfinite():
@@ -142,12 +140,12 @@ def check_loaded(weight: Tensor, name: str, file: Path):
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) from a safetensors file. Tensors are views into the memory-mapped file, so copy them."""
+    """Yield (name, tensor) from a safetensors file; tensors are views into the memory-mapped file."""
     check_downloaded(file)
     try:
         with safe_open(file, framework="pt") as handle:
             names = list(handle.keys())
-        # reopen the file for each tensor, to free the memory of previous tensors
+        # reopen the file for each tensor, to free previous tensors
         for name in names:
             with safe_open(file, framework="pt") as handle:
                 tensor = handle.get_tensor(name)
@@ -158,35 +156,31 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
                 )
             yield hub_name(name), tensor
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} is not a complete safetensors file ({error}). Download or save it again.") from error
+        raise UserError(f"{file}: not a complete safetensors file ({error}). Download or save it again.") from error
 
 
 def unused_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
-    """Return tensors in the model folder that minivlmrl ignores, such as Qwen3.5's multi-token prediction layer."""
+    """Return unused tensors of the model folder, such as Qwen3.5's multi-token prediction layer."""
     folder = model.folder
     prefixes = family_of(model).unused_prefixes
-    tensors = {}
     if folder is None or not prefixes:
-        return tensors
+        return {}
     if not folder.is_dir():
         warnings.warn(
             f"The folder {folder}, from which the model was loaded, no longer exists. Its tensors "
             f"{', '.join(prefixes)}*, which training does not use, are missing in the new folder.",
             stacklevel=3,
         )
-        return tensors
-    for file in weight_files(folder):
-        for name, tensor in read_tensors(file):
-            if name.startswith(prefixes):
-                tensors[name] = tensor
-    return tensors
+        return {}
+    tensors = chain.from_iterable(map(read_tensors, weight_files(folder)))
+    return {name: tensor for name, tensor in tensors if name.startswith(prefixes)}
 
 
 def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> Processor:
     """Load tokenizer, chat template and image settings from a local folder or a hub repository.
 
     Args:
-        min_pixels, max_pixels: bounds on pixels per image, by default from preprocessor_config.json.
+        min_pixels, max_pixels: pixels per image, default: preprocessor_config.json.
     """
     folder = find_folder(folder)
     with unchanged(folder):
@@ -199,35 +193,30 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
         images = replace(images, videos=family.read_videos(video_values, str(video_file), images))
         tokenizer = load_tokenizer(folder / "tokenizer.json")
         with error_context(f"{folder}/config.json"):
-            check_fit(config, images, image_file, tokenizer)
+            for name, field in PATCHES.items():
+                value, expected = getattr(config.vision_config, field), getattr(images, name)
+                require(value == expected, f"vision_config.{field}", value, f"{expected} as in {image_file.name}")
+            require(
+                config.vocab_size >= len(tokenizer),  # the embedding may have unused rows
+                "vocab_size",
+                config.vocab_size,
+                f"at least {len(tokenizer)}, the tokenizer's number of tokens; if you have added tokens, call "
+                f"model.resize_token_embeddings({len(tokenizer)}) in transformers, and save the model again",
+            )
+            for name in ("image_token_id", "video_token_id"):
+                value, expected = getattr(config, name), tokenizer.special_tokens[CONTROL_TOKENS[name]]
+                require(value == expected, name, value, f"{expected} as in tokenizer.json")
         template = ChatTemplate.from_folder(folder, tokenizer.special_tokens, family.template)
         tokenizer.files |= carried_files(folder)
         tokenizer.reserve(template.controls)
         return Processor(tokenizer, images, template, box_space=family.box_space, end_token_ids=end_token_ids(folder))
 
 
-def check_fit(model_config: ModelConfig, images: ImageProcessor, image_file: Path, tokenizer: Tokenizer):
-    for name, field in PATCHES.items():
-        value, expected = getattr(model_config.vision_config, field), getattr(images, name)
-        require(value == expected, f"vision_config.{field}", value, f"{expected} as in {image_file.name}")
-    require(
-        model_config.vocab_size >= len(tokenizer),  # the embedding may have unused rows
-        "vocab_size",
-        model_config.vocab_size,
-        f"at least {len(tokenizer)}, the tokenizer's number of tokens; if you have added tokens, call "
-        f"model.resize_token_embeddings({len(tokenizer)}) in transformers, and save the model again",
-    )
-    for name in ("image_token_id", "video_token_id"):
-        value = getattr(model_config, name)
-        expected = tokenizer.special_tokens[CONTROL_TOKENS[name]]
-        require(value == expected, name, value, f"{expected} as in tokenizer.json")
-
-
 def check_same_inputs(folder: str | Path, policy: VisionLanguageModel, processor: Processor, *more_fields: str):
     """Raise UserError unless the model in a folder accepts the policy's token ids and image patches.
 
     Args:
-        more_fields: further ModelConfig fields that must match the policy's.
+        more_fields: further ModelConfig fields to compare.
     """
     folder = find_folder(folder)
     config = read_config(folder)
@@ -256,15 +245,12 @@ def end_token_ids(folder: Path) -> list[int]:
 
 
 def carried_files(folder: Path, names: re.Pattern = CARRIED) -> dict[str, bytes]:
-    """Read the files that checkpoints copy, because the model folder may be deleted during the run."""
+    """Read the files for checkpoints, because the model folder may be deleted during the run."""
     files = {}
     for file in sorted(folder.iterdir()):
         if names.fullmatch(file.name) and file.is_file():
-            target = file.resolve()
-            if target.parent != folder.resolve() and target.parent.name != "blobs":
-                raise UserError(
-                    f"{file} is a link to {target}, outside its folder. Replace the link with a copy of the file."
-                )
+            if file.resolve().parent.name != "blobs":  # a hub cache contains links to blobs/
+                file_inside(folder, file.name)
             files[file.name] = file.read_bytes()
     return files
 
@@ -279,7 +265,7 @@ def file_weights(model: VisionLanguageModel) -> dict[str, Weight]:
 
 
 def check_finite(name: str, tensor: Tensor, folder: str | Path):
-    """Raise UserError for a non-finite weight, so that a diverged model is never saved."""
+    """Raise UserError for a non-finite weight: a diverged model is never saved."""
     if not tensor.isfinite().all():
         raise UserError(
             f"{folder} was not saved, because the tensor {name} is not finite. Existing files were "
@@ -292,26 +278,24 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
     dtype = str(model.save_dtype or model.lm_head.weight.dtype).removeprefix("torch.")
     write_json(folder / "config.json", {**config_json.to_dict(model.config), "torch_dtype": dtype})
     tokenizer = processor.tokenizer
-    carried = tokenizer.files
-    for name, content in carried.items():
+    tokenizer.save(folder / "tokenizer.json")
+    names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", **names})
+    template = processor.template
+    if template.text in (DEFAULT, DEFAULT_QWEN3):
+        (folder / "chat_template.jinja").write_bytes(template.text.encode())
+    # files of the loaded folder replace these
+    for name, content in tokenizer.files.items():
         (folder / name).write_bytes(content)
     images = processor.image_processor
     write_json(folder / "preprocessor_config.json", write_image_processor(images, processor.sizes.get("image", {})))
     if videos := family_of(model).write_videos(images, processor.sizes.get("video", {})):
         write_json(folder / "video_preprocessor_config.json", videos)
-    template = processor.template
     if Path(template.source).name == "processor_config.json":
         # processor_config.json is not copied, because its image settings may be outdated
         write_json(folder / "chat_template.json", {"chat_template": template.text})
-    if template.text in (DEFAULT, DEFAULT_QWEN3) and "chat_template.jinja" not in carried:
-        (folder / "chat_template.jinja").write_bytes(template.text.encode())
-    if "tokenizer.json" not in carried:
-        tokenizer.save(folder / "tokenizer.json")
-    if "tokenizer_config.json" not in carried:
-        names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-        write_json(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", **names})
     # a base model's generation_config.json may lack <|im_end|>, which ends trained completions
-    generation = json.loads(carried.get("generation_config.json", "{}"))
+    generation = json.loads(tokenizer.files.get("generation_config.json", "{}"))
     generation.setdefault("pad_token_id", tokenizer.special_tokens["<|endoftext|>"])
     generation["eos_token_id"] = list(processor.stop_token_ids)
     write_json(folder / "generation_config.json", generation)

@@ -5,13 +5,13 @@ from typing import Annotated, ClassVar, Literal
 
 Size = Annotated[int, "[1, 1e9]"]
 TokenId = Annotated[int, "[0, 1e9]"]
-# maximum number of layers: building a million by mistake would take minutes
+# layers: building a million by mistake would take minutes
 Depth = Annotated[int, "[1, 1000]"]
 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Vision tower config, with transformers' defaults for Qwen2-VL and Qwen2.5-VL."""
+    """Vision tower config, with transformers' defaults."""
 
     depth: Depth = 32
     hidden_size: Size = 3584
@@ -32,16 +32,16 @@ class VisionConfig:
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
     # attention window width and height in pixels, None = whole frame
     window_size: ClassVar[int | None] = None
-    # indices of blocks with full instead of window attention
+    # blocks with full instead of window attention
     fullatt_block_indexes: ClassVar[tuple[int, ...]] = ()
     # M-RoPE time positions per second; None = one per time step
     tokens_per_second: ClassVar[int | None] = None
-    # DeepStack: indices of tower blocks whose outputs are added to the first decoder layers
+    # DeepStack: tower blocks whose outputs are added to the first decoder layers
     deepstack_visual_indexes: ClassVar[tuple[int, ...]] = ()
 
     @property
     def patch_dim(self) -> int:
-        """Return the number of values per patch, such as 3 x 2 x 14^2 = 1176 in Qwen2.5-VL."""
+        """Return the values per patch, such as 3 x 2 x 14^2 = 1176 in Qwen2.5-VL."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
 
@@ -59,7 +59,7 @@ class ModelConfig:
     model_type: str = "qwen2_5_vl"  # key in FAMILIES in families/registry.py
     rms_norm_eps: Annotated[float, "(0, inf)"] = 1e-5
     rope_theta: Annotated[float, "(0, inf)"] = 1e6
-    # number of rotary frequencies for time, height, width
+    # rotary frequencies for time, height, width
     mrope_section: tuple[TokenId, TokenId, TokenId] = (16, 24, 24)
     tie_word_embeddings: bool = False
     max_position_embeddings: Size = 128000
@@ -79,7 +79,6 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Return the dimension of an attention head."""
         return self.hidden_size // self.num_attention_heads
 
     @property

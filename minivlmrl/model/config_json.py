@@ -7,13 +7,14 @@ from typing import Any
 from minivlmrl.config.parsing import build
 from minivlmrl.errors import error_context, require
 from minivlmrl.model.config import ModelConfig, VisionConfig
-from minivlmrl.model.families.base import Family
 from minivlmrl.model.families.registry import FAMILIES, find_family
 
 # keys in config.json that to_dict recomputes
 REWRITTEN = {"text_config", "rope_parameters", "rope_scaling", "dtype", "architectures", "transformers_version"}
-# config.json keys that may be null; for other keys, null means the default
+# keys that may be null; for others, null means the default
 NULLABLE = {"bos_token_id", "eos_token_id"}
+# transformers 5 renamed rope_scaling to rope_parameters
+ROPE = "rope_parameters", "rope_scaling"
 # keys in vision_config that to_dict recomputes
 REWRITTEN_IN_VISION = REWRITTEN | {"model_type", "hidden_act", "in_chans", "spatial_patch_size", "torch_dtype"}
 
@@ -23,19 +24,35 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
     model_type = config.get("model_type")
     expected = f"{' or '.join(FAMILIES)}; no other family, and no text model, is supported"
     require(model_type in [*FAMILIES], f"{where}: model_type", model_type, expected)
-    family = find_family(config["model_type"])
+    family = find_family(model_type)
     text = _section(config, where, "text_config")
     vision = _section(config, where, "vision_config")
-    flat = _merge(config, text, {"model_type": config["model_type"]})
-    _check_supported(flat, vision, family, where)
+    flat = _merge(config, text, {"model_type": model_type})
+    rope = _section(flat, where, *ROPE)
+    vision_rope = _section(vision, f"{where}: vision_config", *ROPE)
+    settings = [
+        ("rope_scaling.type", rope.get("rope_type") or rope.get("type"), ("mrope", "default")),
+        ("rope_scaling.mrope_interleaved", rope.get("mrope_interleaved"), (family.config_type.mrope_interleaved,)),
+        ("attention_bias", flat.get("attention_bias"), (family.config_type.attention_bias,)),
+        *((key, flat.get(key), values) for key, values in family.supported.items()),
+        ("vision_config.hidden_act", vision.get("hidden_act"), (family.vision_hidden_act,)),
+        ("vision_config.rope_type", vision_rope.get("rope_type"), ("axial", "default")),
+    ]
+    for key, value, supported in settings:
+        is_supported = value is None or value in supported
+        require(is_supported, f"{where}: {key}", value, f"{supported[0]!r}; no other value is supported")
     flat.pop("mrope_section", None)  # ignore mrope_section outside rope_scaling
-    rope = _rope(flat, where)
     names = {field.name for field in fields(family.config_type)}
     flat = _merge(family.read_text(flat), {name: x for name, x in rope.items() if name in names})
-    flat["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype") or "float32"
+    flat["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype")
     # prefer the top-level tie_word_embeddings: transformers 5 always writes the default into text_config
     flat["tie_word_embeddings"] = _merge({"tie_word_embeddings": False}, text, config)["tie_word_embeddings"]
-    flat["vision_config"] = _read_vision(vision, family, where)
+    defaults = {"in_channels": VisionConfig.in_channels, "rope_theta": VisionConfig.rope_theta}
+    others = {"in_channels": vision.get("in_chans"), "rope_theta": vision_rope.get("rope_theta")}
+    vision = family.read_vision(_merge(defaults, vision, others), where)
+    vision_names = {field.name for field in fields(family.vision_config_type)}
+    vision["extra"] = without(vision, vision_names | REWRITTEN_IN_VISION)
+    flat["vision_config"] = build(family.vision_config_type, vision, where, "vision_config.", json=True)
     flat["extra"] = without(flat, names | REWRITTEN)
     given = {name: x for name, x in flat.items() if x is not None or name in NULLABLE}
     built = build(family.config_type, given, where, json=True)
@@ -95,40 +112,6 @@ def _section(config: dict, where: str, *names: str) -> dict:
     return {}
 
 
-def _rope(config: dict, where: str) -> dict:
-    # transformers 5 renamed rope_scaling to rope_parameters
-    return _section(config, where, "rope_parameters", "rope_scaling")
-
-
-def _check_supported(flat: dict, vision: dict, family: Family, where: str):
-    """Raise UserError for an unsupported setting; null is accepted."""
-    rope = _rope(flat, where)
-    vision_rope = _rope(vision, f"{where}: vision_config")
-    fixed = family.config_type
-    settings = [
-        ("rope_scaling.type", rope.get("rope_type") or rope.get("type"), ("mrope", "default")),
-        ("rope_scaling.mrope_interleaved", rope.get("mrope_interleaved"), (fixed.mrope_interleaved,)),
-        ("attention_bias", flat.get("attention_bias"), (fixed.attention_bias,)),
-        *((key, flat.get(key), values) for key, values in family.supported.items()),
-        ("vision_config.hidden_act", vision.get("hidden_act"), (family.vision_hidden_act,)),
-        ("vision_config.rope_type", vision_rope.get("rope_type"), ("axial", "default")),
-    ]
-    for key, value, supported in settings:
-        is_supported = value is None or value in supported
-        require(is_supported, f"{where}: {key}", value, f"{supported[0]!r}; no other value is supported")
-
-
-def _read_vision(vision: dict, family: Family, where: str) -> VisionConfig:
-    channels = _merge({"in_channels": 3}, vision, {"in_channels": vision.get("in_chans")})
-    values = family.read_vision(channels, where)
-    rope = _rope(vision, f"{where}: vision_config")
-    if rope.get("rope_theta") is not None:
-        values = values | {"rope_theta": rope["rope_theta"]}
-    names = {field.name for field in fields(family.vision_config_type)}
-    values["extra"] = without(values, names | REWRITTEN_IN_VISION)
-    return build(family.vision_config_type, values, where, "vision_config.", json=True)
-
-
 def _check(model_config: ModelConfig):
     """Raise UserError if sizes in a ModelConfig contradict each other."""
     vision = model_config.vision_config
@@ -137,7 +120,10 @@ def _check(model_config: ModelConfig):
     has_head_dim = "head_dim" in vars(model_config)  # default head_dim: hidden_size / num_attention_heads
     section = list(model_config.mrope_section)
     levels = list(vision.deepstack_visual_indexes)
+    token_side = vision.patch_size * vision.spatial_merge_size
     rules = [
+        (vision.window_size is None or vision.window_size >= token_side,
+         "vision_config.window_size", vision.window_size, f"{token_side} or more"),
         (has_head_dim or model_config.hidden_size % num_heads == 0, "hidden_size", model_config.hidden_size,
          f"a multiple of its {num_heads} heads"),
         (num_heads % num_key_heads == 0, "num_key_value_heads", num_key_heads,

@@ -16,7 +16,7 @@ from minivlmrl.model.attention import Attention, GroupAttention
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.packing import GroupBatch
 from minivlmrl.model.rope import apply_rotary, text_rotary
-from minivlmrl.model.vision import MLP, VisionTower, VisionTransformer
+from minivlmrl.model.vision import MLP, VisionTower
 
 
 class VisionLanguageModel(nn.Module):
@@ -30,19 +30,19 @@ class VisionLanguageModel(nn.Module):
         self,
         model_config: ModelConfig,
         # vision tower class, called with config.vision_config
-        tower: Callable[..., VisionTower] = VisionTransformer,
-        layer_type: "type[DecoderLayer] | None" = None,
+        tower: Callable[..., VisionTower],
+        layer_type: "type[DecoderLayer]",
     ):
         super().__init__()
         self.config = model_config
         self.visual = tower(model_config.vision_config)
-        self.model = TextModel(model_config, layer_type or DecoderLayer)
+        self.model = TextModel(model_config, layer_type)
         self.lm_head = nn.Linear(model_config.hidden_size, model_config.vocab_size, bias=False)
         if model_config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def blocks(self) -> list[nn.Module]:
-        """Return vision and decoder blocks: units for sharding and activation checkpointing."""
+        """Return vision and decoder blocks, for sharding and activation checkpointing."""
         return [*self.visual.blocks, *self.model.layers]
 
     def forward(self, batch: GroupBatch, attention: Attention | None = None, select: Tensor | None = None) -> Tensor:
@@ -91,24 +91,22 @@ class TextModel(nn.Module):
         vision_index: Tensor | None = None,
         deep: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Run all layers and the final norm.
-
-        The last MLP processes only selected tokens, because tokens do not interact after the last attention.
+        """Run all layers and the final norm; the last MLP, after all attention, only for selected tokens.
 
         Args:
             x: (N, hidden_size) token embeddings.
             position_ids: (3, N) from get_rope_index.
             select: (S,) token indices to return, None = all N.
             vision_index: (M,) image token indices in x.
-            deep: for DeepStack, outputs (M, hidden_size) from inner tower blocks; layer i adds deep[i] to image tokens.
+            deep: DeepStack outputs (M, hidden_size) of inner tower blocks; layer i adds deep[i] to image tokens.
         Returns:
             (S, hidden_size) hidden states.
         """
         cos, sin = text_rotary(position_ids, self.config, x.dtype)
         for i, layer in enumerate(self.layers[:-1]):
             x = layer(x, cos, sin, attention)
-            if vision_index is not None and i < len(deep):
-                x = x.index_add(0, vision_index, deep[i])
+            if i < len(deep):
+                x = x.index_add(0, vision_index, deep[i])  # pyright: ignore[reportArgumentType]
         return self.norm(self.layers[-1](x, cos, sin, attention, select))
 
 

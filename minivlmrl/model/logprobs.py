@@ -10,8 +10,8 @@ from minivlmrl.model.packing import GroupBatch
 def per_token_logps(model: VisionLanguageModel, batch: GroupBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities of completion tokens, given all previous tokens.
 
-    Logits are computed in blocks, in forward and again in backward, so memory never holds (M, vocab_size). If sampling
-    used a filter such as top_p, log-probabilities are normalized over the kept tokens.
+    Logits are computed in blocks, in forward and again in backward. If sampling used a filter such as top_p,
+    log-probabilities are normalized over the kept tokens.
 
     Args:
         batch: GroupBatch with M completion tokens.

@@ -1,7 +1,6 @@
 """LoRA adapters (arXiv 2106.09685): train two small matrices for each frozen linear layer.
 
-Layer output: x W^T + scaling * x A^T B^T; only A and B are trained. inject_adapters replaces linear layers with
-LoRALinear layers.
+Layer output: x W^T + scaling * x A^T B^T; only A and B are trained.
 
 Dimensions: N tokens, r adapter rank.
 """
@@ -10,12 +9,11 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivlmrl.config.options import LoRAOptions
@@ -23,6 +21,7 @@ from minivlmrl.data.rows import random_numbers
 from minivlmrl.errors import UserError, require
 from minivlmrl.kernels.backend import is_half_on_gpu
 from minivlmrl.kernels.float32_matmul import tf32_products
+from minivlmrl.model.build import assign
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.plain_weights import (
@@ -54,7 +53,8 @@ class LoRALinear(ReplacedLinear):
     def __init__(self, base: nn.Linear | PackedLinear, r: int, scaling: float, dropout: float = 0.0):
         super().__init__()
         self.base = base
-        self.out_features, self.in_features = base.weight.shape
+        self.shape = base.weight.shape
+        self.out_features, self.in_features = self.shape
         self.r, self.scaling = r, scaling
         self.dropout = dropout
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
@@ -68,17 +68,8 @@ class LoRALinear(ReplacedLinear):
         base_result = self.base(x)
         adapter_input = x if self.drop is None else self.drop(x.to(self.lora_A.dtype))
         is_half = is_half_on_gpu(base_result.device, base_result.dtype)
-        if is_half and self.lora_A.dtype == torch.float32 and torch.version.hip is None:
-            return TF32Adapter.apply(base_result, adapter_input, self.lora_A, self.lora_B, self.scaling)
-        adapter_input = adapter_input.to(self.lora_A.dtype)
-        low_rank = F.linear(adapter_input, self.lora_A)  # (N, r)
-        wide_result = base_result.to(self.lora_A.dtype)
-        adapted = torch.addmm(wide_result, low_rank, self.lora_B.T, alpha=self.scaling)
-        return adapted.to(base_result.dtype)
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((self.out_features, self.in_features))
+        products = tf32_products if is_half and torch.version.hip is None else nullcontext
+        return AdapterSum.apply(base_result, adapter_input, self.lora_A, self.lora_B, self.scaling, products)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,36 +90,37 @@ class LoRALinear(ReplacedLinear):
         return weight, self.scaling * (B @ A)
 
 
-class TF32Adapter(torch.autograd.Function):
-    """Compute base_result + scaling * x A^T B^T with TF32 products.
+class AdapterSum(torch.autograd.Function):
+    """Compute base_result + scaling * x A^T B^T; on a GPU with a 16-bit base, with TF32 products.
 
-    TF32 products round inputs to 11 significant bits, so bfloat16 inputs (8 bits) stay exact; sums are float32. Forward
-    and backward enable TF32 separately, because torch's setting is global.
+    TF32 products round inputs to 11 significant bits, so bfloat16 inputs (8 bits) stay exact; sums are float32.
 
     Shapes: base_result (N, out_features), x (N, in_features), A (r, in_features), B (out_features, r).
     """
 
     @staticmethod
-    def forward(ctx, base_result: Tensor, x: Tensor, A: Tensor, B: Tensor, scaling: float) -> Tensor:
-        with tf32_products():
+    def forward(ctx, base_result: Tensor, x: Tensor, A: Tensor, B: Tensor, scaling: float, products) -> Tensor:
+        with products():
             low_rank = x.to(A.dtype) @ A.T  # (N, r)
             adapted = torch.addmm(base_result.to(A.dtype), low_rank, B.T, alpha=scaling)
         ctx.save_for_backward(x, A, B, low_rank)
         ctx.scaling = scaling
+        ctx.products = products
         return adapted.to(base_result.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, A, B, low_rank = ctx.saved_tensors
-        _, needs_x, needs_A, needs_B, _ = ctx.needs_input_grad
+        _, needs_x, needs_A, needs_B, *_ = ctx.needs_input_grad
         wide_grad = grad.to(A.dtype)
-        with tf32_products():
+        with ctx.products():
             low_rank_grad = (wide_grad @ B).mul_(ctx.scaling)  # (N, r)
             return (
                 grad,
                 (low_rank_grad @ A).to(x.dtype) if needs_x else None,
                 low_rank_grad.T @ x.to(A.dtype) if needs_A else None,
                 (wide_grad.T @ low_rank).mul_(ctx.scaling) if needs_B else None,
+                None,
                 None,
             )
 
@@ -142,7 +134,7 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
     """Apply dropout to adapter inputs, but not to base inputs, inside a `with` block, as in PEFT.
 
-    The dropout mask depends only on `key` and layer name, so activation checkpointing recomputes the same mask.
+    The mask depends only on `key` and layer name, so activation checkpointing recomputes it.
     """
     layers = adapters(model) if p else {}
     for name, layer in layers.items():
@@ -154,20 +146,16 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 
 @contextmanager
 def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Use 16-bit copies of float32 adapters inside a `with` block, on a GPU with a 16-bit base.
+    """Yield 16-bit copies of float32 adapters, used inside a `with` block on a GPU with a 16-bit base.
 
-    In a decode step with few tokens, a float32 adapter takes longer than its 16-bit base layer. Merging adapters into
-    the base would round away most small updates. The copies stay at fixed addresses, as CUDA graphs require.
-
-    Yields:
-        List of the 16-bit copies, possibly empty.
+    With few tokens, a float32 adapter takes longer than its 16-bit base layer. Merging adapters would round away most
+    small updates. The copies stay at fixed addresses, as CUDA graphs require.
     """
     layers = [x for x in adapters(model).values() if is_half_on_gpu(x.lora_A.device, x.dtype)]
     originals = [(layer, layer.lora_A, layer.lora_B) for layer in layers]
     try:
         for layer, A, B in originals:
-            layer.lora_A = nn.Parameter(A.detach().to(layer.dtype), requires_grad=False)
-            layer.lora_B = nn.Parameter(B.detach().to(layer.dtype), requires_grad=False)
+            layer.lora_A, layer.lora_B = (nn.Parameter(x.to(layer.dtype), requires_grad=False) for x in (A, B))
         yield [copy for layer in layers for copy in (layer.lora_A, layer.lora_B)]
     finally:
         for layer, A, B in originals:
@@ -175,26 +163,20 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 
 @torch.no_grad()
-def surviving_share(model: nn.Module) -> float:
-    """Compute the fraction of updated weights that differ from the base after a merge."""
-    # rounding to the base dtype can undo an update
+def merge_note(model: nn.Module) -> str:
+    """Return a message on updates that survive rounding to 16 bits; all ranks must call this."""
+    layers = adapters(model).values()
+    if not any(layer.dtype.itemsize == 2 for layer in layers):
+        return ""
     num_changed = num_updated = 0
-    for layer in adapters(model).values():
+    for layer in layers:
         weight, update = layer.weight_and_update()
         num_changed += int(((weight + update).to(weight.dtype) != weight).sum())
         num_updated += int((update != 0).sum())
-    return num_changed / num_updated if num_updated else 1.0
-
-
-def merge_note(model: nn.Module) -> str:
-    """Return a message on how many updates survive rounding to 16 bits; all ranks must call this."""
-    dtypes = {layer.dtype for layer in adapters(model).values()}
-    if not any(dtype.itemsize == 2 for dtype in dtypes):
-        return ""
-    names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    share = num_changed / num_updated if num_updated else 1.0
     return (
-        f"merged weights: after rounding to {names}, {surviving_share(model):.0%} of the weights that the adapter "
-        "updates differ from the base; the folder adapter/ has the whole update"
+        f"merged weights: after rounding to 16 bits, {share:.0%} of the weights that the adapter updates differ from "
+        "the base; the folder adapter/ has the whole update"
     )
 
 
@@ -217,19 +199,13 @@ def copy_adapter_layout(model: nn.Module, other: nn.Module):
 
 
 def quantize_base(model: VisionLanguageModel):
-    """Quantize decoder layers and all adapter bases to NF4.
-
-    LM head, embeddings, vision layers without adapters, and the family's not_quantized layers keep their dtype.
-    """
+    """Quantize decoder layers and adapter bases to NF4, except the family's not_quantized layers."""
     not_quantized = family_of(model).not_quantized
-    names = []
-    for name, module in model.named_modules():
+    for name, module in list(model.named_modules()):
         keeps_dtype = name.removesuffix(".base").endswith(not_quantized)
         in_decoder_or_adapted = name.startswith(PARTS["language"]) or name.endswith(".base")
         if isinstance(module, nn.Linear) and in_decoder_or_adapted and not keeps_dtype:
-            names.append(name)
-    for name in names:
-        quantize_layer(model, name)
+            quantize_layer(model, name)
 
 
 def quantize_layer(model: nn.Module, name: str):
@@ -237,8 +213,7 @@ def quantize_layer(model: nn.Module, name: str):
     from minivlmrl.model.nf4 import NF4Linear
 
     linear = model.get_submodule(name)
-    assert isinstance(linear, nn.Linear)
-    model.set_submodule(name, NF4Linear(linear))
+    model.set_submodule(name, NF4Linear(linear))  # pyright: ignore[reportArgumentType]
 
 
 def init_adapters(model: VisionLanguageModel, seed: int):
@@ -253,7 +228,7 @@ def init_adapters(model: VisionLanguageModel, seed: int):
 
 
 def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
-    """Set parameters from full tensors in any dtype; ranks keep their own shard."""
+    """Set parameters from full tensors; ranks keep their own shard."""
     sharding = model.sharding
     device = model.lm_head.weight.device
     parameters = dict(model.named_parameters())
@@ -261,13 +236,12 @@ def set_parameters(model: VisionLanguageModel, weights: dict[str, Tensor]):
     for name, tensor in weights.items():
         like = parameters[name]
         new_parameters[name] = sharding.take_shard(tensor, like) if sharding else tensor.to(device, like.dtype)
-    model.load_state_dict(new_parameters, strict=False, assign=True)
+    assign(model, new_parameters)
 
 
 def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
     """Return names of linear layers that match one adapter.target entry."""
-    layers = model.named_modules()
-    linear_names = [n for n, x in layers if isinstance(x, nn.Linear) and n != "lm_head"]
+    linear_names = [n for n, x in model.named_modules() if isinstance(x, nn.Linear) and n != "lm_head"]
     kinds = family_of(model).adapter_targets
     try:
         pattern = re.compile(target)
@@ -288,11 +262,8 @@ def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
     return target_names
 
 
-def add_lora(model: nn.Module, name: str, r: int, scaling: float, dropout: float = 0.0) -> LoRALinear:
+def add_lora(model: nn.Module, name: str, r: int, scaling: float, dropout: float = 0.0):
     """Replace a linear layer with a zero-initialized LoRALinear, and discard any old adapter."""
     layer = model.get_submodule(name)
     base = layer.base if isinstance(layer, LoRALinear) else layer
-    assert isinstance(base, nn.Linear | PackedLinear)
-    adapted = LoRALinear(base, r, scaling, dropout)
-    model.set_submodule(name, adapted)
-    return adapted
+    model.set_submodule(name, LoRALinear(base, r, scaling, dropout))  # pyright: ignore[reportArgumentType]

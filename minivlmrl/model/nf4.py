@@ -1,8 +1,8 @@
 """Quantize frozen weights to NF4, 4 bits per value, as in QLoRA (arXiv 2305.14314).
 
-Each block of 64 values has a scale, its largest absolute value. A value is divided by the scale, and stored as the
-index of the nearest of 16 normal quantiles. Scales minus their mean are quantized to 8 bits ("double quantization").
-NF4 takes 4.13 bits per value, including scales.
+Blocks of 64 values have a scale, their largest absolute value. A value is divided by the scale, and stored as the index
+of the nearest of 16 normal quantiles. Scales minus their mean are quantized to 8 bits ("double quantization"). A value
+takes 4.13 bits, including scales.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ NF4 = (  # 16 normal quantiles, QLoRA paper appendix, in float32 precision
     -0.0910500363, 0.0, 0.0795802996, 0.160930201, 0.246112302, 0.337915242,
     0.440709829, 0.562617004, 0.722956836, 1.0,
 )  # fmt: skip
-# cached per GPU, because CUDA graphs forbid blocking copies from the CPU
+# cached per GPU: CUDA graphs forbid blocking copies from the CPU
 _table = cache(lambda device: torch.tensor(NF4).to(device))
 
 
@@ -42,7 +42,7 @@ def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, 
     Args:
         values: (rows, n) float32.
         code: (k,) ascending values in [-1, 1], k <= 256.
-        block: number of values that share a scale.
+        block: values per scale.
     Returns:
         indices: (rows, n) uint8 indices into `code`.
         scales: (rows, ceil(n / block)) largest absolute values.
@@ -135,7 +135,7 @@ class NF4Linear(PackedLinear):
     @property
     def weight(self) -> Tensor:
         """Gather and unpack the weight (out_features, in_features), in its original dtype."""
-        # with CPU offload, values are gathered on the CPU, but scales are on the GPU
+        # with CPU offload, values are on the CPU, but scales on the GPU
         packed = gather(self.packed).to(self.offset.device)
         values = unpack_nf4(packed, self.scale_indices, self.scale_scales, self.offset, self.dtype)
         return values[: self.shape.numel()].view(self.shape)

@@ -3,7 +3,7 @@
 SFT packs one completion per prompt, GRPO packs G, and a prefill none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -63,7 +63,7 @@ def pack(
     device: torch.device | str = "cpu",
     rows: Sequence[int] | None = None,
 ) -> GroupBatch:
-    """Concatenate prompts and their completions into one GroupBatch.
+    """Concatenate prompts and completions into one GroupBatch.
 
     Example: 3 prompt tokens, completion a with 3 tokens and completion b with 2 give N = 6 and M = 5,
         input_ids  p0 p1 p2 | a0 a1 | b0
@@ -92,6 +92,11 @@ def pack(
     policy_mask = torch.cat([nothing, *(completion.policy_mask for completion in all_completions)]).float()
     masks = [x.sampling_mask for x in all_completions if x.sampling_mask]
     pixel_values = torch.cat([patches for segment in segments for patches in segment.pixel_values])
+    vision_embeds = None
+    # only if every image is in a prompt with cached outputs
+    embeds = [prompt.vision_embeds for prompt in prompts if prompt.vision_embeds is not None]
+    if len(embeds) == len(prompts) and not any(completion.pictures for completion in all_completions):
+        vision_embeds = torch.cat(embeds)
     return GroupBatch(
         input_ids=to_device(torch.cat([segment.ids for segment in segments]), device),
         position_ids=to_device(torch.cat([segment.position_ids for segment in segments], dim=1), device),
@@ -103,7 +108,7 @@ def pack(
         sampling_mask=to_device(join_masks(scored, masks), device),
         layout=PackedLayout(prompt_lengths, completion_lengths, device, rows),
         prompts=prompts,
-        vision_embeds=join_vision_embeds(prompts, all_completions),
+        vision_embeds=vision_embeds,
     )
 
 
@@ -114,8 +119,6 @@ def pack_turns(
     device: torch.device | str = "cpu",
 ) -> GroupBatch:
     """Pack multi-turn completions, with one prompt per turn and one row per completion."""
-    if not any(completion.turns for group in completions for completion in group):
-        return pack(prompts, completions, model_config, device)
     packed_prompts = []
     packed_completions = []
     rows = []
@@ -134,7 +137,7 @@ def pack_turns(
 
 @dataclass
 class Segment:
-    """Token ids, positions and images for one prompt or completion."""
+    """One prompt or completion."""
 
     ids: Tensor  # (n,)
     # (n,) token ids, -1 for sampled tokens: a sampled image placeholder has no image
@@ -144,12 +147,12 @@ class Segment:
     grids: Sequence[Tensor] = ()  # tensors (images and videos, 3)
 
 
-def pack_group(prompt: Prompt, group: Sequence[Completion], model_config: ModelConfig) -> list[Segment]:
-    """Return segments for a prompt and its completions; completion positions continue after the prompt."""
+def pack_group(prompt: Prompt, group: Sequence[Completion], model_config: ModelConfig) -> Iterator[Segment]:
+    """Yield segments for a prompt and its completions, whose positions continue after the prompt."""
     ids = prompt.input_ids
     grids = prompt.image_grid_thw
     position_ids = get_rope_index(ids, grids, model_config, prompt.second_per_grid_ts)  # (3, P)
-    segments = [Segment(ids, ids, position_ids, [prompt.pixel_values], [grids])]
+    yield Segment(ids, ids, position_ids, [prompt.pixel_values], [grids])
     next_position = int(position_ids.max()) + 1
     for completion in group:
         segment = Segment(
@@ -162,12 +165,4 @@ def pack_group(prompt: Prompt, group: Sequence[Completion], model_config: ModelC
             grids = torch.tensor([grid for *_, grid in completion.pictures])
             segment.grids = [grids]
             segment.position_ids = next_position + get_rope_index(segment.image_ids, grids, model_config)
-        segments.append(segment)
-    return segments
-
-
-def join_vision_embeds(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Tensor | None:
-    embeds = [x for prompt in prompts if (x := prompt.vision_embeds) is not None]
-    if len(embeds) < len(prompts) or any(completion.pictures for completion in completions):
-        return None
-    return torch.cat(embeds)
+        yield segment

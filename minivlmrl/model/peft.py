@@ -8,8 +8,6 @@ from os.path import isabs, isdir
 from pathlib import Path
 from typing import Annotated, Literal
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from minivlmrl.config.options import LoRAOptions
@@ -18,10 +16,11 @@ from minivlmrl.config.types import FilePath
 from minivlmrl.errors import UserError, error_context, require, truncate
 from minivlmrl.files import save_tensors, unchanged
 from minivlmrl.json_files import read_json, write_json
+from minivlmrl.model.checkpoint import check_loaded, read_tensors
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import hub_name, module_name
 from minivlmrl.model.lora import LoRALinear, adapters, add_lora, set_parameters
-from minivlmrl.model.plain_weights import PackedLinear, gather_full_tensor
+from minivlmrl.model.plain_weights import PackedLinear, gather_full_tensor, is_adapter
 
 AdapterShape = tuple[int, float]  # (r, scaling)
 LAYER = re.compile(r"[\w.]+")
@@ -30,7 +29,7 @@ CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "b
 INNER_FOLDERS = "", "adapter", "checkpoint/adapter"
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
 MERGE = "Merge the adapter into its base model with PEFT, and load the merged model."
-# unsupported adapter_config.json settings, rejected because they change the results
+# unsupported settings in adapter_config.json, which change results
 UNSUPPORTED = (
     "use_dora", "use_qalora", "bias", "lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication",
     "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
@@ -60,16 +59,15 @@ def load_adapter_weights(model: VisionLanguageModel, folder: str | Path):
     """Load weights from a PEFT folder into existing adapters."""
     folder_shapes, weights = _read(model, folder)
     model_shapes = {name: (layer.r, layer.scaling) for name, layer in adapters(model).items()}
-    for name in sorted(folder_shapes.keys() | model_shapes.keys()):
-        folder_text, model_text = (
-            "r {} and scaling {:g}".format(*shapes[name]) if name in shapes else "no adapter"
-            for shapes in (folder_shapes, model_shapes)
+    found, expected = (
+        {name: f"r {r} and scaling {scaling:g}" for name, (r, scaling) in shapes.items()}
+        for shapes in (folder_shapes, model_shapes)
+    )
+    for name in sorted(dict(found.items() ^ expected.items())):
+        raise UserError(
+            f"adapter.path: for the layer {name}, {folder} has {found.get(name, 'no adapter')}, but the recipe has "
+            f"{expected.get(name, 'no adapter')}. Change adapter.r, adapter.alpha or adapter.target to match it."
         )
-        if folder_text != model_text:
-            raise UserError(
-                f"adapter.path: for the layer {name}, {folder} has {folder_text}, but the recipe has {model_text}. "
-                "Change adapter.r, adapter.alpha or adapter.target to match the folder."
-            )
     set_parameters(model, weights)
 
 
@@ -85,10 +83,9 @@ def find_adapter(folder: str | Path) -> Path:
 
 
 def is_adapter_folder(folder: str | Path) -> bool:
-    """Check whether a folder has an adapter but no full model."""
-    if (Path(folder) / "config.json").is_file():
-        return False
-    return any((Path(folder) / inner / CONFIG).is_file() for inner in INNER_FOLDERS)
+    """Return True for a folder with an adapter but no full model."""
+    has_model = (Path(folder) / "config.json").is_file()
+    return not has_model and any((Path(folder) / inner / CONFIG).is_file() for inner in INNER_FOLDERS)
 
 
 def base_model(folder: str | Path) -> str:
@@ -109,7 +106,7 @@ def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) 
     config = _read_config(folder / CONFIG)
     with error_context(folder / WEIGHTS):
         shapes = {}
-        for name, tensor in _read_tensors(folder / WEIGHTS).items():
+        for name, tensor in read_tensors(folder / WEIGHTS):
             match = TENSOR.fullmatch(name)
             if match is not None and match[2] == "lora_A":
                 require(tensor.dim() == 2, name, tuple(tensor.shape), "the shape of a matrix")
@@ -127,16 +124,6 @@ def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) 
     return LoRAOptions(FilePath(str(folder)), r, alpha, target=[target], quantize=quantize)
 
 
-def _read_tensors(file: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"the file is not a complete safetensors file ({error}). Save the adapter again in the safetensors format; "
-            "PEFT's .bin files are not supported."
-        ) from error
-
-
 def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, AdapterShape], dict[str, Tensor]]:
     """Read a PEFT folder; return {layer: (r, scaling)} and {parameter name: weight}."""
     folder = find_adapter(folder)
@@ -146,11 +133,8 @@ def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, Ada
         layer_pairs = {}  # layer -> {"lora_A": tensor, "lora_B": tensor}
         weights = {}
         with error_context(file):
-            for name, tensor in _read_tensors(file).items():
-                is_float = tensor.is_floating_point() and tensor.element_size() > 1
-                is_valid = is_float and bool(tensor.isfinite().all())
-                expected = "a finite float tensor with at least 16 bits per value"
-                require(is_valid, name, tensor.dtype, expected)
+            for name, tensor in read_tensors(file):
+                check_loaded(tensor, name, file)
                 match = TENSOR.fullmatch(name)
                 if match is None:
                     raise UserError(f"the tensor {name:.80} is not a lora_A or lora_B of a linear layer. {MERGE}")
@@ -180,43 +164,39 @@ def _read_config(file: Path) -> PeftConfig:
 def _check_shape(model: VisionLanguageModel, name: str, pair: dict[str, Tensor], config: PeftConfig) -> AdapterShape:
     """Check shapes of lora_A and lora_B, and return (r, scaling)."""
     layer = dict(model.named_modules()).get(name)
-    if layer is None:
-        raise UserError(
-            f"the adapter changes the layer {name:.80}, which this model does not have. Use an adapter that was "
-            "trained on this base model."
-        )
     if not isinstance(layer, nn.Linear | LoRALinear | PackedLinear) or name == "lm_head":
-        raise UserError(f"the layer {name:.80} is not a linear layer, or is the head. {MERGE}")
+        raise UserError(
+            f"the adapter's layer {name:.80} is not a linear layer of this model, or is the head. If this is not the "
+            f"adapter's base model, load that. Otherwise: {MERGE}"
+        )
     shapes = {kind: tuple(tensor.shape) for kind, tensor in pair.items()}
     r, *_ = shapes.get("lora_A") or [0]
     expected_shapes = {"lora_A": (r, layer.in_features), "lora_B": (layer.out_features, r)}
     if shapes != expected_shapes or not r:
-        found_shapes = ", ".join(f"{kind} {shape}" for kind, shape in shapes.items())
         raise UserError(
-            f"the adapter of the layer {name} has {found_shapes}, but this model needs lora_A (r, {layer.in_features}) "
-            f"and lora_B ({layer.out_features}, r). Use an adapter that was trained on this base model."
+            f"the adapter of the layer {name} has the shapes {shapes}, but this model needs lora_A "
+            f"(r, {layer.in_features}) and lora_B ({layer.out_features}, r). Load the adapter's own base model."
         )
-    alpha = config.lora_alpha
-    for name_end, value in (config.alpha_pattern or {}).items():
-        if f".{module_name(name)}".endswith(f".{name_end}"):
-            alpha = value
-            break  # the first matching layer name determines alpha, as in PEFT
+    # the first matching layer name determines alpha, as in PEFT
+    patterns = (config.alpha_pattern or {}).items()
+    matching = (value for end, value in patterns if f".{module_name(name)}".endswith(f".{end}"))
+    alpha = next(matching, config.lora_alpha)
     divisor = math.sqrt(r) if config.use_rslora else r  # scaling in rsLoRA: alpha / sqrt(r) (arXiv 2312.03732)
     return r, alpha / divisor
 
 
 def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Callable[[Path], None]:
-    """Gather adapters on all ranks, and return a function for one rank that writes a PEFT folder.
+    """Gather adapters on all ranks, and return a function to write a PEFT folder on one rank.
 
     Args:
         base: base model for adapter_config.json, a folder or repository.
     """
     layers = {module_name(name): layer for name, layer in adapters(model).items()}
-    tensors = {}
-    for name, layer in layers.items():
-        for kind, matrix in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
-            full = gather_full_tensor(matrix).cpu().contiguous()
-            tensors[f"{PREFIX}{name}.{kind}.weight"] = full
+    tensors = {
+        f"{PREFIX}{module_name(name)}.weight": gather_full_tensor(parameter).cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        if is_adapter(name)
+    }
     ranks = {name: layer.r for name, layer in layers.items()}
     # PEFT computes scaling = alpha / r, so rsLoRA adapters are saved as plain LoRA with another alpha
     alphas = {name: layer.scaling * layer.r for name, layer in layers.items()}

@@ -32,12 +32,12 @@ class ReplacedLinear(nn.Module):
     dtype: torch.dtype
 
     def plain_weight(self) -> Tensor:
-        """Compute the full, merged weight without gradients; all ranks must call this."""
+        """Compute the full, merged weight; all ranks must call this."""
         raise NotImplementedError
 
 
 class PackedProduct(torch.autograd.Function):
-    """Compute x W^T with a quantized W; backward unpacks W again instead of storing the unpacked W."""
+    """Compute x W^T with a quantized W; backward unpacks W again."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: "PackedLinear") -> Tensor:
@@ -61,7 +61,7 @@ class PackedLinear(ReplacedLinear):
         self.pack(linear.weight)
 
     def pack(self, weight: Tensor, take_shard: Callable | None = None):
-        """Quantize a weight and store it in this layer.
+        """Quantize and store a weight.
 
         Args:
             take_shard: (packed weight, old parameter) -> this rank's shard; None = whole weight.
@@ -84,15 +84,6 @@ class PackedLinear(ReplacedLinear):
 Weight = Tensor | ReplacedLinear | Stacked
 
 
-@runtime_checkable
-class Sharded(Protocol):
-    """Protocol for torch's DTensor, which is slow to import."""
-
-    def full_tensor(self) -> Tensor: ...
-
-    def to_local(self) -> Tensor: ...
-
-
 def gather_full_tensor(weight: Weight) -> Tensor:
     """Compute a full weight without gradients: gather shards, merge adapters, unpack NF4."""
     if isinstance(weight, Stacked):
@@ -104,7 +95,8 @@ def gather_full_tensor(weight: Weight) -> Tensor:
 
 def gather(tensor: Tensor) -> Tensor:
     """Gather a tensor if it is sharded; all ranks must call this."""
-    return tensor.full_tensor() if isinstance(tensor, Sharded) else tensor
+    # not isinstance: DTensor is slow to import
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def is_adapter(name: str) -> bool:
@@ -127,26 +119,25 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 
 def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
     """Return {name: weight without adapter}, with names as in a model without adapters."""
-    weights: dict[str, Tensor | PackedLinear] = {}
-    for name, parameter in model.named_parameters():
-        if not is_adapter(name) and parameter.is_floating_point():
-            weights[plain_name(name)] = parameter
-    for name, layer in packed_layers(model).items():
-        weights[plain_name(f"{name}.weight")] = layer
-    return weights
+    parameters = {
+        plain_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if not is_adapter(name) and parameter.is_floating_point()
+    }
+    return parameters | {plain_name(f"{name}.weight"): layer for name, layer in packed_layers(model).items()}
 
 
 def plain_weights(model: nn.Module) -> dict[str, Weight]:
     """Return {name: weight, or layer with an adapter}, with names as in a model without adapters."""
-    weights: dict[str, Weight] = {**base_weights(model)}
-    for name, layer in model.named_modules():
-        if isinstance(layer, ReplacedLinear) and not name.endswith(".base"):
-            weights[f"{name}.weight"] = layer
-    return weights
+    return base_weights(model) | {
+        f"{name}.weight": layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, ReplacedLinear) and not name.endswith(".base")
+    }
 
 
 def shared_base(model: nn.Module) -> dict[int, Tensor]:
-    """Return a memo for copy.deepcopy, so that a model copy shares all weights except adapters."""
+    """Return a memo for copy.deepcopy, to share all weights except adapters."""
     if not has_adapters(model):
         return {}
     base = [p for name, p in model.named_parameters() if not is_adapter(name)]

@@ -18,9 +18,9 @@ def get_rope_index(
 ) -> Tensor:
     """Compute M-RoPE positions (time, height, width) for prompt tokens.
 
-    Text tokens have three equal positions, which rise by 1 per token. All tokens in an image have the same time
-    position; height and width positions are row and column in the merged grid. In videos, time positions are
-    proportional to seconds. Text after an image or video continues at the largest position plus 1.
+    Text tokens have three equal positions, which rise by 1 per token. In an image, time is constant; height and width
+    are row and column in the merged grid. In a video, time is proportional to seconds. Text after an image or video
+    continues at the largest position plus 1.
 
     Example: 2 text tokens, an image with 2 x 3 merged tokens, 1 text token:
         time   0 1 | 2 2 2 2 2 2 | 5
@@ -30,8 +30,8 @@ def get_rope_index(
     Example: with 2 positions per second, time steps at 0, 0.75 and 1.5 seconds get positions 0, 1 and 3.
 
     Args:
-        input_ids: (N,) int64, one prompt with image and video placeholders expanded.
-        image_grid_thw: (images and videos, 3) int64, patches in time, height, width, in placeholder order.
+        input_ids: (N,) int64, one prompt with expanded placeholders.
+        image_grid_thw: (images and videos, 3) int64, patches in time, height, width.
         second_per_grid_ts: (images and videos,) float32, seconds per time step. None = 1.
     Returns:
         position_ids: (3, N) int64.
@@ -41,47 +41,37 @@ def get_rope_index(
     ids = input_ids.tolist()
     placeholders = (model_config.image_token_id, model_config.video_token_id)
     merge = model_config.vision_config.spatial_merge_size
+    tokens_per_second = model_config.vision_config.tokens_per_second
+    given = sum(token in placeholders for token in ids)
+    needed = int(image_grid_thw.prod(1).sum()) // merge**2
+    if given != needed:
+        raise UserError(f"input_ids have {given} image and video tokens, but the grids need {needed}")
     pieces = []
     done = 0
     position = 0
     for index, (t, h, w) in enumerate(image_grid_thw.tolist()):
-        length = t * (h // merge) * (w // merge)
         begin = done
-        while begin < len(ids) and ids[begin] not in placeholders:
+        while ids[begin] not in placeholders:
             begin += 1
-        if begin == len(ids) or ids[begin : begin + length] != [ids[begin]] * length:
-            raise UserError(
-                f"input_ids lack the {length} image or video tokens that the grid {(t, h, w)} "
-                f"needs at position {begin}. Expand placeholders with the processor of this model."
-            )
         pieces.append(_text_positions(position, begin - done))
         position += begin - done
-        seconds = 1.0 if second_per_grid_ts is None else second_per_grid_ts[index].item()
-        grid = _grid_positions(t, h // merge, w // merge, seconds, model_config.vision_config)
+        time = torch.arange(t)
+        # Qwen2-VL has no tokens_per_second: one position per time step
+        if tokens_per_second is not None:
+            seconds = 1.0 if second_per_grid_ts is None else second_per_grid_ts[index].item()
+            # float32 as in the model's training: float64 sometimes rounds to another position
+            time = (time * seconds * tokens_per_second).long()
+        axes = torch.meshgrid(time, torch.arange(h // merge), torch.arange(w // merge), indexing="ij")
+        grid = torch.stack(axes).flatten(1)  # (3, merged tokens)
         pieces.append(grid + position)
         position += int(grid.max()) + 1
-        done = begin + length
-    if any(token in placeholders for token in ids[done:]):
-        raise UserError(
-            "input_ids have more image or video tokens than the grids need. Pass the grid of every image and video."
-        )
+        done = begin + grid.shape[1]
     pieces.append(_text_positions(position, len(ids) - done))
     return torch.cat(pieces, dim=1)
 
 
 def _text_positions(first: int, count: int) -> Tensor:
     return torch.arange(first, first + count).expand(3, -1)
-
-
-def _grid_positions(t: int, rows: int, cols: int, seconds: float, vision_config: VisionConfig) -> Tensor:
-    """Return time, row and column per merged token: (3, tokens)."""
-    time = torch.arange(t)
-    # Qwen2-VL has no tokens_per_second: one position per time step
-    if vision_config.tokens_per_second is not None:
-        # float32 as in the model's training: float64 sometimes rounds to another position
-        time = (time * seconds * vision_config.tokens_per_second).long()
-    axes = torch.meshgrid(time, torch.arange(rows), torch.arange(cols), indexing="ij")
-    return torch.stack(axes).flatten(1)
 
 
 def text_rotary(position_ids: Tensor, model_config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -104,8 +94,8 @@ def vision_rotary(
 ) -> tuple[Tensor, Tensor]:
     """Compute cosines and sines for the vision tower's 2-D rotary embedding.
 
-    A patch in row i and column j has angles i * frequencies, then j * frequencies; time is not encoded. The 2 x 2
-    patches in a merged token are contiguous, as in pixel_values.
+    A patch in row i and column j has angles i * frequencies, then j * frequencies; time is not encoded. Patches are
+    ordered as in pixel_values.
 
     Args:
         image_grid_thw: (images and videos, 3) int64, patches in time, height, width.

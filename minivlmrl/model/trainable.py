@@ -10,12 +10,35 @@ from minivlmrl.model.plain_weights import has_adapters, is_adapter, part_of
 
 
 def select_trained(model: nn.Module, freeze: Sequence[Frozen]):
-    """Set requires_grad of all parameters; `freeze` lists frozen model parts and layers."""
+    """Set requires_grad of all parameters.
+
+    Adapters are trained if the model has any, otherwise all parameters that are not frozen. A value model trains its
+    value head, but not its LM head.
+
+    Args:
+        freeze: frozen model parts and layers.
+    Raises:
+        UserError: the model lacks a layer in `freeze`, or no parameter is trained.
+    """
     names = [name for name, _ in model.named_parameters()]
-    frozen_layers = layer_prefixes(freeze, names)
+    frozen_layers = []  # name prefixes: ["model.layers.0.", "model.layers.1."] for "layers.0-1"
+    for match in filter(None, map(LAYERS.fullmatch, freeze)):
+        kind = {"layers": "model.layers.", "visual.blocks": "visual.blocks."}[match[1]]
+        count = len({name.partition(kind)[2].partition(".")[0] for name in names if kind in name})
+        first, last = int(match[2]), int(match[3] or match[2])
+        expected = f"a range within 0-{count - 1}, because the model has {pluralize(count, 'such layer')}"
+        require(first <= last < count, "model.freeze", match[0], expected)
+        frozen_layers += [f"{kind}{number}." for number in range(first, last + 1)]
     adapted = has_adapters(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_trained(name, freeze, frozen_layers, adapted))
+        inner_name = name.removeprefix("backbone.")  # in a value model
+        is_frozen = name != "score.weight" and (
+            name == "backbone.lm_head.weight"
+            or part_of(inner_name) in freeze
+            or inner_name.startswith(tuple(frozen_layers))
+            or (adapted and not is_adapter(name))
+        )
+        parameter.requires_grad_(not is_frozen)
     if not trained_parameters(model):
         raise UserError(
             f"model.freeze is [{', '.join(freeze)}], so no parameter would be trained. Freeze "
@@ -25,35 +48,3 @@ def select_trained(model: nn.Module, freeze: Sequence[Frozen]):
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def layer_prefixes(freeze: Sequence[Frozen], names: Sequence[str]) -> tuple[str, ...]:
-    """Return name prefixes of frozen layers: ("model.layers.0.", "model.layers.1.") for "layers.0-1".
-
-    Raises:
-        UserError: a range has layers that the model lacks.
-    """
-    prefixes = []
-    for text in freeze:
-        match = LAYERS.fullmatch(text)
-        if match is None:
-            continue
-        kind = {"layers": "model.layers.", "visual.blocks": "visual.blocks."}[match[1]]
-        count = len({name.partition(kind)[2].partition(".")[0] for name in names if kind in name})
-        first, last = int(match[2]), int(match[3] or match[2])
-        expected = f"a range within 0-{count - 1}, because the model has {pluralize(count, 'such layer')}"
-        require(first <= last < count, "model.freeze", text, expected)
-        prefixes += [f"{kind}{number}." for number in range(first, last + 1)]
-    return tuple(prefixes)
-
-
-def is_trained(name: str, freeze: Sequence[Frozen], frozen_layers: tuple[str, ...], adapted: bool) -> bool:
-    """Check whether a parameter is trained: not frozen, and in an adapter if the model has adapters.
-
-    In a value model, the value head is trained, but not the LM head.
-    """
-    if name in ("score.weight", "backbone.lm_head.weight"):
-        return name == "score.weight"
-    name = name.removeprefix("backbone.")
-    frozen = part_of(name) in freeze or name.startswith(frozen_layers)
-    return not frozen and (is_adapter(name) or not adapted)

@@ -46,11 +46,7 @@ def value_head(model: VisionLanguageModel, weight: Tensor | None = None) -> Valu
     like = model.lm_head.weight
     dtype = torch.promote_types(like.dtype, torch.float32)
     head = ValueHead(model.config.hidden_size, 1, bias=False, device=like.device, dtype=dtype)
-    with torch.no_grad():
-        if weight is None:
-            head.weight.zero_()
-        else:
-            head.weight.copy_(weight)
+    head.weight.data[:] = 0 if weight is None else weight
     if model.sharding is not None:
         model.sharding.shard_head(head)
     return head

@@ -9,14 +9,15 @@ import torch
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.generation.sampler import ENGINES
-from minivlmrl.model import build, checkpoint, logprobs, packing
-from minivlmrl.model.families.registry import hub_name
+from minivlmrl.model import checkpoint, logprobs, packing
+from minivlmrl.model.families.registry import find_family, hub_name
 
 
 class LLM:
     def __init__(self, folder, logits_processors, load_format, mm_device_do_normalize, dtype, **options):
         self.llm_engine, self.normalizes = self, mm_device_do_normalize
-        self.model = build.model_from_config(checkpoint.read_config(Path(folder)), folder).to(dtype)
+        config = checkpoint.read_config(Path(folder))
+        self.model = find_family(config.model_type).build_model(config).to(dtype)
         self.choosing = logits_processors[0](None)
         self.batch = []
         self.reset_encoder_cache = self.reset_prefix_cache = lambda: None

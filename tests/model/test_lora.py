@@ -128,7 +128,7 @@ def test_a_tf32_adapter_has_the_gradients_of_autograd(base):
     given = [base_result, x, torch.randn(3, 6, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)]
     given = [tensor.requires_grad_() for tensor in given]
     upstream = torch.randn(7, 4).to(base)
-    ours = lora.TF32Adapter.apply(*given, 1.5)
+    ours = lora.AdapterSum.apply(*given, 1.5, tf32_products)
     wide_base, wide_x, A, B = (tensor.double() for tensor in given)
     expected = wide_base + 1.5 * wide_x @ A.T @ B.T
     assert torch.allclose(ours.double(), expected.to(base).double(), rtol=1e-12, atol=1e-12)
@@ -196,7 +196,6 @@ def test_the_share_of_an_update_that_survives_rounding():
         layer.base.weight.fill_(1.0)
         layer.lora_B.fill_(1.0)
         layer.lora_A.copy_(torch.tensor([[0.01, 0.0, 0.001, 0.001]]))
-    assert lora.surviving_share(nn.Sequential(layer)) == pytest.approx(1 / 3)
     assert "33% of the weights that the adapter updates differ" in lora.merge_note(nn.Sequential(layer))
 
 

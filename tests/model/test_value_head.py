@@ -100,5 +100,5 @@ def test_wrong_and_incomplete_heads_are_refused(tmp_path, change):
     with pytest.raises(ValueError, match=r"safetensors contains .* must contain only score\.weight with shape \(1, 64"):
         load_value_model(tmp_path / "judge")
     file.write_bytes(file.read_bytes()[:20])
-    with pytest.raises(ValueError, match=r"score\.safetensors is not a complete safetensors file"):
+    with pytest.raises(ValueError, match=r"score\.safetensors: not a complete safetensors file"):
         load_value_model(tmp_path / "judge")

@@ -127,7 +127,7 @@ def drop(folder, name):
     (lambda f: drop(f, "model.norm.weight"), "model.norm.weight"),
     (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json: the file does not exist"),
     (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json: the file is not a usable tokenizer.json"),
-    (lambda f: (f / "model.safetensors").write_bytes(b"{}"), "model.safetensors is not a complete safetensors file"),
+    (lambda f: (f / "model.safetensors").write_bytes(b"{}"), "model.safetensors: not a complete safetensors file"),
     (lambda f: (f / "config.json").unlink(), "config.json"),
 ])  # fmt: skip
 def test_other_folders_are_refused_in_one_line(tmp_path, change, expected):

@@ -107,7 +107,7 @@ def test_waits_of_a_grpo_step(tmp_path, lively, name):
     options = [*options, "--sampling.stop_token_ids=[]"]  # no completion ends early
     paths = [
         mock.patch.object(vision.MLP, "forward_padded", autospec=True, side_effect=vision.MLP.forward_padded),
-        mock.patch.object(lora.TF32Adapter, "backward", side_effect=lora.TF32Adapter.backward),
+        mock.patch.object(lora.AdapterSum, "backward", side_effect=lora.AdapterSum.backward),
     ]
     with PretendCuda() as gpu, paths[0] as padded, paths[1] as tf32:
         stage = Stage(tmp_path, "grpo", *options, dtype=dtype, world=World(device=CUDA))

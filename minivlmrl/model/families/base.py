@@ -83,7 +83,7 @@ class Family:
     def share_counts(self, model: VisionLanguageModel, sum_counts: Callable[[list[int]], list[int]]):
         """Let expert layers in a sharded model sum token counts over all ranks.
 
-        If one rank uses an expert, all ranks must run that expert, because FSDP gathers its weights on all ranks.
+        If one rank uses an expert, all ranks must run it, because FSDP gathers its weights on all ranks.
         """
 
     def read_videos(self, settings: dict, where: str, images: ImageProcessor) -> Any:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from minivlmrl.errors import require
 from minivlmrl.model.config import Size, TokenId, VisionConfig
 from minivlmrl.model.families.base import Family
 
@@ -16,11 +15,6 @@ class Qwen2_5VisionConfig(VisionConfig):
     window_size: Size | None = 112
     fullatt_block_indexes: tuple[TokenId, ...] = (7, 15, 23, 31)
     tokens_per_second: Size | None = 4
-
-    def __post_init__(self):
-        if self.window_size is not None:
-            token_side = self.patch_size * self.spatial_merge_size
-            require(self.window_size >= token_side, "window_size", self.window_size, f"{token_side} or more")
 
 
 class Qwen2_5VL(Family):
