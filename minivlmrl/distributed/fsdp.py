@@ -3,8 +3,8 @@
 An FSDP unit gathers its weights before the forward pass and frees them afterwards. Units: vision blocks, decoder
 layers, untied embedding and head, and the root with all other weights.
 
-Gathering waits for all ranks, so ranks must run the same units in the same order. Therefore all ranks have equal
-numbers of prompts, micro-batches and decode steps (in_lockstep), and ranks without images encode a black image
+Gathering waits for all ranks, so ranks must run the same units in the same order: they have equal numbers of prompts,
+micro-batches and decode steps (in_lockstep), and encode a black image if only other ranks have images
 (DummyVisionForward).
 """
 
@@ -32,7 +32,6 @@ from minivlmrl.distributed.weights import (
 from minivlmrl.errors import UserError
 from minivlmrl.model.attention import GroupAttention, PackedLayout
 from minivlmrl.model.build import assign
-from minivlmrl.model.config import VisionConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import family_of
 from minivlmrl.model.lora import copy_adapter_layout
@@ -44,7 +43,7 @@ class Sharding:
     Args:
         dtype: dtype of trained weights; gradients are reduced in at least float32.
         recompute: whether to use activation checkpointing.
-        compute_dtype: dtype of gathered weights and activations, even if sharding.enabled is False; None = `dtype`.
+        compute_dtype: dtype of gathered weights and activations, None = `dtype`.
     """
 
     def __init__(
@@ -56,49 +55,63 @@ class Sharding:
         compute_dtype: torch.dtype | None = None,
     ):
         self.device = torch.device("cpu") if section.cpu_offload else world.device
-        self.mesh = make_mesh(num_shards(section, world.size), world)
+        n = num_shards(section, world.size)
+        device_type = world.device.type
+        if n == world.size:
+            self.mesh = init_device_mesh(device_type, (n,), mesh_dim_names=("shard",))
+        else:
+            ranks = torch.arange(world.size).view(-1, n)  # (replicas, shards)
+            limit = timedelta(seconds=world.timeout)  # init_device_mesh uses PyTorch's default
+            # replicate groups (ranks with the same shard), then shard groups
+            groups = [dist.new_subgroups_by_enumeration(x.tolist(), timeout=limit)[0] for x in (ranks.T, ranks)]
+            self.mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("replicate", "shard"))
         self.recompute = recompute
         self.once_per_step = section.once_per_step
         self.compute_dtype = compute_dtype or dtype
         # keep inputs such as rotary angles in float32
         gradient_dtype = torch.promote_types(dtype, torch.float32)
         self.precision = MixedPrecisionPolicy(compute_dtype, gradient_dtype, cast_forward_inputs=False)
-        self.offload = OffloadPolicy()
-        if section.cpu_offload:
-            self.offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+        self.offload = CPUOffloadPolicy(world.device.type == "cuda") if section.cpu_offload else OffloadPolicy()
 
     def shard(self, model: VisionLanguageModel):
         """Shard a model in place, on any device, including meta."""
-        has_packed_weights = not all(p.is_floating_point() for p in model.parameters())
-        if has_packed_weights and torch.__version__ < "2.13":  # pytorch 177844: integer shards fail
+        # pytorch 177844: integer shards fail
+        if torch.__version__ < "2.13" and not all(p.is_floating_point() for p in model.parameters()):
             raise UserError(
                 f"adapter.quantize: torch {torch.__version__} cannot shard the integer weights of "
                 "a quantized model; install torch 2.13, or remove sharding and model.compute_dtype"
             )
         if self.recompute:
             recompute_blocks(model)
-        for block in model.blocks():
-            self.make_unit(block, self.precision)
-        is_untied = model.lm_head.weight is not model.model.embed_tokens.weight
-        if is_untied:
-            self.make_unit(model.model.embed_tokens, self.precision)
-            self.make_unit(model.lm_head, self.precision)
+        blocks = [self.make_unit(block, self.precision) for block in model.blocks()]
+        n = len(model.visual.blocks)
+        vision_blocks, layers = blocks[:n], blocks[n:]
+        untied = []
+        if model.lm_head.weight is not model.model.embed_tokens.weight:
+            untied = [self.make_unit(x, self.precision) for x in (model.model.embed_tokens, model.lm_head)]
         root = self.shard_alone(model, self.precision)
-        # set the prefetching order: FSDP's default depends on the number of forward passes, which may differ between
-        # ranks
-        root.set_modules_to_backward_prefetch(sharded_blocks(model.model.layers)[-1:])
-        for tower in (model.visual.blocks, model.model.layers):
-            blocks = sharded_blocks(tower)
+        # prefetching order: FSDP's default depends on the forward passes so far, which may differ between ranks
+        root.set_modules_to_backward_prefetch(layers[-1:])
+        for blocks in (vision_blocks, layers):
             for previous_block, block in zip([blocks[0], *blocks], blocks, strict=False):
                 block.set_modules_to_backward_prefetch([previous_block])
                 communication_of(block).is_block = True
-        for layer in fully_used_layers(model):
-            communication_of(layer).all_reduces_once = True
-        family_of(model).share_counts(model, sum_counts)
-        if is_untied:
-            gather_embedding_and_head(model)
+        family = family_of(model)
+        for i, layer in enumerate(layers):
+            communication_of(layer).all_reduces_once = family.uses_every_parameter(model.config, i)
+        family.share_counts(model, sum_counts)
+        for unit in untied:
+            unit.set_reshard_after_forward(False)  # keep weights gathered, because decode steps use them again
+            communication_of(unit).all_reduces_once = True
+        if untied:
+            # The model reads both weights without calling the modules, so FSDP does not gather them. One unit for both
+            # would need 4.4 GB for float32 gradients of a 7B model. The hooks must run after FSDP's, which initialize
+            # FSDP.
+            embedding, head = untied
+            model.register_forward_pre_hook(lambda *_: embedding.unshard())
+            model.register_forward_hook(lambda *_: head.unshard())
         vision = DummyVisionForward()
-        # these hooks must run after FSDP's, which gather the vision tower weights
+        # must run after FSDP's hooks, which gather the vision tower
         model.register_forward_pre_hook(vision.before)
         model.model.register_forward_pre_hook(vision.before_decoder)
         model.sharding = self
@@ -122,12 +135,11 @@ class Sharding:
         return fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=self.offload)
 
     def take_shard(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Copy this rank's rows of a full tensor into a DTensor with the dtype and sharding of `like`."""
+        """Copy this rank's rows of a full tensor into a DTensor like `like`."""
         rows = shard_rows(self.mesh, len(tensor))
         local_rows = tensor[rows].to(self.device, like.dtype, copy=True)
-        assert isinstance(like, DTensor)  # fully_shard converts all parameters to DTensor
         # DTensor.from_local would move offloaded weights to the GPU
-        return DTensor(local_rows, like._spec, requires_grad=False)
+        return DTensor(local_rows, like._spec, requires_grad=False)  # pyright: ignore[reportAttributeAccessIssue]
 
     @torch.no_grad()
     def gather(self, model: VisionLanguageModel) -> VisionLanguageModel:
@@ -135,138 +147,68 @@ class Sharding:
         for unit in units(model):
             unit.unshard()
         unsharded = clone_architecture(model, self.compute_dtype)
-        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        assign(unsharded, weights | dict(model.named_buffers()))
+        weights = {name: x.detach() for name, x in (*model.named_parameters(), *model.named_buffers())}
+        assign(unsharded, weights)
         return unsharded
 
     def copy(self, model: VisionLanguageModel, in_compute_dtype: bool) -> VisionLanguageModel:
-        """Copy a sharded model; each rank copies its own shard.
-
-        Args:
-            in_compute_dtype: whether to copy weights in compute_dtype instead of their own dtype.
-        """
+        """Copy a sharded model, in compute_dtype or in the dtype of its weights; each rank copies its own shard."""
         reshard(model)
         duplicate = clone_architecture(model, self.compute_dtype if in_compute_dtype else model.lm_head.weight.dtype)
         self.shard(duplicate)
         duplicate.save_dtype = model.save_dtype
-        dtypes = {name: parameter.dtype for name, parameter in duplicate.named_parameters()}
-        weights = {}
-        for name, parameter in model.named_parameters():
-            weights[name] = parameter.detach().to(dtypes[name], copy=True)
+        copies = dict(duplicate.named_parameters())
+        weights = {name: x.detach().to(copies[name].dtype, copy=True) for name, x in model.named_parameters()}
         assign(duplicate, weights | dict(model.named_buffers()))
         return duplicate
 
 
-def make_mesh(num_shards: int, world: World) -> DeviceMesh:
-    """Return a device mesh: 8 ranks form (2, 4) with two replicas, or (8,) with one."""
-    device = world.device.type
-    if num_shards == world.size:
-        return init_device_mesh(device, (num_shards,), mesh_dim_names=("shard",))
-    # not init_device_mesh, which uses PyTorch's default timeout
-    ranks = torch.arange(world.size).view(-1, num_shards)
-    limit = timedelta(seconds=world.timeout)
-    groups = []
-    for ranks_of_groups in (ranks.T, ranks):  # replicate groups (ranks with the same shard), then shard groups
-        group, _ = dist.new_subgroups_by_enumeration(ranks_of_groups.tolist(), timeout=limit)
-        groups.append(group)
-    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=("replicate", "shard"))
-
-
-def sharded_blocks(tower: nn.ModuleList) -> list[FSDPModule]:
-    return [block for block in tower if isinstance(block, FSDPModule)]
-
-
-def fully_used_layers(model: VisionLanguageModel) -> list[FSDPModule]:
-    """Return decoder layers in which every parameter gets a gradient in every micro-batch."""
-    family = family_of(model)
-    layers = enumerate(sharded_blocks(model.model.layers))
-    return [layer for i, layer in layers if family.uses_every_parameter(model.config, i)]
-
-
-def gather_embedding_and_head(model: VisionLanguageModel):
-    """Add hooks that gather the embedding and head weights in every forward pass.
-
-    FSDP gathers weights when a module is called, but the model reads `lm_head.weight` without calling `lm_head`. A
-    single FSDP unit for embedding and head would need 4.4 GB for float32 gradients of a 7B model.
-    """
-    embedding, head = model.model.embed_tokens, model.lm_head
-    assert isinstance(embedding, FSDPModule) and isinstance(head, FSDPModule)
-
-    def gather_embedding(*_given):
-        embedding.unshard()
-
-    def gather_head(*_given):
-        head.unshard()
-
-    for unit in (embedding, head):
-        unit.set_reshard_after_forward(False)  # keep weights gathered, because decode steps use them again
-        communication_of(unit).all_reduces_once = True
-    # these hooks must run after FSDP's, which initialize FSDP
-    model.register_forward_pre_hook(gather_embedding)
-    model.register_forward_hook(gather_head)
-
-
 def sum_counts(counts: list[int]) -> list[int]:
-    """Sum integers over all ranks, on the CPU because a GPU sum would wait for unfinished kernels."""
+    """Sum integers over all ranks, on the CPU: a GPU sum would wait for unfinished kernels."""
     total = torch.tensor(counts)
     dist.all_reduce(total)
     return total.tolist()
 
 
 class DummyVisionForward:
-    """Hooks that run the vision tower on a black image if only other ranks have images.
-
-    The tower output, multiplied by 0, is added to the decoder input.
-    """
+    """Hooks that run the vision tower on a black image if only other ranks have images."""
 
     zero: Tensor | None = None  # vision tower output for the black image, times 0
 
     def before(self, model: VisionLanguageModel, arguments: tuple):
         batch = arguments[0]
         self.zero = None
-        if dist.get_world_size() == 1:
-            return
         runs_tower = len(batch.image_grid_thw) > 0 and batch.vision_embeds is None
         on_any_rank = torch.tensor(int(runs_tower))  # CPU tensor, so that ranks do not wait for their GPU
         dist.all_reduce(on_any_rank, dist.ReduceOp.MAX)
         if on_any_rank and not runs_tower:
-            self.zero = forward_black_image(model.visual, model.config.vision_config, batch.input_ids.device)
+            vision_config = model.config.vision_config
+            merge_size = vision_config.spatial_merge_size
+            black_patches = torch.zeros(merge_size**2, vision_config.patch_dim, device=batch.input_ids.device)
+            self.zero = 0 * model.visual(black_patches, torch.tensor([[1, merge_size, merge_size]])).sum()
 
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
-        """Add the tower output, times 0, to the decoder input, so that all ranks run the same backward pass."""
-        if self.zero is None:
+        """Add the tower output, times 0, to the decoder input, to run the same backward pass as other ranks."""
+        zero, self.zero = self.zero, None  # free the autograd graph of the black image
+        if zero is None:
             return None
         x, *others = arguments
-        x = x + self.zero
-        self.zero = None  # free the autograd graph of the black image
-        return (x, *others)
-
-
-def forward_black_image(tower: nn.Module, vision_config: VisionConfig, device: torch.device) -> Tensor:
-    """Run the vision tower on a one-token black image; return 0 * output."""
-    merge_size = vision_config.spatial_merge_size
-    black_patches = torch.zeros(merge_size**2, vision_config.patch_dim, device=device)
-    return 0 * tower(black_patches, torch.tensor([[1, merge_size, merge_size]])).sum()
+        return (x + zero, *others)
 
 
 def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLanguageModel, world: World) -> Callable:
-    """Wrap sample_token so that all ranks run a sharded decoder for the same number of steps.
-
-    A rank whose completions are all finished runs the decoder on a dummy token until all ranks have finished.
-    """
+    """Wrap sample_token: a rank with finished completions decodes a dummy token until all ranks have finished."""
 
     def sample_together(logits: Tensor, rows: Tensor, counts: Tensor):
         ids, logps, ends = sample_token(logits, rows, counts)
-        all_end = (ends | (counts + 1 == max_new_tokens)).all()
-        if not all_end:
+        if not (ends | (counts + 1 == max_new_tokens)).all():
             world.sum(1)
             return ids, logps, ends
         device = world.device  # not the device of the weights, which may be the CPU
-        token = torch.zeros(1, dtype=torch.long, device=device)
-        position_ids = torch.zeros(3, 1, device=device)
+        zeros = torch.zeros(3, 1, dtype=torch.long, device=device)
         attention = GroupAttention(PackedLayout([1], [[]], device))
         while world.sum(0)[0]:
-            model.model(model.model.embed_tokens(token), position_ids, attention)
+            model.model(model.model.embed_tokens(zeros[0]), zeros, attention)
         return ids, logps, ends
 
     return sample_together

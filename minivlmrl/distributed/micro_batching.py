@@ -1,8 +1,7 @@
 """Split prompts and completions into micro-batches with a limited number of tokens.
 
 Sampled completions do not depend on micro-batches, because each prompt has its own random numbers. Most losses divide
-by the number of tokens or completions in the whole optimizer step, so micro-batch gradients add up to the full
-gradient.
+by tokens or completions in the whole optimizer step, so micro-batch gradients add up to the full gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +19,9 @@ def split_into_micro_batches(
 ) -> list[list[tuple[int, int]]]:
     """Split prompts and their completions into micro-batches.
 
-    With max_tokens, prompts with similar lengths share a micro-batch, and a group of completions that is too large is
-    split. All ranks get the same number of micro-batches, as sharded models require. Example with micro-batches of 20,
-    12 and 50 tokens (a single completion may exceed max_tokens):
+    With max_tokens, prompts of similar length share a micro-batch, and large groups of completions are split. All ranks
+    get the same number of micro-batches, as sharded models require. Example with micro-batches of 20, 12 and 50 tokens
+    (a single completion may exceed max_tokens):
 
         >>> split_into_micro_batches([(10, [5, 5]), (10, [40, 2])], max_prompts=2, max_tokens=40)
         [[(0, 0), (0, 1)], [(1, 1)], [(1, 0)]]
@@ -31,7 +30,7 @@ def split_into_micro_batches(
         lengths: (prompt tokens, tokens per completion), for each prompt.
         max_prompts: maximum prompts per micro-batch.
         max_tokens: maximum tokens per micro-batch, counting each prompt once; None = no limit.
-        world: all ranks must call this function together; None = a single process.
+        world: ranks, which must all call this function; None = a single process.
     Returns:
         micro-batches as lists of (prompt index, completion index).
     """
@@ -39,8 +38,7 @@ def split_into_micro_batches(
     if max_tokens is not None:
         order.sort(key=lambda i: lengths[i][0] + max(lengths[i][1]))
     limit = max_tokens or float("inf")
-    micro_batches = []
-    current = []
+    micro_batches = [[]]
     tokens = 0
     for i in order:
         prompt_length, completion_lengths = lengths[i]
@@ -48,26 +46,23 @@ def split_into_micro_batches(
         group_tokens = prompt_length + sum(completion_lengths)
         if group_tokens > limit:
             rows.sort(key=lambda row: row[1])
-        is_full = len({i for i, _ in current}) == max_prompts or tokens + group_tokens > limit
+        if len({i for i, _ in micro_batches[-1]}) == max_prompts or tokens + group_tokens > limit:
+            micro_batches.append([])
+            tokens = 0
+        tokens += prompt_length
         for number, (j, length) in enumerate(rows):
-            if number > 0:
-                is_full = tokens + length > limit
-            if is_full:
-                micro_batches.append(current)
-                current = []
-                tokens = 0
-            if number == 0 or not current:
-                tokens += prompt_length
+            if number > 0 and tokens + length > limit:
+                micro_batches.append([])
+                tokens = prompt_length
             tokens += length
-            current.append((i, j))
-    micro_batches.append(current)
+            micro_batches[-1].append((i, j))
     micro_batches = [rows for rows in micro_batches if rows]
     num_micro_batches = max(world.gather_objects(len(micro_batches))) if world else 0
     while len(micro_batches) < num_micro_batches:
         largest = max(micro_batches, key=len)
-        index = micro_batches.index(largest)
         half = len(largest) // 2
-        micro_batches[index : index + 1] = [largest[:half], largest[half:]]
+        micro_batches.insert(micro_batches.index(largest), largest[:half])
+        del largest[:half]
     return micro_batches
 
 

@@ -34,7 +34,7 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    # callback that raises after a signal such as SIGTERM, called often in slow work
+    # raises after a signal such as SIGTERM; called often in slow work
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # timeout of collective operations, in seconds
     max_wait: float | None = None  # timeout of `barrier`, in seconds; None = no limit
@@ -65,10 +65,10 @@ class World:
         return [*share, *items[:missing]], len(share)
 
     def sum(self, *values: float) -> list[float]:
-        """Sum each value over all ranks."""
+        """Sum values over all ranks."""
         if self.size == 1:
             return list(values)
-        # sum on the CPU, because a GPU sum would wait for unfinished kernels
+        # on the CPU: a GPU sum would wait for unfinished kernels
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
         return total.tolist()
@@ -103,14 +103,14 @@ class World:
     def barrier(self, work: str = "do its part"):
         """Wait for all ranks, which may take longer than World.timeout.
 
-        After a minute, a rank prints which ranks it waits for. If a rank hangs for longer than World.max_wait, other
-        ranks raise an error, and the hanging process prints a traceback and exits with code 1.
+        After a minute, a rank prints which ranks are late. If a rank is later than World.max_wait, others raise an
+        error, and the late process prints a traceback and exits with code 1.
 
         Args:
             work: what ranks do, for messages, such as "read images".
 
         Raises:
-            RuntimeError: a rank has ended, or is more than World.max_wait late.
+            RuntimeError: a rank has ended, or is later than World.max_wait.
         """
         if self.size > 1:
             with log_stragglers(self.store, self.rank, self.size, work):
@@ -120,11 +120,11 @@ class World:
     def run_after_error(self, work: Callable[["World"], object], alone: bool) -> bool:
         """Save the run after an error by calling `work`; every rank with an error must call this method.
 
-        If all ranks have an error, they save together. Otherwise the first rank saves alone, while others wait, because
-        torchrun kills all ranks as soon as one exits.
+        If all ranks have an error, they save together. Otherwise the first rank saves alone, and others wait, because
+        torchrun kills all ranks when one exits.
 
         Args:
-            work: function that saves, called with a World of the saving ranks.
+            work: saves, called with a World of the saving ranks.
             alone: whether a single rank can run `work`.
         """
         if self.size == 1:
@@ -138,7 +138,7 @@ class World:
         store.set(errors[self.rank], "")
         # rank 0 stops waiting first and saves, because only rank 0 knows the log file lengths
         limit = timedelta(seconds=LAST_ERRORS + min(self.rank, 1))
-        with suppress(dist.DistError):  # DistError if a rank reports no error within `limit`
+        with suppress(dist.DistError):  # no error of another rank within `limit`
             store.wait(errors, limit)
             own = "all"
         workers = store.compare_set("ranks that save", "", own).decode()  # the first rank decides which ranks save
@@ -170,19 +170,13 @@ class World:
         return future.result()
 
     def run_on_rank_zero(self, work: Callable[[], Value], name: str = "do its part") -> Value | None:
-        """Call `work` only on rank 0; return its result, or None on other ranks.
-
-        All ranks must call this method; an error on rank 0 is raised on all ranks.
-        """
+        """Return the result of `work` on rank 0, None on others, and raise its error on all; all must call this."""
         return self.run_on_all_ranks(work if self.is_main else lambda: None, name)
 
     def compute_on_rank_zero(self, work: Callable[[], Value], name: str = "do its part") -> Value:
-        """Call `work` on rank 0, and return its picklable result on all ranks.
-
-        All ranks must call this method; an error on rank 0 is raised on all ranks.
-        """
-        result = self.gather_objects(self.run_on_rank_zero(work, name))[0]
-        return result  # pyright: ignore[reportReturnType] (None only if work returned None)
+        """Return the picklable result of `work` on rank 0, or raise its error, on all ranks; all must call this."""
+        result = self.run_on_rank_zero(work, name)
+        return self.gather_objects(result)[0]  # pyright: ignore[reportReturnType] (None only if work returned None)
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]):
         """Sum gradients over all ranks."""
@@ -190,10 +184,10 @@ class World:
         if self.size == 1:
             return
         num_ranks = self.sum(*(parameter.grad is not None for parameter in parameters))
-        # gradients that are None on all ranks stay None: with zeros, AdamW would apply weight decay
-        trained = [parameter for parameter, n in zip(parameters, num_ranks, strict=True) if n]
         gradients = []
-        for parameter in trained:
+        for parameter, n in zip(parameters, num_ranks, strict=True):
+            if not n:  # stays None: with zeros, AdamW would apply weight decay
+                continue
             if parameter.grad is None:  # vision weights have no gradient on a rank without images
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
@@ -210,41 +204,44 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
     """Select device and CPU threads, and connect the ranks started by torchrun.
 
     Args:
-        num_threads: CPU threads, None = default_num_threads.
-        timeout: timeout of collective operations, in seconds; not used by World.barrier.
+        num_threads: CPU threads, None = OMP_NUM_THREADS or CPU cores per process.
+        timeout: timeout of collective operations, in seconds.
         sharded: whether weights are sharded, which needs a process group even for one process.
         max_wait: timeout of World.barrier, in seconds, None = no limit.
-
-    Raises:
-        UserError: this rank has no GPU, or the ranks cannot be connected.
     """
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    torch.set_num_threads(num_threads or default_num_threads(local_size))
+    if num_threads is None:
+        # with several processes, ignore OMP_NUM_THREADS=1, torchrun's default
+        requested = os.environ.get("OMP_NUM_THREADS", "")
+        if requested.isdecimal() and int(requested) > (local_size > 1):
+            num_threads = int(requested)
+        else:
+            cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+            num_threads = max(1, len(cores) // local_size)
+    torch.set_num_threads(num_threads)
     device = find_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = None
     if size > 1 or sharded:
-        from minivlmrl.distributed.network import attempt_store, connect, ending_with_dead_hosts
+        from minivlmrl.distributed.network import attempt_store, close_dead_connections, connect
 
         # loopback on a single host: gloo may find no network interface in a container
         if local_size == size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         time_limit = timedelta(seconds=timeout)
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        if size > 1:
-            store = attempt_store(time_limit)
+        store = attempt_store(time_limit) if size > 1 else dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         connect(store, rank, size, device, time_limit)
         if size > 1:
             global barrier_group
-            with ending_with_dead_hosts(timeout):
-                # new_group returns NON_GROUP_MEMBER only on ranks outside the group
-                barrier_group = dist.new_group(  # pyright: ignore[reportAssignmentType]
-                    backend="gloo", timeout=longest_wait(max_wait)
-                )
+            # new_group returns NON_GROUP_MEMBER only on ranks outside the group
+            barrier_group = dist.new_group(  # pyright: ignore[reportAssignmentType]
+                backend="gloo", timeout=longest_wait(max_wait)
+            )
+            close_dead_connections(timeout)
     return World(rank, size, device, timeout=timeout, max_wait=max_wait, store=store)
 
 
@@ -260,25 +257,10 @@ def monitored_barrier(limit: timedelta, names_all: bool = False):
         names_all: whether to wait for the whole limit, to list all late ranks in the error.
 
     Raises:
-        RuntimeError: a rank has ended or is late. On rank 0, the message names the rank: "Rank 1 failed to pass
-            monitoredBarrier".
+        RuntimeError: a rank has ended or is late; on rank 0, "Rank 1 failed to pass monitoredBarrier".
     """
     if barrier_group is not None:
         dist.monitored_barrier(barrier_group, limit, wait_all_ranks=names_all)
-
-
-def default_num_threads(local_size: int) -> int:
-    """Return OMP_NUM_THREADS, or CPU cores per process.
-
-    With several processes, OMP_NUM_THREADS=1 is ignored, because it is torchrun's default.
-    """
-    requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if requested.isdecimal() and int(requested) > (local_size > 1):
-        return int(requested)
-    num_cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        num_cores = len(os.sched_getaffinity(0))
-    return max(1, num_cores // local_size)
 
 
 def shutdown(world: World):

@@ -18,8 +18,6 @@ from minivlmrl.model.checkpoint import check_finite, file_weights, unused_tensor
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.plain_weights import Stacked, Weight, gather_full_tensor, has_adapters
 
-MAX_SHARD_SIZE = 5 * 10**9  # maximum bytes per weights file
-
 
 def save_model(
     folder: str | Path,
@@ -29,21 +27,22 @@ def save_model(
     base: str | None = None,
     write_more_files: Callable[[Path], None] | None = None,
     merge: bool = True,
-    max_shard_size: int = MAX_SHARD_SIZE,
+    max_shard_size: int = 5 * 10**9,
 ):
     """Save a model and its processor as a folder for transformers and vLLM.
 
-    Adapters are merged, and also saved separately in adapter/ in PEFT format. An existing folder is replaced only after
-    all files are written. Weights are saved in model.save_dtype, None = their own dtype.
+    Adapters are merged, and also saved in adapter/ in PEFT format. An existing folder is replaced only after all files
+    are written. Weights are saved in model.save_dtype, None = their own dtype.
 
     All ranks must call this function. Weights are gathered one file at a time, because the full model may not fit on
-    rank 0. Only rank 0 writes; its errors are raised on all ranks.
+    rank 0, which writes all files; its errors are raised on all ranks.
 
     Args:
         world: ranks, or None for a single process.
         base: base model folder or repository, for adapter_config.json.
         write_more_files: writes more files into the new folder.
         merge: if False, save only adapters.
+        max_shard_size: maximum bytes per weight file.
     """
     world = world or World()
     with error_phase("save"), ExitStack() as saving:
@@ -53,9 +52,10 @@ def save_model(
         unused = {}
         if merge:
             unused = world.run_on_rank_zero(lambda: unused_tensors(model), "read the weights of the base") or {}
-        sizes = {name: size_in_file(weight, model.save_dtype) for name, weight in weights.items()}
+        shapes = {name: on_meta(weight) for name, weight in weights.items()}
+        sizes = {name: x.to(model.save_dtype or x.dtype).nbytes for name, x in shapes.items()}
         sizes |= {name: tensor.nbytes for name, tensor in unused.items()}
-        # take the file list from rank 0, because only rank 0 has read the unused tensors
+        # only rank 0 has read the unused tensors
         files = world.gather_objects(divide(sizes, max_shard_size))[0]
         new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder)), f"open {folder}")
         new_folder = new_folder or Path(folder)
@@ -97,12 +97,6 @@ def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Pa
     return gather_adapter(model, base)
 
 
-def size_in_file(weight: Weight, save_dtype: torch.dtype | None) -> int:
-    """Return a weight's size in a file, in bytes, without gathering it."""
-    tensor = on_meta(weight)
-    return tensor.to(save_dtype or tensor.dtype).nbytes
-
-
 def divide(sizes: Mapping[str, int], max_shard_size: int) -> dict[str, list[str]]:
     """Assign tensors to files in order; return {file: tensor names}.
 
@@ -136,15 +130,14 @@ def write_other_files(
     write_adapter: Callable[[Path], None] | None,
 ):
     """Write config, processor and adapter into a model folder, or only the adapter if not `merge`."""
-    settings = processor.tokenizer.files.get(INFERENCE_CONFIG)
     if merge:
         write_settings(folder, model, processor)
-    elif settings is not None:
-        (folder / INFERENCE_CONFIG).write_bytes(settings)
     if write_adapter is not None:
         write_adapter(folder / "adapter")
-        if settings is not None:
-            (folder / "adapter" / INFERENCE_CONFIG).write_bytes(settings)
+    settings = processor.tokenizer.files.get(INFERENCE_CONFIG)
+    for target in (folder, folder / "adapter"):
+        if settings is not None and target.is_dir():
+            (target / INFERENCE_CONFIG).write_bytes(settings)
 
 
 def on_meta(weight: Weight) -> Tensor:

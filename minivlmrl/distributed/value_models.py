@@ -35,11 +35,7 @@ def save_value_model(
     """
     reshard(model.score)
     head = {"score.weight": gather_full_tensor(model.score.weight).cpu()}
-
-    def write_head(new_folder: Path):
-        save_tensors(head, new_folder / HEAD_FILE)
-
-    save_model(folder, model.backbone, processor, world, base, write_head, merge)
+    save_model(folder, model.backbone, processor, world, base, lambda new: save_tensors(head, new / HEAD_FILE), merge)
 
 
 def load_critic(

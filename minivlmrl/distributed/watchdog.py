@@ -18,7 +18,7 @@ def log_stragglers(store: Store | None, rank: int, size: int, work: str) -> Iter
     """Print which ranks are late if a `with` block takes longer than a minute.
 
     Args:
-        store: torch.distributed store that counts calls per rank, None = print nothing.
+        store: torch.distributed store to count calls per rank, None = print nothing.
         work: what ranks do, for the message, such as "read images".
     """
     if store is None:
@@ -28,10 +28,9 @@ def log_stragglers(store: Store | None, rank: int, size: int, work: str) -> Iter
 
     def print_notice():
         waits = [store.add(f"waits of rank {other}", 0) for other in range(size)]
-        late = [str(other) for other, done in enumerate(waits) if done < number]
+        late = [other for other, done in enumerate(waits) if done < number]
         if late:
-            ranks = f"{'rank' if len(late) == 1 else 'ranks'} {', '.join(late)}"
-            print(f"rank {rank} has waited {NOTICE:g} s for {ranks} to {work}", file=sys.stderr, flush=True)
+            print(f"rank {rank} has waited {NOTICE:g} s for ranks {late} to {work}", file=sys.stderr, flush=True)
 
     timer = threading.Timer(NOTICE, print_notice)
     timer.daemon = True
@@ -53,10 +52,10 @@ def hang_watchdog(max_wait: float | None, size: int) -> Iterator[None]:
 
 
 def restart_watchdog(max_wait: float | None, size: int):
-    """Restart the timer that ends this process if it hangs.
+    """Restart the timer to end this process if it hangs.
 
     Args:
-        max_wait: seconds, None = no limit; doubled with several ranks, so that waiting ranks can save a checkpoint.
+        max_wait: seconds, None = no limit; doubled with several ranks, to let waiting ranks save a checkpoint.
     """
     if max_wait is not None:
         limit = max_wait if size == 1 else 2 * max_wait

@@ -1,7 +1,6 @@
 """Functions for models that may be sharded with FSDP2.
 
-Sharded models have an attribute `sharding` (distributed.fsdp.Sharding). PyTorch's FSDP is not imported here, because
-most runs do not need it.
+PyTorch's FSDP is not imported here, because most runs do not need it.
 """
 
 import copy
@@ -31,11 +30,7 @@ compute_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=Fals
 
 
 def num_shards(section: ShardingOptions, num_ranks: int) -> int:
-    """Return the number of ranks per replica.
-
-    Raises:
-        UserError: the number of ranks is not a multiple of sharding.replicas.
-    """
+    """Return the number of ranks per replica."""
     if num_ranks % section.replicas:
         raise UserError(
             f"sharding.replicas is {section.replicas}, but the number of ranks, {num_ranks}, is "
@@ -44,13 +39,9 @@ def num_shards(section: ShardingOptions, num_ranks: int) -> int:
     return num_ranks // section.replicas if section.enabled else 1
 
 
-def is_unit(module: nn.Module) -> "TypeGuard[FSDPModule]":
-    """Return True for an FSDP unit, whose weights are gathered and freed together."""
-    return hasattr(type(module), "unshard")
-
-
 def units(module: nn.Module) -> "list[FSDPModule]":
-    return [part for part in module.modules() if is_unit(part)]
+    """Return all FSDP units in a module, whose weights are gathered and freed together."""
+    return [part for part in module.modules() if hasattr(type(part), "unshard")]  # pyright: ignore[reportReturnType]
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -58,7 +49,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def is_part(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Return True for a DTensor, which contains only some rows on each rank."""
+    """Return True for a DTensor, with only some rows on each rank."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -75,8 +66,8 @@ class Communication:
     once_per_step: bool
     # vision block or decoder layer, whose weights are freed after the forward pass
     is_block: bool = False
-    # whether replicas all-reduce gradients only in the last micro-batch. FSDP reduces a unit's gradients as one
-    # tensor, so every parameter needs a gradient in every micro-batch.
+    # whether replicas all-reduce gradients only in the last micro-batch; every parameter of the unit then needs a
+    # gradient in every micro-batch, because FSDP reduces them as one tensor
     all_reduces_once: bool = False
     was_gathered: bool = False  # FSDP cannot postpone reduction in a unit that was never gathered
 
@@ -88,8 +79,7 @@ def communication_of(unit: "FSDPModule") -> Communication:
 def begin_micro_batch(module: nn.Module, is_last: bool):
     """Set whether FSDP gathers weights and reduces gradients in the next micro-batch.
 
-    By default, every micro-batch gathers and reduces. With sharding.once_per_step, the first micro-batch in a step
-    gathers weights, and the last reduces gradients.
+    Every micro-batch gathers and reduces; with sharding.once_per_step, the first gathers and the last reduces.
     """
     for unit in units(module):
         communication = communication_of(unit)
@@ -106,7 +96,7 @@ def begin_micro_batch(module: nn.Module, is_last: bool):
 
 
 def end_micro_batches(module: nn.Module):
-    """Free gathered weights after the last micro-batch in a step, before the optimizer updates the shards."""
+    """Free gathered weights before the optimizer updates the shards."""
     for unit in units(module):
         if communication_of(unit).once_per_step:
             unit.set_reshard_after_forward(communication_of(unit).is_block, recurse=False)
@@ -126,8 +116,8 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
     """Yield the model for sampling, without gradients.
 
     Args:
-        gather_weights: if True, gather all weights first, so ranks may run different numbers of forward passes. If
-            False, gather single layers; all ranks must run the same number of passes (fsdp.in_lockstep).
+        gather_weights: if True, gather all weights first; ranks may then run different numbers of forward passes. If
+            False, gather single layers; all ranks must run the same number (fsdp.in_lockstep).
     """
     if model.sharding is None:
         with adapter_copies(model), torch.inference_mode():
@@ -156,9 +146,7 @@ def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn
 
 
 def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> VisionLanguageModel:
-    """Copy a model, or this rank's shard.
-
-    Copies of an unsharded model with adapters share its base weights.
+    """Copy a model, or this rank's shard; copies of unsharded models with adapters share the base weights.
 
     Args:
         in_compute_dtype: if True, copy a sharded model in its compute dtype.

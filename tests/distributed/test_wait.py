@@ -212,7 +212,7 @@ def test_a_rank_that_hangs_in_reading_an_image(home, lively, tmp_path, early_not
 
     assert fork_processes(2, begin) == [1, 9]
     message = capfd.readouterr().err
-    assert "rank 0 has waited 0.5 s for rank 1 to read images" in message
+    assert "rank 0 has waited 0.5 s for ranks [1] to read images" in message
     assert "saved after step 2 in" in message and "continue with --resume=auto" in message
     check_resumed(home, tmp_path)
 
@@ -226,7 +226,7 @@ def test_a_rank_that_hangs_in_a_tracker(home, lively, tmp_path, early_notices, c
 
     assert fork_processes(2, begin) == [1, 1]
     message = capfd.readouterr().err
-    assert "rank 1 has waited 0.5 s for rank 0 to finish its callbacks and trackers" in message
+    assert "rank 1 has waited 0.5 s for ranks [0] to finish its callbacks and trackers" in message
     assert "saved after step 3 in" in message and "continue with --resume=auto" in message
     assert "in hang" in message  # the traceback of rank 0
     check_resumed(home, tmp_path)
