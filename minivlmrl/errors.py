@@ -1,4 +1,4 @@
-"""Error messages that say where an error is, which value is wrong, and how to fix it."""
+"""Error messages: place, wrong value, and how to fix it."""
 
 import difflib
 import os
@@ -14,9 +14,9 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent
 # folders with minivlmrl's own code
 OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kernels", "recipes"))
-# folders that import only torch, and raise ValueError instead of UserError
+# folders without UserError: they import only torch, and raise ValueError
 TORCH_ONLY = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in ("minivlmrl/losses", "minivlmrl/kernels", "kernels"))
-# user Python files, named in recipes as `file.py:name`
+# Python files named in recipes as `file.py:name`
 USER_FILES: set[str] = set()
 
 # shortened in messages: quoted strings from 80 characters, words from 500
@@ -31,16 +31,16 @@ NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|ST
 
 
 class UserError(ValueError):
-    """Error that the user can fix, shown without a traceback."""
+    """Error for the user to fix, shown without a traceback."""
 
 
 class error_context(AbstractContextManager):
-    """Convert a ValueError in the `with` block to a UserError that begins with a file, row or field.
+    """Put a file, row or field before a ValueError in the `with` block, as a UserError.
 
-    Other exceptions get the file, row or field as a note.
+    Other exceptions get a note.
     """
 
-    # used for every data row, so a class: contextlib.contextmanager is slower
+    # a class, because contextlib.contextmanager is slower, and every data row needs it
     def __init__(self, where: str | Path):
         self.where = where
 
@@ -53,7 +53,7 @@ class error_context(AbstractContextManager):
 
 
 def user_error_message(error: BaseException) -> str | None:
-    """Return a one-line message for an error that needs no traceback, otherwise None.
+    """Return a one-line message, or None for an error with a traceback.
 
     UserError, OSError and out-of-memory errors need no traceback, unless user code raised them.
     """
@@ -69,7 +69,7 @@ def user_error_message(error: BaseException) -> str | None:
         return None
     message = "; ".join([str(error), *getattr(error, "__notes__", ())])
     line = " ".join(message.split())
-    is_path = isinstance(error, OSError) and len(line) < 500  # keep the file name, which truncation could drop
+    is_path = isinstance(error, OSError) and len(line) < 500  # truncation could drop the file name
     return line if is_path else truncate_message(line)
 
 
@@ -118,15 +118,12 @@ def truncate_message(error: str | Exception) -> str:
     text = LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", text)
     if len(text) <= MAX_MESSAGE:
         return text
-    # keep the end of the message, which says how to fix the error
+    # the end says how to fix the error
     return f"{text[: MAX_MESSAGE // 2]} ... {text[-MAX_MESSAGE // 2 + 5 :]}"
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True for out-of-memory errors on GPU or host.
-
-    PyTorch raises OutOfMemoryError for GPU memory, but RuntimeError for host memory.
-    """
+    """Return True for out-of-memory errors on GPU (OutOfMemoryError) or host (RuntimeError)."""
     if not isinstance(error, RuntimeError):
         return isinstance(error, MemoryError)
     # check torch.OutOfMemoryError by name, because errors.py must not import torch

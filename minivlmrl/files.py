@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minivlmrl.errors import UserError, pluralize
+from minivlmrl.errors import UserError
 from minivlmrl.json_files import read_json
 
 SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
@@ -22,7 +22,7 @@ ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD_FILE = "score.safetensors"  # value head weights, in the same folder as the backbone
 ADAPTER_CONFIG = "adapter/adapter_config.json"
 RUN_CONFIG = "config.yaml"  # all run options, saved in output_dir
-# options that affect generation, saved beside the weights
+# generation options, saved beside the weights
 INFERENCE_CONFIG = "minivlmrl.yaml"
 
 
@@ -37,7 +37,7 @@ def _what_to_do(folder: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files in a folder: model.safetensors, otherwise all shards.
+    """Return a folder's weight files: model.safetensors, otherwise all shards.
 
     Raises:
         UserError: no safetensors files, or a missing shard.
@@ -56,17 +56,14 @@ def weight_files(folder: Path) -> list[Path]:
             "same folder. Download the folder again."
         )
     files = [folder / file for file in sorted(shards)]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise UserError(
-            f"{index} lists {pluralize(len(files), 'file')}, but the folder lacks {len(missing)} of "
-            f"them, for example {missing[0]}. Download the folder again."
-        )
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{index} lists {file.name}, but the folder lacks it. Download the folder again.")
     return files
 
 
 def check_model_folder(folder: Path):
-    """Raise UserError if a folder contains no model, with advice for run and adapter folders."""
+    """Raise UserError for a folder without a model, with advice for run and adapter folders."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json. {_what_to_do(folder)}.")
 
@@ -105,7 +102,7 @@ def file_to_write(path: str | Path) -> Path:
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """Return a file's path in a folder; raise UserError for a link to outside the folder."""
+    """Return the path of a file in a folder; raise UserError for a link to outside."""
     path = folder / name
     target = path.resolve()
     if not target.is_relative_to(folder.resolve()):
@@ -127,7 +124,7 @@ def file_stamps(*folders: str | Path) -> dict[Path, tuple[int, ...]]:
 
 @contextmanager
 def unchanged(*folders: str | Path, since: dict[Path, tuple[int, ...]] | None = None) -> Iterator[None]:
-    """Context manager: raise UserError if files were replaced while the block read them.
+    """Raise UserError if files are replaced during the `with` block.
 
     Args:
         since: earlier result of file_stamps, None = take stamps at block start.

@@ -48,7 +48,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_downloaded(path: Path):
-    """Raise UserError if a file is a Git LFS pointer."""
+    """Raise UserError for a Git LFS pointer."""
     with path.open("rb") as file:
         is_pointer = file.read(len(LFS)) == LFS
     if is_pointer:
@@ -59,7 +59,7 @@ def check_downloaded(path: Path):
 
 
 def read_json(path: Path) -> dict:
-    """Read a JSON file that contains one object.
+    """Read a JSON object from a file.
 
     Raises:
         UserError: the file contains no JSON object.
@@ -75,7 +75,7 @@ def read_json(path: Path) -> dict:
 
 
 def json_text(content, **options) -> str:
-    """Convert a value to JSON; NaN and infinity become null, and values that JSON lacks become str(value)."""
+    """Convert a value to JSON; NaN and infinity become null, and other unknown values strings."""
     return json.dumps(_DECODER.decode(json.dumps(content, default=str)), **options)
 
 

@@ -192,15 +192,15 @@ def read_checkpoint(folder: Path, world: World) -> TrainerState | None:
 
     try:
         return world.run_on_all_ranks(check, "read the checkpoints")
-    except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-            raise UserError(
-                f"resume: the checkpoint {folder} cannot be read ({error}). Try again, or continue from an older "
-                "checkpoint with --resume=FOLDER, which deletes this one"
-            ) from error
+    except (FileNotFoundError, ValueError) as error:
         if world.is_main:
             print(f"checkpoint {folder} is damaged and is ignored: {error}", flush=True)
         return None
+    except OSError as error:
+        raise UserError(
+            f"resume: the checkpoint {folder} cannot be read ({error}). Try again, or continue from an older "
+            "checkpoint with --resume=FOLDER, which deletes this one"
+        ) from error
 
 
 def load_checkpoint(folder: Path, stamps: dict, trainer: Trainer, optimizer: Optimizer):
@@ -212,10 +212,8 @@ def load_checkpoint(folder: Path, stamps: dict, trainer: Trainer, optimizer: Opt
     what = f"{folder}: this checkpoint was saved with a different model or recipe"
     with unchanged(folder, since=stamps), error_context(what):
         shards = find_shards(folder)
-        with_moments = []
-        for name, parameter in trainer.trained.named_parameters():
-            if any(key.startswith(f"optimizer.{name}/") for key in shards):
-                with_moments.append(parameter)
+        saved = {key.split("/")[0] for key in shards}
+        with_moments = [p for name, p in trainer.trained.named_parameters() if f"optimizer.{name}" in saved]
         begin_state(optimizer, with_moments)
         targets = tensors(trainer, optimizer)
         unmatched = sorted(targets.keys() ^ shards.keys())

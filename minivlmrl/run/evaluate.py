@@ -45,12 +45,12 @@ def evaluate(
     rewards = [replace(reward, log=RewardLog(*steps)) for reward in held_out_rewards(config)]
     # no top_p or repetition_penalty: accuracies must be comparable between runs
     sampling = replace(evaluation_sampling(config.sampling), **UNFILTERED)
-    ways = [("sampled", 1.0, None), ("greedy", 0.0, None)]
+    ways = {"sampled": None, "greedy": None}
     if config.data.eval_without_images:
-        ways += [(name, 1.0, images) for name, images in IMAGE_ABLATIONS.items()]
+        ways |= IMAGE_ABLATIONS
     means = {}
-    for name, temperature, images in ways:
-        options = replace(sampling, temperature=temperature)
+    for name, images in ways.items():
+        options = replace(sampling, temperature=0.0 if name == "greedy" else 1.0)
         sample = make_sampler(model, processor, options, world, config.rollout.gather_weights)
         parts = generate_for_rows(
             sample, rows, 1, rewards, "evaluation", lambda _row, _completions, scores: scores[0], images

@@ -147,9 +147,10 @@ class Results:
         self.log.evaluation(stage, steps_done, values, seconds)
         self.callbacks.on_evaluation(stage, steps_done, len(held_out))
         self.world.barrier("finish its callbacks and trackers")
-        best_metric = config.best_metric
-        if trainer is not None and best_metric is not None and best_metric in values:
-            score = values[best_metric] * (-1 if best_metric in lowered_metrics(config) else 1)
+        score = values.get(str(config.best_metric))
+        if trainer is not None and score is not None:
+            if config.best_metric in lowered_metrics(config):
+                score = -score
             if self.state.best is None or score > self.state.best:
                 self.state.best = score
                 self.save(trainer, self.folder / BEST)

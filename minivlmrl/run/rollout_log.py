@@ -207,11 +207,7 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: dict[int, 
 
 def describe_turn(turn: Completion, processor: Processor) -> dict:
     row = turn.prompt and turn.prompt.row
-    return {
-        "text": processor.decode_assistant_turn(turn),
-        "tokens": len(turn.ids),
-        "shown": row is not None and len(row.images) > 0,
-    }
+    return {"text": processor.decode_assistant_turn(turn), "tokens": len(turn.ids), "shown": bool(row and row.images)}
 
 
 def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:

@@ -278,7 +278,7 @@ REFUSED = {  # fault of a folder: (change, sentence of the error)
     "a tensor in two files": (shards(repeat), TWICE),
     "a tensor under two names": (shards(partial(repeat, prefix="model.")), TWICE),
     "a missing shard": (
-        shards(lambda files: files[-1].unlink()), r"lists \d+ files, but the folder lacks 1 of .* model-(\d+)-of-\1"),
+        shards(lambda files: files[-1].unlink()), r"lists model-(\d+)-of-\1\.safetensors, but the folder lacks it"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors does not exist"),
     "no config.json": (
         lambda folder: (folder / "config.json").unlink(), "has no config.json. Download the folder again."),
