@@ -64,7 +64,8 @@ class Sharding:
             limit = timedelta(seconds=world.timeout)  # init_device_mesh uses PyTorch's default
             # replicate groups (ranks with the same shard), then shard groups
             groups = [dist.new_subgroups_by_enumeration(x.tolist(), timeout=limit)[0] for x in (ranks.T, ranks)]
-            self.mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("replicate", "shard"))
+            names = "replicate", "shard"
+            self.mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)  # pyright: ignore[reportArgumentType]
         self.recompute = recompute
         self.once_per_step = section.once_per_step
         self.compute_dtype = compute_dtype or dtype

@@ -129,7 +129,8 @@ def _read_weights(
 
 
 def check_loaded(weight: Tensor, name: str, file: Path):
-    local_weight = weight.to_local() if hasattr(weight, "to_local") else weight
+    # a sharded weight is a DTensor
+    local_weight = weight.to_local() if hasattr(weight, "to_local") else weight  # pyright: ignore[reportAttributeAccessIssue]
     # the sum is not finite if any value is NaN or infinite
     total = local_weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
     if not total.isfinite():

@@ -96,7 +96,7 @@ def gather_full_tensor(weight: Weight) -> Tensor:
 def gather(tensor: Tensor) -> Tensor:
     """Gather a tensor if it is sharded; all ranks must call this."""
     # not isinstance: DTensor is slow to import
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_adapter(name: str) -> bool:
@@ -119,7 +119,7 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 
 def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
     """Return {name: weight without adapter}, with names as in a model without adapters."""
-    parameters = {
+    parameters: dict[str, Tensor | PackedLinear] = {
         plain_name(name): parameter
         for name, parameter in model.named_parameters()
         if not is_adapter(name) and parameter.is_floating_point()
