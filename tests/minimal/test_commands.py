@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import runpy
 from argparse import Namespace
 
@@ -236,3 +237,11 @@ def test_the_command_of_the_readme_learns(tmp_path, capsys):
     main(f"--output_dir={tmp_path}")
     before, after = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if "accuracy" in line)
     assert before < 0.6 and after > 0.75
+
+
+def test_the_help_states_the_memory_that_was_counted():
+    text = (ROOT / "benchmarks" / "minimal_memory.py").read_text()
+    counted = re.findall(r"^    Qwen2\.5-VL-\dB +([\d.]+) +([\d.]+) +([\d.]+)$", text, re.MULTILINE)
+    assert re.search(r"^ +sft +grpo +dpo$", text, re.MULTILINE) and len(counted) == 2
+    stated = [str(round(float(gigabytes))) for row in counted for gigabytes in row]
+    assert re.findall(r"\b(\d+)(?=,| and| GB)", minimal.__doc__) == stated

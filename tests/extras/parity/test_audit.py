@@ -14,6 +14,7 @@ from minivlmrl.extras.parity import search as module
 from minivlmrl.extras.parity.audit import audit, report
 from minivlmrl.extras.parity.search import TOLERANCE, computed, error, find_bugs
 from minivlmrl.extras.parity.step import Dump, read, write
+from tests.extras.parity import bugs
 from tests.helpers.links import ROOT
 
 PAGE = (ROOT / "docs" / "numerical_parity.md").read_text()
@@ -131,7 +132,9 @@ def test_a_gradient_that_is_nan_is_located():
     assert "logps_gradient at [2, 1]: nan instead of" in shown
 
 
-def test_sources_of_causes_exist():
+def test_sources_of_causes_exist_and_the_page_counts_the_causes():
+    assert f" {sum(map(len, table.BUGS.values()))} causes" in PAGE
+    assert f"All {len(bugs.TRL_BUGS | bugs.UNSEEN_BUGS)} bugs" in PAGE
     sources = " ".join(target.source for target in table.TARGETS.values())
     found = set(re.findall(r"(?<!docs/)\b([\w/]+\.py)(?:: (\w+))?", sources))
     assert len(found) > 8

@@ -163,3 +163,14 @@ def test_the_page_is_what_a_downloaded_wheel_gives(name, tmp_path, capsys):
         file.extractall(tmp_path / "unpacked")
     __main__.main([name, str(tmp_path / "unpacked")])
     assert capsys.readouterr().out in RECORDED + "\n"
+
+
+def test_the_numbers_of_losses_on_the_pages():
+    losses = [found for name in PROJECTS for found in recorded_losses(name).values()]
+    broken = sum(bool(laws) for _, laws in losses)
+    assert (
+        f"The table has {len(losses)} losses" in PAGE and f"Of the {len(losses)} losses, {broken} break a law" in PAGE
+    )
+    page = (ROOT / "docs" / "numerical_parity.md").read_text()
+    text = f"Of the {len(losses)} [losses of {len(PROJECTS)} projects](losses_of_the_field.md), {broken} break a law."
+    assert text in page

@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch.nn.functional import pad, softplus
 
+from minivlmrl.extras.parity.all_laws import LAWS
 from minivlmrl.extras.parity.calling import call
 from minivlmrl.extras.parity.command import main
+from minivlmrl.extras.parity.common_laws import COMMON_LAWS
 from minivlmrl.extras.parity.loss import cases, check, compare, distance, judge
+from minivlmrl.extras.parity.vectors import read_cases
 from minivlmrl.losses import preference, sft
 from minivlmrl.losses.grpo import grpo_loss
 from tests.helpers.links import ROOT
@@ -671,3 +674,13 @@ def test_a_loss_with_other_values_and_right_gradients_is_no_mistake():
     only = {"loss_type": "dapo", "importance_sampling_level": "token", "use_bias_correction_kl": True, "beta": 0.1}
     verdict = judge(k2, **only)
     assert verdict.differences and verdict.kinds == ["design"] and "the gradients are equal" in verdict.names[0]
+
+
+def test_the_numbers_on_the_page_are_those_of_the_code():
+    page = " ".join((ROOT / "docs" / "numerical_parity.md").read_text().split())
+    grpo, dpo, sft = (len(read_cases(kind=kind)) for kind in ("grpo", "dpo", "sft"))
+    assert f"compared with {grpo} losses" in page  # without those with a dual clip
+    assert f"`--only kind=dpo` ({dpo} cases) and `--only kind=sft` ({sft})" in page
+    of_policy, of_dpo, of_sft = (len(COMMON_LAWS) + len(LAWS[kind]) for kind in ("grpo", "dpo", "sft"))
+    assert f"checks {of_policy} laws" in page
+    assert f"`--only kind=dpo` has {of_dpo} laws, `--only kind=sft` {['six'][of_sft - 6]}" in page

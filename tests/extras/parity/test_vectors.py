@@ -70,9 +70,15 @@ def test_the_reader_returns_what_parity_compares_with():
     assert len(RECORDED["cases"]) == len({name.partition("/")[0] for name in seen})
 
 
-def test_the_readme_describes_all_options():
+def test_the_readme_describes_all_options_and_counts():
+    counts = {"grpo": 0, "dpo": 0, "sft": 0}
     for options in RECORDED["cases"].values():
+        counts[options["kind"]] += 1
         assert all(re.search(rf"(?m)^\| [\w, ]*\b{name}\b[\w, ]* \|", README) for name in options)
+    expected = f"grpo ({counts['grpo']} cases), dpo ({counts['dpo']}) or sft ({counts['sft']})"
+    assert expected in README and f"{sum(counts.values())} losses" in README
+    assert f"{sum(counts.values())} losses" in PAGE and f"TRL\n{RECORDED['trl']}" in PAGE
+    assert f"This is version {RECORDED['version']}." in README and f"TRL {RECORDED['trl']}" in README
 
 
 def test_cases_are_chosen_by_their_options():
