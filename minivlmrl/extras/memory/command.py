@@ -45,7 +45,6 @@ from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
 from minivlmrl.model.checkpoint import DTYPES, load_processor
 from minivlmrl.model.config import ModelConfig
-from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.peft import base_model, is_adapter_folder
 from minivlmrl.model.plain_weights import PackedLinear
 from minivlmrl.model.trainable import trained_parameters
@@ -68,7 +67,8 @@ def main(arguments: list[str]):
     gpu_bytes, card = find_gpu(options.gpu_memory)
     costs = MemoryEstimator(model_config(name), card is not None and card.before_ampere)
     print(f"{name}: {parameters_text(costs)}; {pluralize(options.gpus, 'GPU')} of {gpu_bytes / GB:g} GB")
-    typical = [assumed_row(options)]
+    sizes = {name: getattr(options, name) for name in ("text_tokens", "image_tokens", "frames")}
+    typical = [RowSize(**{name: size for name, size in sizes.items() if size is not None})]
     measured = None
     if options.text_tokens is None and options.image_tokens is None:
         measured = open_rows(config, find_settings(name))
@@ -84,7 +84,12 @@ def main(arguments: list[str]):
         phases = estimate_phases(question)
         print(f"\n{stage}: {row_text(question.rows[0])}\n{memory_table(phases, gpu_bytes)}")
         if card is not None:
-            print(f"\n{least_seconds_text(least_seconds(question, card))}")
+            seconds = least_seconds(question, card)
+            parts = [f"{phase} {two_digits(value)} s" for phase, value in seconds.items()]
+            print(
+                f"\nat least {two_digits(sum(seconds.values()))} s for each step ({', '.join(parts)}); steps that "
+                "trained all weights of a 3B model on an H100 and an H200 took 3 times as long"
+            )
         print(f"\n{disk_text(question)}")
         if peak_bytes(phases) > gpu_bytes:
             print(f"\n{refusal(question, gpu_bytes)}")
@@ -145,7 +150,11 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
     if samples:
         work = sampling_batch(question)
         cached = estimator.keys_and_values(question.dtype, replace(work, completion_tokens=length // 2))
-        step_bytes = decoder_bytes(model, question.dtype) + cached
+        # each decode step reads the decoder weights, and writes and reads unpacked NF4 weights
+        layers, itemsize = model.model.layers, question.dtype.itemsize
+        packed = [layer for layer in layers.modules() if isinstance(layer, PackedLinear)]
+        step_bytes = computed_bytes(layers, question.dtype) + model.lm_head.weight.numel() * itemsize + cached
+        step_bytes += sum(2 * itemsize * layer.shape.numel() for layer in packed)
         batches = math.ceil(prompts / work.prompts)
         prefill = compute(inputs | {"tokens": prompts * row.prompt_tokens, "scored": 0.0}, backward=False)
         seconds["rollout"] = prefill + batches * length * step_bytes / card.bandwidth
@@ -159,22 +168,6 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
     return seconds
 
 
-def decoder_bytes(model: VisionLanguageModel, dtype: torch.dtype) -> float:
-    """Return the decoder-weight bytes that a decode step reads and writes."""
-    read = computed_bytes(model.model.layers, dtype) + model.lm_head.weight.numel() * dtype.itemsize
-    packed = [layer for layer in model.model.layers.modules() if isinstance(layer, PackedLinear)]
-    return read + sum(2 * dtype.itemsize * layer.shape.numel() for layer in packed)
-
-
-def least_seconds_text(seconds: dict[str, float]) -> str:
-    parts = [f"{phase} {two_digits(value)} s" for phase, value in seconds.items()]
-    total = two_digits(sum(seconds.values()))
-    return (
-        f"at least {total} s for each step ({', '.join(parts)}); steps that trained all weights of a 3B model on an "
-        "H100 and an H200 took 3 times as long"
-    )
-
-
 def disk_text(question: MemoryQuestion) -> str:
     weights = question.estimator.parameters * DTYPES[question.estimator.config.torch_dtype].itemsize
     is_merged = question.config.adapter.r and question.config.save == "merged"
@@ -183,12 +176,6 @@ def disk_text(question: MemoryQuestion) -> str:
         f"installed, and at most {describe_written(question)} are written to output_dir"
         f"{' (save: adapter keeps checkpoints small)' if is_merged else ''}"
     )
-
-
-def assumed_row(options: argparse.Namespace) -> RowSize:
-    names = "text_tokens", "image_tokens", "frames"
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    return RowSize(**given)
 
 
 def open_rows(config: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Processor] | None:

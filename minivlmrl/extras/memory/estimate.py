@@ -81,17 +81,14 @@ class AllocationTracker(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                address = storage._cdata
+                if address not in self.counted:
+                    self.counted.add(address)
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._forget, address, storage.nbytes())
         return result
-
-    def _count(self, storage: torch.UntypedStorage):
-        address = storage._cdata
-        if address in self.counted:
-            return
-        self.counted.add(address)
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, address, storage.nbytes())
 
     def _forget(self, address: int, size: int):
         self.counted.discard(address)
@@ -162,31 +159,15 @@ class MemoryEstimator:
         select_trained(model, config.model.freeze)
         return model
 
-    def build_trained(self, config: RunConfig, stage: str) -> TrainedModels:
-        model = self.build(config)
-        section = getattr(config, stage)
-        if getattr(section, "critic", "shared") == "shared":
-            return TrainedModels(model)
-        if section.critic_path is not None:
-            backbone = MemoryEstimator.from_folder(section.critic_path).build(config)
-        elif config.uses_fsdp:  # with FSDP, policy and critic do not share base weights
-            backbone = copy.deepcopy(model)
-        else:
-            backbone = copy_model(model)
-        return TrainedModels(model, ValueModel(backbone, config.model.freeze))
-
     def activations(self, config: RunConfig, models: TrainedModels, work: BatchShape, train: bool) -> int:
         """Return peak activation bytes in a forward pass and, if `train`, a backward pass."""
         batch = meta_batch(self.config, work, patch_dtype(config))
         with self.tracked(config, models, batch, train) as (models, live):
+            outputs = [per_token_logps(models.policy, batch)[0].sum()]
+            if models.critic is not None:
+                outputs.append(models.critic(batch).sum())
             if train:
-                logps, _ = per_token_logps(models.policy, batch)
-                outputs = [logps] if models.critic is None else [logps, models.critic(batch)]
-                torch.autograd.backward([output.sum() for output in outputs])
-            else:
-                per_token_logps(models.policy, batch)
-                if models.critic is not None:
-                    models.critic(batch)
+                torch.autograd.backward(outputs)
         return live.peak + batch.pixel_values.nbytes
 
     def prefill(self, config: RunConfig, policy: VisionLanguageModel, work: BatchShape) -> int:
@@ -271,7 +252,14 @@ class MemoryQuestion:
 
     @cached_property
     def models(self) -> TrainedModels:
-        return self.estimator.build_trained(self.config, self.stage)
+        model = self.estimator.build(self.config)
+        if getattr(self.options, "critic", "shared") == "shared":
+            return TrainedModels(model)
+        if self.options.critic_path is not None:
+            backbone = MemoryEstimator.from_folder(self.options.critic_path).build(self.config)
+        else:  # with FSDP, policy and critic do not share base weights
+            backbone = copy.deepcopy(model) if self.config.uses_fsdp else copy_model(model)
+        return TrainedModels(model, ValueModel(backbone, self.config.model.freeze))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -299,29 +287,27 @@ def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
     Returns:
         {phase: {item: bytes}}, such as {"train": {"weights": 1e9, "gradients": 1e9}}
     """
-    samples = question.trainer.samples_completions
-    work = training_batch(question)
+    samples, sampling, options = question.trainer.samples_completions, question.config.sampling, question.options
     phases: dict[str, dict[str, float]] = {}
     if question.held_out:
-        phases["evaluation"] = evaluation_items(question)
+        items = rollout_items(question, evaluation_sampling(sampling), evaluation_batch(question))
+        if question.trainer.answers:  # evaluations also compute log-probs of given answers
+            micro_batch = answers_batch(question, question.held_out, options.micro_batch_size)
+            items = max(items, score_items(question, micro_batch), key=lambda parts: sum(parts.values()))
+        phases["evaluation"] = items
     if samples:
-        sampling = question.config.sampling
+        completions = [sampling.max_new_tokens] * options.num_generations
+        limit = options.max_tokens_per_micro_batch
+        work = largest_batch(question.rows, question.micro_batch_prompts, completions, limit)
         phases["rollout"] = rollout_items(question, sampling, sampling_batch(question))
+    else:
+        work = answers_batch(question, question.rows, question.micro_batch_prompts)
     if samples or question.has_reference:
         phases["score"] = score_items(question, work)
     phases["train"] = train_items(question, work)
     sizes = persistent_items(question)
     always = {name: size * question.share for name, size in sizes.items()}
     return {name: always | items for name, items in phases.items()}
-
-
-def training_batch(question: MemoryQuestion) -> BatchShape:
-    options = question.options
-    prompts = question.micro_batch_prompts
-    if not question.trainer.samples_completions:
-        return answers_batch(question, question.rows, prompts)
-    completions = [question.config.sampling.max_new_tokens] * options.num_generations
-    return largest_batch(question.rows, prompts, completions, options.max_tokens_per_micro_batch)
 
 
 def answers_batch(question: MemoryQuestion, rows: Sequence[RowSize], prompts: int) -> BatchShape:
@@ -377,11 +363,7 @@ def largest_batch(
 
 def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     """Return weight bytes in the compute dtype; NF4 weights stay in 4 bits."""
-    total = 0
-    for parameter in module.parameters():
-        used_dtype = dtype if parameter.is_floating_point() else parameter.dtype
-        total += parameter.numel() * used_dtype.itemsize
-    return total
+    return sum(p.numel() * (dtype if p.is_floating_point() else p.dtype).itemsize for p in module.parameters())
 
 
 def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
@@ -403,30 +385,16 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
     with nullcontext([]) if by_layer else adapter_copies(policy) as copies:
         prefill = estimator.prefill(config, policy, work)
     rows = work.prompts * work.num_generations
-    keys_and_values = estimator.keys_and_values(dtype, work)
+    items: dict[str, float] = {"gathered": gathered}
+    if copies:
+        items["16-bit adapters"] = bytes_of(copies)
+    items["keys and values"] = keys_and_values = estimator.keys_and_values(dtype, work)
     # count only the larger entry, because prefill activations are freed before logits are computed
-    after_prompts = {
-        "prompts' forward": max(prefill - keys_and_values, 0),
-        "logits": DRAW_BYTES * rows * estimator.config.vocab_size,
-    }
-    larger = max(after_prompts, key=after_prompts.__getitem__)
-    items: dict[str, float] = {
-        "gathered": gathered,
-        **({"16-bit adapters": bytes_of(copies)} if copies else {}),
-        "keys and values": keys_and_values,
-        larger: after_prompts[larger],
-    }
+    logits = DRAW_BYTES * rows * estimator.config.vocab_size
+    forward = prefill - keys_and_values
+    items["logits" if logits > forward else "prompts' forward"] = max(logits, forward)
     # vLLM takes memory only while sampling, and sleeps during training
     return items | find_engine(sampling).engine_bytes(sampling, estimator.parameters, dtype)
-
-
-def evaluation_items(question: MemoryQuestion) -> dict[str, float]:
-    items = rollout_items(question, evaluation_sampling(question.config.sampling), evaluation_batch(question))
-    if not question.trainer.answers:
-        return items
-    # evaluations also compute log-probs of given answers
-    micro_batch = answers_batch(question, question.held_out, question.options.micro_batch_size)
-    return max(items, score_items(question, micro_batch), key=lambda parts: sum(parts.values()))
 
 
 def score_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
@@ -477,8 +445,14 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
     items = {"weights": weights, "optimizer": moments}
     if models.critic is not None:
         items["critic"] = bytes_of([*models.parameters(), *models.buffers()]) - weights
-    if question.has_reference:
-        items["reference"] = reference_bytes(question)
+    if question.has_reference:  # without weights shared with the policy
+        if config.reference.path is not None:
+            reference = MemoryEstimator.from_folder(config.reference.path)
+            items["reference"] = reference.parameters * question.dtype.itemsize
+        elif config.adapter.r or not config.uses_fsdp:
+            items["reference"] = bytes_of(trained_parameters(policy))
+        else:  # a sharded reference is a full copy in the compute dtype
+            items["reference"] = computed_bytes(policy, question.dtype)
     if not question.trainer.trains_policy:  # with adapters, policy and reward model share base weights
         items["policy"] = adapters or weights
     if question.trainer.samples_completions and "reward_model" in config.rewards:
@@ -486,16 +460,6 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
         judge = question.estimator if path is None else MemoryEstimator.from_folder(path)
         items["reward model"] = judge.parameters * DTYPES[config.model.dtype].itemsize
     return items
-
-
-def reference_bytes(question: MemoryQuestion) -> int:
-    """Return the reference model's bytes, excluding weights shared with the policy."""
-    config, policy = question.config, question.models.policy
-    if config.reference.path is not None:
-        return MemoryEstimator.from_folder(config.reference.path).parameters * question.dtype.itemsize
-    if config.adapter.r or not config.uses_fsdp:  # a sharded reference is a full copy in the compute dtype
-        return bytes_of(trained_parameters(policy))
-    return computed_bytes(policy, question.dtype)
 
 
 def peak_bytes(phases: dict[str, dict]) -> float:

@@ -30,50 +30,50 @@ class Card(NamedTuple):
 
 # from NVIDIA data sheets; float32 speed for T4 and V100, which lack bfloat16
 CARDS = {
-    "B200": Card(2.25e15, 8.0e12, 180e9),
-    "GH200": Card(9.89e14, 4.0e12, 96e9),
-    "H200": Card(9.89e14, 4.8e12, 141e9),
-    "H100 PCIe": Card(7.56e14, 2.0e12, 80e9),
-    "H100 NVL": Card(8.35e14, 3.9e12, 94e9),
-    "H100": Card(9.89e14, 3.35e12, 80e9),
-    "A100 40GB": Card(3.12e14, 1.555e12, 40e9),
-    "A100": Card(3.12e14, 2.0e12, 80e9),
-    "L40S": Card(3.62e14, 8.64e11, 48e9),
-    "L4": Card(1.21e14, 3.0e11, 24e9),
-    "A40": Card(1.5e14, 6.96e11, 48e9),
-    "A10G": Card(7.0e13, 6.0e11, 24e9),
-    "A10": Card(1.25e14, 6.0e11, 24e9),
-    "RTX PRO 6000": Card(5.04e14, 1.79e12, 96e9),
-    "RTX 6000 Ada": Card(3.64e14, 9.6e11, 48e9),
-    "A6000": Card(1.55e14, 7.68e11, 48e9),
-    "A5000": Card(1.11e14, 7.68e11, 24e9),
-    "A4000": Card(7.67e13, 4.48e11, 16e9),
-    "RTX 5090 Laptop": Card(1.14e14, 8.96e11, 24e9),
-    "RTX 5090": Card(2.095e14, 1.79e12, 32e9),
-    "RTX 5080": Card(1.126e14, 9.6e11, 16e9),
-    "RTX 5070 Ti": Card(8.79e13, 8.96e11, 16e9),
-    "RTX 5070": Card(6.17e13, 6.72e11, 12e9),
-    "RTX 5060 Ti 8GB": Card(4.74e13, 4.48e11, 8e9),
-    "RTX 5060 Ti": Card(4.74e13, 4.48e11, 16e9),
-    "RTX 4090 Laptop": Card(8.6e13, 5.76e11, 16e9),
-    "RTX 4090": Card(1.65e14, 1.01e12, 24e9),
-    "RTX 4080 SUPER": Card(1.044e14, 7.36e11, 16e9),
-    "RTX 4080": Card(9.75e13, 7.17e11, 16e9),
-    "RTX 4070 Ti SUPER": Card(8.82e13, 6.72e11, 16e9),
-    "RTX 4070 Ti": Card(8.02e13, 5.04e11, 12e9),
-    "RTX 4070 SUPER": Card(7.1e13, 5.04e11, 12e9),
-    "RTX 4070": Card(5.83e13, 5.04e11, 12e9),
-    "RTX 4060 Ti 8GB": Card(4.41e13, 2.88e11, 8e9),
-    "RTX 4060 Ti": Card(4.41e13, 2.88e11, 16e9),
-    "RTX 3090 Ti": Card(8.0e13, 1.008e12, 24e9),
-    "RTX 3090": Card(7.1e13, 9.36e11, 24e9),
-    "RTX 3080 Ti": Card(6.82e13, 9.12e11, 12e9),
-    "RTX 3080 12GB": Card(6.13e13, 9.12e11, 12e9),
-    "RTX 3080": Card(5.95e13, 7.6e11, 10e9),
-    "RTX 3060": Card(2.54e13, 3.6e11, 12e9),
-    "T4": Card(8.1e12, 3.2e11, 16e9, before_ampere=True),
-    "V100 32GB": Card(1.57e13, 9.0e11, 32e9, before_ampere=True),
-    "V100": Card(1.57e13, 9.0e11, 16e9, before_ampere=True),
+    "B200": (2.25e15, 8.0e12, 180e9),
+    "GH200": (9.89e14, 4.0e12, 96e9),
+    "H200": (9.89e14, 4.8e12, 141e9),
+    "H100 PCIe": (7.56e14, 2.0e12, 80e9),
+    "H100 NVL": (8.35e14, 3.9e12, 94e9),
+    "H100": (9.89e14, 3.35e12, 80e9),
+    "A100 40GB": (3.12e14, 1.555e12, 40e9),
+    "A100": (3.12e14, 2.0e12, 80e9),
+    "L40S": (3.62e14, 8.64e11, 48e9),
+    "L4": (1.21e14, 3.0e11, 24e9),
+    "A40": (1.5e14, 6.96e11, 48e9),
+    "A10G": (7.0e13, 6.0e11, 24e9),
+    "A10": (1.25e14, 6.0e11, 24e9),
+    "RTX PRO 6000": (5.04e14, 1.79e12, 96e9),
+    "RTX 6000 Ada": (3.64e14, 9.6e11, 48e9),
+    "A6000": (1.55e14, 7.68e11, 48e9),
+    "A5000": (1.11e14, 7.68e11, 24e9),
+    "A4000": (7.67e13, 4.48e11, 16e9),
+    "RTX 5090 Laptop": (1.14e14, 8.96e11, 24e9),
+    "RTX 5090": (2.095e14, 1.79e12, 32e9),
+    "RTX 5080": (1.126e14, 9.6e11, 16e9),
+    "RTX 5070 Ti": (8.79e13, 8.96e11, 16e9),
+    "RTX 5070": (6.17e13, 6.72e11, 12e9),
+    "RTX 5060 Ti 8GB": (4.74e13, 4.48e11, 8e9),
+    "RTX 5060 Ti": (4.74e13, 4.48e11, 16e9),
+    "RTX 4090 Laptop": (8.6e13, 5.76e11, 16e9),
+    "RTX 4090": (1.65e14, 1.01e12, 24e9),
+    "RTX 4080 SUPER": (1.044e14, 7.36e11, 16e9),
+    "RTX 4080": (9.75e13, 7.17e11, 16e9),
+    "RTX 4070 Ti SUPER": (8.82e13, 6.72e11, 16e9),
+    "RTX 4070 Ti": (8.02e13, 5.04e11, 12e9),
+    "RTX 4070 SUPER": (7.1e13, 5.04e11, 12e9),
+    "RTX 4070": (5.83e13, 5.04e11, 12e9),
+    "RTX 4060 Ti 8GB": (4.41e13, 2.88e11, 8e9),
+    "RTX 4060 Ti": (4.41e13, 2.88e11, 16e9),
+    "RTX 3090 Ti": (8.0e13, 1.008e12, 24e9),
+    "RTX 3090": (7.1e13, 9.36e11, 24e9),
+    "RTX 3080 Ti": (6.82e13, 9.12e11, 12e9),
+    "RTX 3080 12GB": (6.13e13, 9.12e11, 12e9),
+    "RTX 3080": (5.95e13, 7.6e11, 10e9),
+    "RTX 3060": (2.54e13, 3.6e11, 12e9),
+    "T4": (8.1e12, 3.2e11, 16e9, True),
+    "V100 32GB": (1.57e13, 9.0e11, 32e9, True),
+    "V100": (1.57e13, 9.0e11, 16e9, True),
 }
 VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # words in card names that mark a different card
 
@@ -81,11 +81,11 @@ VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # words in card names that mar
 def find_card(name: str) -> Card | None:
     """Look up a card such as "4090" or "NVIDIA GeForce RTX 4090"; return None if unknown."""
     words = {*name.replace("-", " ").split()}
-    for known, card in CARDS.items():
+    for known, values in CARDS.items():
         own = {*known.split()}
         is_variant = words & VARIANTS != own & VARIANTS
         if not is_variant and own - {"RTX"} <= words:
-            return card
+            return Card(*values)
     return None
 
 

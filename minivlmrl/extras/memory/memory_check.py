@@ -143,14 +143,13 @@ def cause(phase: str, items: dict[str, float]) -> str:
 def fitting_pixels(question: MemoryQuestion, available: float) -> int:
     """Return the largest data.max_pixels that fits into memory, 0 if none does."""
     vision = question.estimator.config.vision_config
-
-    def smaller(rows: Sequence[RowSize], tokens: int) -> list[RowSize]:
-        return [replace(row, image_tokens=min(row.image_tokens, row.frames * tokens)) for row in rows]
-
     fits, too_large = 0, max(row.image_tokens // row.frames for row in (*question.rows, *question.held_out))
     for _ in range(5):
         tokens = (fits + too_large) // 2  # tokens per image or pair of frames
-        rows, held_out = smaller(question.rows, tokens), smaller(question.held_out, tokens)
+        rows, held_out = (
+            [replace(row, image_tokens=min(row.image_tokens, row.frames * tokens)) for row in part]
+            for part in (question.rows, question.held_out)
+        )
         is_enough = peak_bytes(estimate_phases(replace(question, rows=rows, held_out=held_out))) <= available
         fits, too_large = (tokens, too_large) if is_enough else (fits, tokens)
     return fits * (vision.patch_size * vision.spatial_merge_size) ** 2
@@ -188,11 +187,10 @@ def check_disk(question: MemoryQuestion):
     """Raise UserError if the disk has too little free space."""
     config = question.config
     folder = Path(config.output_dir).absolute()
-    earlier = 0  # size of files that this run will replace
-    for pattern in ("states/*/*", "checkpoint/**/*", "best/**/*"):
-        earlier += sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
-    free = shutil.disk_usage(existing).free + earlier
+    free = shutil.disk_usage(existing).free
+    for pattern in ("states/*/*", "checkpoint/**/*", "best/**/*"):  # files that this run will replace
+        free += sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
     if sum(written_bytes(question).values()) > free:
         hint = "set save to adapter, " if config.adapter.r and config.save == "merged" else ""
         raise UserError(

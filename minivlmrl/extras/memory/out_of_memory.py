@@ -41,26 +41,23 @@ class OutOfMemoryReport(Callback):
 
     def on_error(self, error: Exception):
         if is_out_of_memory(error):
-            raise OutOfMemory(describe(self, error)) from error
+            raise OutOfMemory(self.describe(error)) from error
 
-
-def describe(situation: OutOfMemoryReport, error: BaseException) -> str:
-    phase = getattr(error, "phase", "step")
-    state, trainer = situation.state, situation.trainer
-    stage, where = None, ""
-    if state is not None and state.stage < len(state.stages):
-        stage = state.stages[state.stage]
-        where = f"{stage} step {state.step}, "
-    reason = truncate_message(str(error).partition("\n")[0])
-    parts = [f"{where}phase {phase}: memory ran out{f' ({reason:.400})' if reason else ''}"]
-    rows = getattr(error, "rows", ())
-    if trainer is not None and rows:
-        with suppress(OSError, ValueError):  # the row may be unreadable
-            parts.append(f"the longest row is {longest_row(trainer, rows)}")
-    options = cures(situation.config, stage, phase, situation.gpus)
-    cure = options[0] if options else "--data.max_pixels, a smaller model or a larger GPU"
-    parts.append(f"lower the memory of this phase with {cure}")
-    return "; ".join(parts)
+    def describe(self, error: Exception) -> str:
+        phase = getattr(error, "phase", "step")
+        stage, where = None, ""
+        if self.state is not None and self.state.stage < len(self.state.stages):
+            stage = self.state.stages[self.state.stage]
+            where = f"{stage} step {self.state.step}, "
+        reason = truncate_message(str(error).partition("\n")[0])
+        parts = [f"{where}phase {phase}: memory ran out{f' ({reason:.400})' if reason else ''}"]
+        rows = getattr(error, "rows", ())
+        if self.trainer is not None and rows:
+            with suppress(OSError, ValueError):  # the row may be unreadable
+                parts.append(f"the longest row is {longest_row(self.trainer, rows)}")
+        options = cures(self.config, stage, phase, self.gpus)
+        cure = [*options, "--data.max_pixels, a smaller model or a larger GPU"][0]
+        return "; ".join([*parts, f"lower the memory of this phase with {cure}"])
 
 
 def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
@@ -73,7 +70,7 @@ def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
         return len(row.prompt(processor).input_ids) + answers
 
     longest, row = max(((length(row), row) for row in rows), key=lambda pair: pair[0])
-    return f"{row.where or f'row {row.index}'} with {longest:,} tokens"
+    return f"{row.name} with {longest:,} tokens"
 
 
 WEIGHTS = "nf4", "sharding", "lora", "bfloat16", "8-bit moments"
@@ -129,20 +126,11 @@ def smaller_micro_batch(config: RunConfig, stage: str, gpus: int) -> str:
     section = getattr(config, stage)
     size = min(section.micro_batch_size, section.prompts_per_step // gpus)
     for smaller in range(size // 2, 0, -1):
-        if accepts(config, stage, smaller):
+        changed = copy.copy(config)
+        setattr(changed, stage, replace(section, micro_batch_size=smaller))
+        with suppress(UserError):  # a stage may need a multiple
+            find_trainer(stage, changed).check(changed)
             return f"--{stage}.micro_batch_size={smaller}"
     if size == 1 and getattr(section, "max_tokens_per_micro_batch", 0) is None:
         return f"--{stage}.max_tokens_per_micro_batch={4 * config.sampling.max_new_tokens}"
     return ""
-
-
-def accepts(config: RunConfig, stage: str, micro_batch_size: int) -> bool:
-    """Return whether the stage accepts this micro-batch size."""
-    section = replace(getattr(config, stage), micro_batch_size=micro_batch_size)
-    changed = copy.copy(config)
-    setattr(changed, stage, section)
-    try:
-        find_trainer(stage, changed).check(changed)
-    except UserError:
-        return False
-    return True
