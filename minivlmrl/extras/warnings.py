@@ -7,7 +7,7 @@ completions have equal rewards, the most common mistake, the warning appears aft
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import compress
 
 import torch
@@ -133,9 +133,9 @@ class WarningRules:
         self.active.update(active)
         self.recent_rewards += [(solutions, torch.tensor(values)) for solutions, values in rewards]
 
-    def always(self, name: str, holds: Callable[[float], bool]) -> bool:
-        """Return whether a metric meets a condition in all of the last 10 steps."""
-        return all(name in metrics and holds(metrics[name]) for metrics in self.recent)
+    def always(self, name: str, value: float) -> bool:
+        """Return whether a metric had this value in all of the last 10 steps."""
+        return all(metrics.get(name) == value for metrics in self.recent)
 
     def mean(self, name: str) -> float:
         """Average a metric over the last 10 steps; NaN if a step lacks it."""
@@ -146,7 +146,7 @@ class WarningRules:
         stuck = [*self.stuck_rules()]
         reward = self.mean("reward")
         lowest, highest = self.extremes or (0, 0)
-        never = self.rewards_of_zero()
+        never = [name for name in self.goals if self.always(f"rewards/{name}/mean", 0)]
         if stuck and not never and lowest < highest and reward >= lowest + 0.9 * (highest - lowest):
             sentence = (
                 f"The mean reward is {reward:.3g}, close to the highest reward of any completion "
@@ -154,7 +154,7 @@ class WarningRules:
             )
             stuck = [("solved", sentence)]
         yield from stuck
-        self.best_mean = max(self.best_mean, reward if not math.isnan(reward) else -math.inf)
+        self.best_mean = max(self.best_mean, reward)  # max ignores NaN as its second argument
         if lowest < highest and reward <= self.best_mean - FALLEN * (highest - lowest):
             yield (
                 "fallen",
@@ -168,12 +168,15 @@ class WarningRules:
                 "model that never writes such an answer needs a better data.prompt_template, or "
                 f"{self.demonstrations}.",
             )
-        yield from self.unwanted_completions()
+        if min(metrics.get("completions/clipped_ratio", 0) for metrics in self.recent) >= 0.9:
+            yield (
+                "cut",
+                "9 of 10 completions are truncated at sampling.max_new_tokens "
+                f"({self.config.sampling.max_new_tokens}). Raise this limit, or ask for shorter answers in "
+                "data.prompt_template.",
+            )
         yield from self.majority_baseline()
         yield from self.unused_parameters()
-
-    def rewards_of_zero(self) -> list[str]:
-        return [name for name in self.goals if self.always(f"rewards/{name}/mean", lambda mean: mean == 0)]
 
     def advised(self, names: Iterable[str]) -> list[str]:
         """Remove `format` from reward names if answers have no tags: an earlier note covers this reward."""
@@ -183,7 +186,7 @@ class WarningRules:
     def all_equal(self) -> bool:
         """Return whether all rewards were constant in the last 10 steps."""
         stds = [f"rewards/{name}/std" for name in self.config.rewards]
-        return bool(stds) and all(self.always(name, lambda std: std == 0) for name in stds)
+        return bool(stds) and all(self.always(name, 0) for name in stds)
 
     def constant_rewards(self) -> Iterator[tuple[str, str]]:
         if self.all_equal():
@@ -203,7 +206,7 @@ class WarningRules:
         sampling = self.config.sampling
         if self.all_equal():
             yield from self.constant_rewards()
-        elif self.always("frac_reward_zero_std", lambda share: share == 1):
+        elif self.always("frac_reward_zero_std", 1):
             yield (
                 "equal",
                 "All completions of each group have the same reward, so nothing is learned. If the prompts are too "
@@ -211,21 +214,12 @@ class WarningRules:
                 f"({sampling.temperature:g}) is low or sampling.top_k ({sampling.top_k}, 0 disables it) is small, the "
                 "same text is sampled repeatedly; set them to 1.0 and 0.",
             )
-        elif self.always("grad_norm", lambda x: x == 0):
+        elif self.always("grad_norm", 0):
             yield (
                 "zero",
                 "All gradients are zero, so nothing is learned. Either model.freeze freezes the weights that these "
                 "rows would train, or the weights have diverged; in that case lower "
                 f"{self.trainer.stage}.learning_rate.",
-            )
-
-    def unwanted_completions(self) -> Iterator[tuple[str, str]]:
-        if self.always("completions/clipped_ratio", lambda share: share >= 0.9):
-            yield (
-                "cut",
-                "9 of 10 completions are truncated at sampling.max_new_tokens "
-                f"({self.config.sampling.max_new_tokens}). Raise this limit, or ask for shorter answers in "
-                "data.prompt_template.",
             )
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
@@ -255,15 +249,12 @@ class WarningRules:
 
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
         # without AdamW state, a parameter never had a gradient, which is normal for unused experts
-        names = []
-        for name, parameter in self.trainer.trained.named_parameters():
-            has_state = parameter in self.optimizer.state
-            if parameter.requires_grad and not has_state and ".mlp.experts." not in name:
-                names.append(name)
-        if not names:
-            return
-        yield (
-            "untouched",
-            f"{pluralize(len(names), 'trainable parameter')} never had a gradient, for example {names[0]}. Add them to "
-            "model.freeze; parameters of the vision tower have no gradient if no row has an image.",
-        )
+        parameters = self.trainer.trained.named_parameters()
+        unused = [name for name, p in parameters if p.requires_grad and p not in self.optimizer.state]
+        names = [name for name in unused if ".mlp.experts." not in name]
+        if names:
+            yield (
+                "untouched",
+                f"{pluralize(len(names), 'trainable parameter')} never had a gradient, for example {names[0]}. Add "
+                "them to model.freeze; parameters of the vision tower have no gradient if no row has an image.",
+            )

@@ -34,7 +34,7 @@ from minivlmrl.data.read_row import answer_image_parts
 from minivlmrl.data.row_checks import checked_row
 from minivlmrl.data.row_files import map_nested, open_rows, split_of
 from minivlmrl.errors import UserError, did_you_mean, error_context, optional_dependency, pluralize
-from minivlmrl.extras.convert.readers import BOX_UNIT, READERS, finish, fitting, has_prompt, prepare
+from minivlmrl.extras.convert.readers import ANSWER_TEXTS, BOX_UNIT, READERS, finish, fitting, has_prompt, prepare
 from minivlmrl.extras.convert.sources import Rows, read_rows
 from minivlmrl.extras.convert.writers import WRITERS
 from minivlmrl.files import file_to_write
@@ -43,6 +43,7 @@ SAMPLE = 100  # number of rows used to recognize the layout
 BATCH = 100  # rows per parquet write
 UNREAD = "a column that a run refuses unless a reward reads it, for example {}"
 MISSING = "an image or video file that does not exist (data.image_root sets their folder), for example {}"
+SEVERAL_IMAGES = "a box and several images, for example {}: rewards measure boxes in the first image"
 NO_QUESTION = "no question (problem, prompt or messages), for example {}: a run refuses them"
 
 
@@ -63,12 +64,13 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "minivlmrl convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", help="file or folder with rows")
-    parser.add_argument("--out", type=Path, help="new file, .jsonl or .parquet")
-    parser.add_argument("--to", choices=WRITERS, help="project whose layout the new file has (default: minivlmrl)")
-    parser.add_argument("--layout", choices=READERS, help="layout of the rows, if two layouts fit")
-    parser.add_argument("--format", help="your own function that converts a row, as in data.format")
-    parser.add_argument("--columns", type=parse_yaml, default={}, help="new names of columns, as in data.columns")
+    add = parser.add_argument
+    add("file", help="file or folder with rows")
+    add("--out", type=Path, help="new file, .jsonl or .parquet")
+    add("--to", choices=WRITERS, help="project whose layout the new file has (default: minivlmrl)")
+    add("--layout", choices=READERS, help="layout of the rows, if two layouts fit")
+    add("--format", help="your own function that converts a row, as in data.format")
+    add("--columns", type=parse_yaml, default={}, help="new names of columns, as in data.columns")
     options = parser.parse_args(arguments)
     if options.out and options.out.suffix not in (".jsonl", ".json", ".parquet"):
         parser.error(f"--out is {options.out}, but its name must end with .jsonl or .parquet")
@@ -146,21 +148,6 @@ def report_dropped(dropped: Counter, out: Path):
         print(f"dropped: {name:.80} ({pluralize(count, 'time')})", file=sys.stderr)
 
 
-def notes_of(row: dict, num_images: int) -> Iterator[str]:
-    """Yield reasons why a run may reject a row, with {} in place of its file and line."""
-    answers = [row.get(name) for name in ("solution", "completion", "chosen", "rejected")]
-    [*_, last] = row.get("messages") or [{}]
-    if not has_prompt(row):
-        yield NO_QUESTION
-    if last.get("role") != "assistant" and all(answer is None for answer in answers):
-        yield "no answer (solution or completion), for example {}: SFT and GRPO's accuracy refuse them"
-    if num_images > 1 and parse_boxes(str(row.get("solution"))):
-        yield (
-            "a box and several images, for example {}: rewards measure boxes in the first image; put the image of "
-            "the box first"
-        )
-
-
 def report_rows(noted: dict[str, list[str]], num_rows: int):
     """Print how many rows have each problem. If all rows lack a question, data.prompt_template may add it."""
     for note, places in noted.items():
@@ -187,6 +174,11 @@ def check_new_row(row: dict, folder: Path) -> dict[str, str]:
     # rows without a prompt, as in an imagefolder, need data.prompt_template in the recipe
     options = RowOptions() if has_prompt(row) else RowOptions(prompt_template="What is it?")
     notes = {}
+    if not has_prompt(row):
+        notes[NO_QUESTION] = ""
+    [*_, last] = row.get("messages") or [{}]
+    if last.get("role") != "assistant" and all(row.get(name) is None for name in ("solution", *ANSWER_TEXTS)):
+        notes["no answer (solution or completion), for example {}: SFT and GRPO's accuracy refuse them"] = ""
     try:
         new_row, media = checked_row(row, (), (), options, folder)
     except UserError as error:
@@ -200,8 +192,9 @@ def check_new_row(row: dict, folder: Path) -> dict[str, str]:
         missing = [error]
     if missing:
         notes[MISSING] = f": {missing[0]}"
-    num_images = sum(item.kind == "image" for item in media)
-    return dict.fromkeys(notes_of(row, num_images), "") | notes
+    if sum(item.kind == "image" for item in media) > 1 and parse_boxes(str(row.get("solution"))):
+        notes[SEVERAL_IMAGES] = ""
+    return notes
 
 
 def source_rows(path: Path, options: argparse.Namespace, names: set[str] | None = None) -> Rows:

@@ -9,7 +9,8 @@ from contextlib import suppress
 from minivlmrl.config.types import Plain
 from minivlmrl.data.columns import MEDIA
 from minivlmrl.data.messages import LOSS_KEYS, THOUGHT_KEYS, as_turns, text_of
-from minivlmrl.data.row_checks import FILE_NAMES, OTHER_TAG, is_list_text, literal_list, parse_literal
+from minivlmrl.data.processor import PART_KEYS
+from minivlmrl.data.row_checks import FILE_NAMES, OTHER_TAG, is_list_text, literal_list
 from minivlmrl.data.row_files import map_nested
 from minivlmrl.errors import UserError, error_context, pluralize, require, truncate
 from minivlmrl.json_files import parse_json
@@ -35,7 +36,6 @@ QUESTIONS = ("problem", "question", "query", "instruction", "prefix", "prompt")
 ANSWER_TEXTS = ("completion", "chosen", "rejected")
 LISTS = ("messages", "conversations", "conversation", "history", *MEDIA, "options", "choices", "texts",
          *QUESTIONS, *ANSWER_TEXTS)  # fmt: skip
-PART_KEYS = {"type", "text", "image", "image_url", "video", "video_url"}
 # note that is printed once if boxes from `objects` are written into the text
 BOX_UNIT = "the unit of the boxes in `objects`, which are in pixels of the image file"
 TAGS = {"<ref-object>": "ref", "<bbox>": "bbox"}  # {ms-swift tag: its list in `objects`}
@@ -63,6 +63,40 @@ class Columns(dict):
         if self.get(name) not in (None, "", [], {}):
             self.dropped[f"column {name!r}"] += 1
         return self.pop(name, None)
+
+    def turns(self, name: str) -> list[dict]:
+        """Remove a column with turns, and convert the turns to messages with `role` and `content`."""
+        raw_turns = self.pop(name)
+        if isinstance(raw_turns, dict):
+            raw_turns = [raw_turns]
+        require(isinstance(raw_turns, list) and bool(raw_turns), f"column {name!r}", raw_turns, "a list of turns")
+        turns = []
+        for number, turn in enumerate(raw_turns):
+            speaker = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
+            if str(speaker) not in SPEAKERS:
+                names = ", ".join(SPEAKERS)
+                raise UserError(
+                    f"turn {number} is {truncate(turn, 60)}, but its 'from' or 'role' must be one of {names}"
+                )
+            value = turn.get("value", turn.get("content"))
+            is_parts = isinstance(value, list) and all(isinstance(p, dict) and p.keys() & PART_KEYS for p in value)
+            if not (value is None or isinstance(value, str) or is_parts):
+                value = json.dumps(value, ensure_ascii=False)  # number, box or object, as for VLM-R1
+            if value is None and not turn.get("tool_calls"):
+                raise UserError(
+                    f"turn {number} of {name!r} has no text in 'value' or 'content', only the keys {[*turn]}"
+                )
+            if speaker in ("function_call", "tool_call"):
+                with error_context(f"turn {number}: tool call"):
+                    call = parse_json(str(value))
+                    expected = 'a JSON object with the name of a tool, such as {"name": "zoom"}'
+                    require(isinstance(call, dict) and "name" in call, "the call", value, expected)
+                value = f"<tool_call>\n{str(value).strip()}\n</tool_call>"
+            kept = {key: turn[key] for key in KEPT_KEYS if turn.get(key) not in (None, "", [])}
+            lost = turn.keys() - {"from", "role", "value", "content", *KEPT_KEYS}
+            self.dropped.update(f"key {key!r} of turns" for key in lost if turn[key] not in (None, "", [], {}))
+            turns.append(turn_of(SPEAKERS[speaker], value) | kept)
+        return turns
 
 
 def prepare(row: dict, dropped: Counter) -> Columns:
@@ -121,17 +155,15 @@ def read_conversations(row: Columns) -> Columns | None:
     name = row.first(("conversations", "conversation"))
     if name is None or is_pairs(row[name], "human"):
         return None
-    turns = read_turns(row.pop(name), name, row.dropped)
+    turns = row.turns(name)
     if "rejected_conversations" in row:
-        rejected = read_turns(row.pop("rejected_conversations"), "rejected_conversations", row.dropped)
-        return row.put(chosen=turns, rejected=rejected)
+        return row.put(chosen=turns, rejected=row.turns("rejected_conversations"))
     answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-    if not answers or turns[-1]["role"] != "assistant":  # without a final answer, all turns are the prompt
-        return row.put(prompt=turns, **read_pair(row))
-    if len(answers) == 1 or str(answers[0] or "").strip():
-        row.setdefault("solution", answers[0])
-    if len(answers) == 1 and not str(answers[0]).strip():  # the answer is empty if the object is not in the image
-        return row.put(prompt=turns[:-1], solution=row["solution"] or "")
+    if turns[-1]["role"] == "assistant":
+        if len(answers) == 1 or str(answers[0] or "").strip():
+            row.setdefault("solution", answers[0])
+        if len(answers) == 1 and not str(answers[0]).strip():  # the answer is empty if the object is not in the image
+            return row.put(prompt=turns[:-1], solution=row["solution"] or "")
     return split_pair(row, turns)
 
 
@@ -141,7 +173,7 @@ def read_messages(row: Columns) -> Columns | None:
     is_list = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
     if not is_list or "problem" in row or "prompt" in row or isinstance(row.get("chosen"), list):
         return None
-    turns = read_turns(row.pop("messages"), "messages", row.dropped)
+    turns = row.turns("messages")
     answer = next((turn["content"] for turn in turns if turn["role"] == "assistant"), None)
     is_right = turns[-1]["role"] == "assistant" and "label" not in row  # an answer with a KTO label may be wrong
     if isinstance(answer, str) and answer.strip() and is_right:  # a turn with a tool call may have empty content
@@ -212,11 +244,11 @@ def read_rendered(row: Columns) -> Columns | None:
 
 def read_ours(row: Columns) -> Columns | None:
     """Read a row in minivlmrl's layout, converting only its role names."""
-    if not has_prompt(row) and not any(name in row for name in ("file_name", *MEDIA)):
+    if not has_prompt(row) and not row.first(("file_name", *MEDIA)):
         return None
     for name in ("prompt", "completion", "chosen", "rejected"):
-        if isinstance(turns := row.get(name), list | dict):
-            row[name] = read_turns([turns] if isinstance(turns, dict) else turns, name, row.dropped)
+        if isinstance(row.get(name), list | dict):
+            row[name] = row.turns(name)
     talks: list[Plain] = [row.get(name) for name in ("chosen", "rejected")]
     if all(isinstance(talk, list) and talk and talk[0]["role"] != "assistant" for talk in talks):
         # `chosen` and `rejected` already contain the prompt, as in UltraFeedback
@@ -253,55 +285,21 @@ def turn_of(role: str, content: Plain) -> dict:
     return {"role": role, "content": content}
 
 
-def read_turns(raw_turns: Plain, name: str, dropped: Counter) -> list[dict]:
-    """Convert turns to messages with `role` and `content`."""
-    require(isinstance(raw_turns, list) and bool(raw_turns), f"column {name!r}", raw_turns, "a list of turns")
-    turns = []
-    for number, turn in enumerate(raw_turns):
-        speaker = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
-        if not isinstance(speaker, str) or speaker not in SPEAKERS:
-            raise UserError(
-                f"turn {number} is {truncate(turn, 60)}, but its 'from' or 'role' must be one of {', '.join(SPEAKERS)}"
-            )
-        value = turn.get("value", turn.get("content"))
-        is_parts = isinstance(value, list) and all(isinstance(p, dict) and p.keys() & PART_KEYS for p in value)
-        if not (value is None or isinstance(value, str) or is_parts):
-            value = json.dumps(value, ensure_ascii=False)  # number, box or object, as for VLM-R1
-        if value is None and not turn.get("tool_calls"):
-            raise UserError(f"turn {number} of {name!r} has no text in 'value' or 'content', only the keys {[*turn]}")
-        if speaker in ("function_call", "tool_call"):
-            with error_context(f"turn {number}: tool call"):
-                call = parse_json(str(value))
-                expected = 'a JSON object with the name of a tool, such as {"name": "zoom"}'
-                require(isinstance(call, dict) and "name" in call, "the call", value, expected)
-            value = f"<tool_call>\n{str(value).strip()}\n</tool_call>"
-        kept = {key: turn[key] for key in KEPT_KEYS if turn.get(key) not in (None, "", [])}
-        for key in turn.keys() - {"from", "role", "value", "content", *KEPT_KEYS}:
-            if turn[key] not in (None, "", [], {}):
-                dropped[f"key {key!r} of turns"] += 1
-        turns.append(turn_of(SPEAKERS[speaker], value) | kept)
-    return turns
-
-
 def split_pair(row: Columns, turns: list[dict]) -> Columns:
     """Add a conversation to a row, as a chosen-rejected pair if there is a rejected answer."""
-    if turns[-1]["role"] != "assistant":
-        return row.put(prompt=turns, **read_pair(row))
-    rejected = row.pop("rejected_messages", None) or row.pop("rejected_response", None)
-    if rejected is None:
+    if turns[-1]["role"] != "assistant":  # without a final answer, all turns are the prompt
+        for name in ("chosen", "rejected"):  # single turns in LLaMA-Factory
+            if isinstance(row.get(name), dict):
+                row[name] = row.turns(name)
+        return row.put(prompt=turns)
+    name = "rejected_messages" if row.get("rejected_messages") else "rejected_response"
+    if name not in row:
         return row.put(messages=turns)
+    rejected = row.turns(name) if isinstance(row[name], list) else row.pop(name)
+    if isinstance(rejected, list) and rejected[0]["role"] != "assistant":
+        return row.put(chosen=turns, rejected=rejected)
     start = [turn["role"] for turn in turns].index("assistant")
-    if isinstance(rejected, list) and rejected:
-        rejected = read_turns(rejected, "rejected_messages", row.dropped)
-        if rejected[0]["role"] != "assistant":
-            return row.put(chosen=turns, rejected=rejected)
     return row.put(prompt=turns[:start], chosen=turns[start:], rejected=rejected)
-
-
-def read_pair(row: Columns) -> dict:
-    """Read LLaMA-Factory's `chosen` and `rejected`, each a single turn."""
-    names = (name for name in ("chosen", "rejected") if isinstance(row.get(name), dict))
-    return {name: read_turns([row[name]], name, row.dropped) for name in names}
 
 
 def add_choices(row: Columns):
@@ -314,8 +312,6 @@ def add_choices(row: Columns):
     column = row.first(QUESTIONS)
     if not used or column is None:
         return
-    if isinstance(choices, str):
-        choices = parse_literal(choices)
     is_list = isinstance(choices, list) and len(choices) <= len(LETTERS)
     require(is_list, "the list of choices", row[used[0]], "a list of at most 26 texts")
     if any(FILE_NAMES["image"].fullmatch(str(choice)) for choice in choices):
@@ -371,7 +367,7 @@ def fill_objects(row: Columns):
 def fill_images(row: Columns):
     """Replace Qwen-VL's <img>cat.jpg</img> with <image>, and add the files to `images`."""
     paths = []
-    if any(name in row for name in MEDIA):
+    if row.first(MEDIA):
         return
 
     def collect(tag: re.Match) -> str:
@@ -386,7 +382,7 @@ def fill_images(row: Columns):
 def number_images(row: Columns):
     """Replace <image 1>, <image 2> ... with <image>; raise UserError if they are out of order."""
     texts = json.dumps([value for name, value in row.items() if name not in MEDIA], default=str)
-    if "<image>" in texts or not any(name in row for name in MEDIA):
+    if "<image>" in texts or not row.first(MEDIA):
         return
     numbers = [int(number) for number in OTHER_TAG.findall(texts) if number]
     if numbers != list(range(1, len(numbers) + 1)):

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from minivlmrl.config.types import Plain
 from minivlmrl.data.row_checks import parse_literal
 from minivlmrl.data.row_files import (
     CONVERTED,
@@ -147,30 +146,16 @@ def _row_of_cells(names: list[str], cells: list[str], separator: str) -> dict:
         )
     columns = {name: cell for name, cell in zip(names, cells, strict=True) if cell}
     for number, (name, cell) in enumerate(zip(names, cells, strict=True)):
-        if _swallows_rows(cell, number, len(names), separator):
+        # a missing quote merges several rows into one cell
+        lines = cell.split("\n")
+        counts = [len(re.findall(rf"{separator}(?=\S|$)", line.strip("\r"))) for line in lines]
+        last = len(names) - 1
+        if last and lines[1:] and counts == [last - number, *[last for _ in lines[2:]], number] and separator in cell:
             raise UserError(f"column {name!r} seems to contain further rows, {truncate(cell, 80)}; close its quote")
         if name in JSON_COLUMNS and cell[:1] in ("[", "{"):
-            columns[name] = _list_of_cell(name, cell)
+            with error_context(f"column {name!r}"):
+                value = None if '"' in cell else parse_literal(cell)  # pandas writes lists in Python syntax
+                columns[name] = parse_json(cell, ROW_DECODER.decode) if value is None else value
         elif name in ("label", "kto_tag", "margin") and BOOL_OR_NUMBER.fullmatch(cell):
             columns[name] = json.loads(cell.lower())
     return columns
-
-
-def _list_of_cell(name: str, cell: str) -> Plain:
-    """Parse a list or object written in JSON, or in Python syntax as pandas does."""
-    with error_context(f"column {name!r}"):
-        try:
-            return parse_json(cell, ROW_DECODER.decode)
-        except ValueError:
-            value = None if '"' in cell else parse_literal(cell)
-            if value is None:
-                raise
-            return value
-
-
-def _swallows_rows(cell: str, number: int, columns: int, separator: str) -> bool:
-    """Return whether a missing quote seems to have merged several CSV rows into one cell."""
-    lines = cell.split("\n")
-    counts = [len(re.findall(rf"{separator}(?=\S|$)", line.strip("\r"))) for line in lines]
-    expected = [columns - 1 - number, *[columns - 1 for _ in lines[2:]], number]
-    return columns > 1 and len(lines) > 1 and counts == expected and cell.count(separator) > 0

@@ -34,8 +34,8 @@ def plain(turn: dict) -> dict:
     """Remove image paths from a turn, because TRL reads them from `images`."""
     parts = []
     for part in content_parts(turn):
-        is_text = part_kind(part) == "text"
-        parts.append({"type": "text", "text": part["text"]} if is_text else {"type": part_kind(part)})
+        kind = part_kind(part)
+        parts.append({"type": kind, "text": part["text"]} if kind == "text" else {"type": kind})
     return turn | {"content": [part for part in parts if part.get("text") != ""]}
 
 
@@ -118,12 +118,10 @@ def tagged(turn: dict) -> dict:
     """Convert a turn to text with <image> and <video> tags."""
     texts = []
     for part in content_parts(turn):
-        is_text = part_kind(part) == "text"
-        if is_text and ("<image>" in part["text"] or "<video>" in part["text"]):
-            raise UserError(
-                f"the text {truncate(part['text'], 60)} has an <image> or <video> tag that would become an image"
-            )
-        texts.append(part["text"] if is_text else f"<{part_kind(part)}>")
+        kind = part_kind(part)
+        if kind == "text" and ("<image>" in part["text"] or "<video>" in part["text"]):
+            raise UserError(f"the tag in the text {truncate(part['text'], 60)} would become an image or a video")
+        texts.append(part["text"] if kind == "text" else f"<{kind}>")
     return turn | {"content": "".join(texts)}
 
 
@@ -133,9 +131,8 @@ def sources(media: list[Media], kind: str, folder: Path, dropped: Counter) -> li
     for item in media:
         if item.kind == kind:
             dropped.update(f"option {name} of the {kind}" for name in item.options)
-            frames = item.source if isinstance(item.source, list) else [item.source]
-            frames = [source_of(frame, folder) for frame in frames]
-            listed.append(frames if isinstance(item.source, list) else frames[0])
+            is_list = isinstance(item.source, list)
+            listed.append([source_of(x, folder) for x in item.source] if is_list else source_of(item.source, folder))
     return listed
 
 

@@ -255,7 +255,7 @@ def test_the_images_of_an_answer_that_is_dropped_are_dropped_too(read, tmp_path)
 
 @pytest.mark.parametrize(("row", "project", "expected"), [
     ({"problem": "a", "video": ["cat.jpg", "cat.jpg"]}, "trl", "TRL reads no videos"),
-    ({"problem": "a", "completion": "an <image> tag"}, "ms-swift", "has an <image> or <video> tag that would"),
+    ({"problem": "a", "completion": "an <image> tag"}, "ms-swift", "the tag in the text 'an <image> tag' would become"),
     ({"problem": "a", "chosen": "b", "rejected": "c"}, "verl", "verl needs a solution or a completion"),
     ({"problem": "a", "completion": "b", "label": False}, "verl", "verl's trainers read no pairs and no labels"),
 ])  # fmt: skip
