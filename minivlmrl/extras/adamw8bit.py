@@ -25,35 +25,29 @@ SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # whether AdamW moments can be 
 class AdamW8bit(torch.optim.Optimizer):
     """torch.optim.AdamW with 8-bit moments, and Kahan summation for 16-bit weights.
 
-    Kahan summation stores a weight's rounding error in 16 more bits, so that small updates accumulate.
+    Kahan summation keeps a weight's rounding error in 16 more bits: small updates accumulate.
     """
 
     def __init__(self, parameters: Iterable, lr: float, betas: tuple[float, float], weight_decay: float):
-        defaults = {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": weight_decay}
-        super().__init__(parameters, defaults)
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.state[parameter] = self.state.get(parameter) or empty_state(parameter)
-                    self._update(parameter, parameter.grad, group)
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter] = self.state.get(parameter) or empty_state(parameter)
+                num_steps = state["step"].add_(1).item()
+                weight, gradient = _rows(parameter), _rows(parameter.grad)
+                moments = {name: _rows(value) for name, value in state.items() if name != "step"}
+                num_rows = max(1, PIECE // weight.shape[1])
+                for start in range(0, len(weight), num_rows):
+                    rows = slice(start, start + num_rows)
+                    piece = {name: value[rows] for name, value in moments.items()}
+                    self._update_rows(weight[rows], gradient[rows], piece, num_steps, group)
 
-    def _update(self, parameter: Tensor, parameter_gradient: Tensor, group: dict):
-        """Update a parameter and its state, a chunk of rows at a time."""
-        weight = _rows(parameter)
-        gradient = _rows(parameter_gradient)
-        state = self.state[parameter]
-        num_steps = state["step"].add_(1).item()
-        moments = {name: _rows(value) for name, value in state.items() if name != "step"}
-        num_rows = max(1, PIECE // weight.shape[1])
-        for start in range(0, len(weight), num_rows):
-            rows = slice(start, start + num_rows)
-            piece = {name: value[rows] for name, value in moments.items()}
-            self._update_rows(weight[rows], gradient[rows], piece, num_steps, group)
-
-    def _update_rows(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], num_steps: int, group: dict):
+    def _update_rows(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], num_steps: float, group: dict):
         """Update a chunk of rows with AdamW (arXiv 1711.05101, algorithm 2)."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         learning_rate = group["lr"]
@@ -103,8 +97,7 @@ def empty_state(parameter: Tensor) -> dict[str, Tensor]:
     for name in SIGNED:
         state[name] = torch.zeros_like(parameter, dtype=moment_dtype)
         if not is_small:
-            block_starts = parameter.flatten(1)[:, ::GROUP]
-            state[f"{name}_scale"] = torch.zeros_like(block_starts, dtype=torch.float32)
+            state[f"{name}_scale"] = torch.zeros_like(parameter.flatten(1)[:, ::GROUP], dtype=torch.float32)
     return state
 
 

@@ -1,5 +1,6 @@
 """Check in a stage's first step that the loss depends on all images and text in the rows."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.processor import encode_answer
 from minivlmrl.data.rendered_texts import find_missing_text
-from minivlmrl.data.rows import Prompt, Row
+from minivlmrl.data.rows import Prompt
 from minivlmrl.errors import error_phase
 from minivlmrl.model.decoder import TextModel
 from minivlmrl.model.packing import GroupBatch
@@ -53,17 +54,16 @@ def check_inputs(trainer: Trainer, step: Step) -> list[str]:
 
     Tokens and patches are compared with the data file; gradients are checked only without FSDP.
     """
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = defaultdict(list)
     for batch in step.micro_batches:
         problems = list(compare_with_rows(trainer, batch.group))
         if not trainer.config.uses_fsdp:
             problems += check_gradients(trainer, batch)
         for prompt, problem in problems:
-            where = (prompt.row.where or f"row {prompt.row.index}") if prompt.row else "a prompt"
-            found.setdefault(problem, []).append(where)
+            found[problem].append(prompt.row.name if prompt.row else "a prompt")
     warnings = []
     for problem, rows in found.items():
-        more = f" (and {len(rows) - 1} more)" * (len(rows) > 1)
+        more = f" (and {len(rows) - 1} more)" if rows[1:] else ""
         warnings.append(f"{rows[0]}{more}: {problem}. {ADVICE}")
     return warnings
 
@@ -179,18 +179,11 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
             yield prompt, "the images of the prompt are not those of its row"
         elif not any(x.input_ids.tolist() == ids for x in same):
             yield prompt, "the tokens of the prompt are not those of its row"
-        for problem in check_encoding(trainer, row, fresh.input_ids.tolist()):
-            yield prompt, problem
-
-
-def check_encoding(trainer: Trainer, row: Row, ids: list[int]) -> Iterator[str]:
-    """Yield a problem if message text is missing, or not tokenized as usual."""
-    tokenizer = trainer.processor.tokenizer
-    if lacking := find_missing_text(row.messages, tokenizer.decode(ids), len(row.messages)):
-        yield f"the tokens of the step do not contain {lacking}"
-    special = set(tokenizer.special_tokens.values())
-    for is_special, run in groupby(ids, special.__contains__):
-        between = list(run)
-        if not is_special and tokenizer.encode(tokenizer.decode(between)) != between:
-            yield "the text is not tokenized as the tokenizer would tokenize it"
-            return
+        tokenizer = trainer.processor.tokenizer
+        fresh_ids = fresh.input_ids.tolist()
+        if lacking := find_missing_text(row.messages, tokenizer.decode(fresh_ids), len(row.messages)):
+            yield prompt, f"the tokens of the step do not contain {lacking}"
+        special = set(tokenizer.special_tokens.values())
+        texts = [list(run) for is_special, run in groupby(fresh_ids, special.__contains__) if not is_special]
+        if any(tokenizer.encode(tokenizer.decode(text)) != text for text in texts):
+            yield prompt, "the text is not tokenized as the tokenizer would tokenize it"

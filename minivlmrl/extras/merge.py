@@ -40,7 +40,6 @@ def main(arguments: list[str]):
         quantize_base(model)
     processor.tokenizer.files |= carried_files(adapter, re.compile(re.escape(INFERENCE_CONFIG)))
     save_model(options.out, model, processor, base=options.model)
-    note = merge_note(model)
-    if note:
+    if note := merge_note(model):
         print(note)
     print(f"wrote {options.out}")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from minivlmrl.config.options import RunConfig
 from minivlmrl.errors import UserError
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.trainer_state import TrainerState
@@ -22,9 +21,6 @@ from minivlmrl.trainers.reference import Reference, SwappedParameters
 
 class MovingReference(Callback):
     """Move the reference model towards the policy."""
-
-    def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
-        self.config = config.reference
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
         if trainer.reference is None:
@@ -39,11 +35,12 @@ class MovingReference(Callback):
 
     @torch.no_grad()
     def after_step(self, trainer: Trainer, number: int):
-        is_due = (number + 1) % self.config.ref_model_sync_steps == 0
+        options = trainer.config.reference
+        is_due = (number + 1) % options.ref_model_sync_steps == 0
         if trainer.reference is not None and is_due:
             for theirs, ours in zip(*parameters_of(trainer.reference), strict=True):
                 if theirs is not ours:  # policy and reference share frozen weights
-                    theirs.lerp_(ours.to(theirs.dtype), self.config.ref_model_mixup_alpha)
+                    theirs.lerp_(ours.to(theirs.dtype), options.ref_model_mixup_alpha)
 
 
 def parameters_of(reference: Reference) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,8 +1,8 @@
 """Compute DPO reference log-probs before the first step, without a second model.
 
 With `dpo.precompute_ref_log_probs`, the policy computes the log-probs while it still equals the reference. A resumed
-run reads the log-probs from reference_logps.safetensors in output_dir. Rows can also provide sums in TRL's columns
-ref_chosen_logps and ref_rejected_logps.
+run reads them from reference_logps.safetensors in output_dir. Rows can also have sums in TRL's columns ref_chosen_logps
+and ref_rejected_logps.
 """
 
 from pathlib import Path
@@ -50,28 +50,24 @@ class StoredReference:
         """Return reference log-probs in nats, (answers, tokens)."""
         found = torch.zeros_like(group.completion_mask, dtype=self.dtype)
         for number, (prompt, ids) in enumerate(pairs_of(group)):
-            chosen, rejected = found[2 * number], found[2 * number + 1]
-            sums = sums_of(prompt)
-            if sums is not None:
+            pair = found[2 * number : 2 * number + 2]
+            if sums := sums_of(prompt):
                 # DPO sums over tokens, so the first token can hold the sum
-                chosen[0], rejected[0] = sums
+                pair[:, 0] = torch.tensor(sums, dtype=self.dtype)
                 continue
             values = self.stored.get(key_of(prompt, ids))
             if values is None:
-                where = prompt.row.where if prompt.row and prompt.row.where else "a row"
                 raise UserError(
-                    f"{where}: the row has changed since its reference log-probabilities were written to {FILE}. "
-                    "Restore the row, or start again with --resume=never"
+                    f"{prompt.row.name if prompt.row else 'a row'}: the row has changed since its reference "
+                    f"log-probabilities were written to {FILE}. Restore the row, or start again with --resume=never"
                 )
-            lengths = [len(answer) for answer in ids]
-            first, second = values.to(found.device).split(lengths)
-            chosen[: lengths[0]] = first
-            rejected[: lengths[1]] = second
+            for logps, own in zip(pair, values.split([len(answer) for answer in ids]), strict=True):
+                logps[: len(own)] = own
         return found
 
 
 class ReferenceLogps(Callback):
-    """Compute reference log-probabilities when a DPO stage begins."""
+    """Compute reference log-probs when a DPO stage begins."""
 
     def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
         self.file = Path(config.output_dir, FILE)
@@ -98,8 +94,6 @@ class ReferenceLogps(Callback):
         if trainer.options.reference_free:
             return
         if state.step:
-            if not self.file.is_file():
-                raise UserError(f"{self.file} is missing; restore it, or start again with --resume=never")
             stored = load_file(self.file)
         else:
             stored = {}
@@ -151,12 +145,10 @@ def pairs_of(group: GroupBatch) -> list[tuple[Prompt, list[Tensor]]]:
 
 def sums_of(prompt: Prompt) -> tuple[float, float] | None:
     """Return the log-prob sums given in a row, (chosen, rejected) in nats."""
-    if prompt.row is None:
+    given = {name: prompt.row.columns.get(name) if prompt.row else None for name in COLUMNS}
+    if prompt.row is None or given == dict.fromkeys(COLUMNS):
         return None
-    given = {name: prompt.row.columns.get(name) for name in COLUMNS}
-    if all(value is None for value in given.values()):
-        return None
-    with error_context(prompt.row.where or "row"):
+    with error_context(prompt.row.name):
         log_probability = Annotated[float, "(-inf, 0]"]
         chosen, rejected = (read_value(log_probability, given[name], f"column {name!r}", json=True) for name in COLUMNS)
     return chosen, rejected

@@ -8,7 +8,6 @@ metrics.jsonl.
 import argparse
 import shutil
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -23,7 +22,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import encode_answer
-from minivlmrl.data.rows import Completion, Row
+from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
 from minivlmrl.errors import UserError
 from minivlmrl.json_files import json_text, parse_json
@@ -40,11 +39,12 @@ from minivlmrl.trainers.base import Step, Trainer
 
 def build_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("minivlmrl replay", description=__doc__, allow_abbrev=False)
-    p.add_argument("run", help="folder of a run, or a recipe with options --section.name=value")
-    p.add_argument("--recipe", help="recipe (default: config.yaml of the run, if it names no Python code)")
-    p.add_argument("--stage", help="stage of the step (default: the last stage)")
-    p.add_argument("--step", type=int, default=0, help="number of the step in its stage, counted from 0")
-    p.add_argument("--prompt", type=int, default=0, help="number of the prompt to print, counted from 0")
+    add = p.add_argument
+    add("run", help="folder of a run, or a recipe with options --section.name=value")
+    add("--recipe", help="recipe (default: config.yaml of the run, if it names no Python code)")
+    add("--stage", help="stage of the step (default: the last stage)")
+    add("--step", type=int, default=0, help="number of the step in its stage, counted from 0")
+    add("--prompt", type=int, default=0, help="number of the prompt to print, counted from 0")
     return p
 
 
@@ -75,7 +75,9 @@ def main(arguments: list[str]) -> int:
         )
         print(f"{name} {'equals the replayed step' if is_same else difference}")
     if not same:
-        print(f"The logs of the run do not contain this step: {log_end(folder / METRICS)}.")
+        lines = read_lines(folder / METRICS, LogLine)
+        end = f"end with {lines[-1]['stage']} step {lines[-1]['step']}" if lines else "are empty"
+        print(f"The logs of the run do not contain this step: its metrics {end}.")
     return int(not all(same.values()))
 
 
@@ -116,12 +118,10 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
     wanted_step = config.stage_names.index(stage), number
     states = [] if config.resume == "never" else state_folders(Path(config.output_dir) / "states")
     for path in states:
-        # skip checkpoints that are damaged or being deleted
-        if not (path / COMPLETE).is_file():
-            continue
-        state = read_trainer_state(path)
-        if (state.stage, state.step) <= wanted_step:
-            checkpoint = path
+        if (path / COMPLETE).is_file():  # neither damaged nor being deleted
+            state = read_trainer_state(path)
+            if (state.stage, state.step) <= wanted_step:
+                checkpoint = path
     print(f"{stage} step {number}, replayed from {checkpoint or 'the start of the run'}")
 
     data = replace(config.data, eval_rows=0)
@@ -156,12 +156,10 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
     if step.groups:
         completions = [sample.completion for sample in step.groups[index]]
         temperature = trainer.config.sampling.temperature
-        logged_group = groups(trainer, step)[index]
         table = []
         explanations = []
-        for line in logged_group["completions"]:
-            totals = {"reward": line["reward"], "advantage": line["advantage"]}
-            table.append(line["rewards"] | totals)
+        for line in groups(trainer, step)[index]["completions"]:
+            table.append(line["rewards"] | {"reward": line["reward"], "advantage": line["advantage"]})
             reasons = [f"{name}: {reason}" for name, reason in line["why"].items()]
             explanations.append([f"answer: {line['answer']!r}", *reasons])
     else:
@@ -169,11 +167,18 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
         completions = [encode_answer(trainer.processor, row, x) for x in answers]
         table = [{"answer": name} for name in trainer.answers]
         explanations = [[] for _ in answers]
-    logps = logps_now(trainer, row, completions, temperature)
-    question = f"{text_of(row.messages[-1])!r}, solution {row.columns.get('solution')!r}"
-    print(f"row {row.index} {row.where}: {question}")
+    prompts = [row.prompt(trainer.processor)]
+    group = pack_turns(prompts, [completions], trainer.policy.config, trainer.world.device)
+    logps, _ = per_token_logps(trainer.policy, group, temperature)
+    logps_of_rows = zip(group.pad(logps.cpu()), group.layout.row_lengths, strict=True)
+    logps = [row_logps[:length] for row_logps, length in logps_of_rows]
+    print(f"row {row.index} {row.where}: {text_of(row.messages[-1])!r}, solution {row.columns.get('solution')!r}")
     for i, completion in enumerate(completions):
-        line = table[i] | compare_logps(completion, logps[i])
+        trained = logps[i][completion.policy_mask]
+        line = table[i] | {"tokens": len(trained), "trained": trained.sum().item()}
+        if completion.logps is not None:  # answers from the dataset have no sampler log-probs
+            sampled = completion.logps[completion.policy_mask]
+            line |= {"sampled": sampled.sum().item(), "differ by": (trained - sampled).abs().max().item()}
         if i == 0:
             print("completion", *(f"{name:>10}" for name in line))
         values = [f"{x:.4g}" if isinstance(x, float) else str(x) for x in line.values()]
@@ -183,46 +188,12 @@ def print_group(trainer: Trainer, step: Step, rows: Sequence[Row], index: int):
             print(f"    {explanation}")
 
 
-def logps_now(trainer: Trainer, row: Row, completions: list[Completion], temperature: float) -> list[torch.Tensor]:
-    """Return the policy's log-probs for each completion, (T,)."""
-    policy = trainer.policy
-    prompt = row.prompt(trainer.processor)
-    group = pack_turns([prompt], [completions], policy.config, trainer.world.device)
-    logps, _ = per_token_logps(policy, group, temperature)
-    rows = zip(group.pad(logps.cpu()), group.layout.row_lengths, strict=True)
-    return [row_logps[:length] for row_logps, length in rows]
-
-
-def compare_logps(completion: Completion, logps: torch.Tensor) -> dict[str, float]:
-    trained_logps = logps[completion.policy_mask]
-    line = {"tokens": len(trained_logps), "trained": trained_logps.sum().item()}
-    if completion.logps is not None:  # answers from the dataset have no sampler log-probs
-        sampled_logps = completion.logps[completion.policy_mask]
-        line["sampled"] = sampled_logps.sum().item()
-        line["differ by"] = (trained_logps - sampled_logps).abs().max().item()
-    return line
-
-
 def compare(folder: Path, stage: str, number: int, completions: list[dict], metrics: dict) -> dict[str, bool]:
     """Compare logged lines with the replayed ones; return {log file: whether all lines are equal}."""
     same = {}
     for name, lines in (("completions.jsonl", completions), ("metrics.jsonl", [metrics])):
-        replayed_lines = defaultdict(list)  # rows may repeat within a step
-        for line in parse_json(json_text(lines)):
-            replayed_lines[line.get("row")].append(line)
+        replayed_lines = parse_json(json_text(lines))
         for line in read_lines(folder / name, LogLine):
             if (line["stage"], line["step"]) == (stage, number):
-                is_same = any(line == line | other for other in replayed_lines[line.get("row")])
-                same[name] = same.get(name, True) and is_same
+                same[name] = same.get(name, True) and any(line == line | other for other in replayed_lines)
     return same
-
-
-def log_end(path: Path) -> str:
-    lines = read_lines(path, LogLine)
-    if not lines:
-        return f"{path.parent} contains no metrics"
-    last_line = lines[-1]
-    end = f"{path} ends with {last_line['stage']} step {last_line['step']}"
-    if not path.read_bytes().endswith(b"\n"):
-        end += ", followed by a line that is incomplete, because the run is writing it or was killed"
-    return end

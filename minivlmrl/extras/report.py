@@ -9,12 +9,11 @@ import base64
 import math
 import re
 import sys
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic as clock
 from typing import Annotated
-
-from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import build
@@ -35,7 +34,6 @@ from minivlmrl.run.metrics import (
 )
 from minivlmrl.run.results import SUMMARY
 from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, LogLine, read_lines
-from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
 
 PAGE = "report.html"
@@ -90,9 +88,6 @@ class ReportPage(Callback):
         self.next_time = 0.0  # time.monotonic() of the next update
         self.refresh()
 
-    def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
-        self.refresh()
-
     def on_step_end(self, trainer: Trainer, step: Step, number: int, values: dict):
         self.refresh()
 
@@ -119,11 +114,10 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
     """Write an HTML page about runs; browsers reload it every `seconds`, 0 = never."""
     runs: list[dict] = [collect_run(folder) | {"reload": seconds} for folder in folders]
     text = json_text(runs)
-    for run in runs:  # the page may be shared: remove this machine's folders
-        places = [line.get("where") or "" for line in run["completions"]] + [
-            line["warning"] for line in run["warnings"]
-        ]
-        found = FOLDERS.findall("\n".join([run["config"] or "", *places]))
+    for run in runs:  # remove folders, because the page may be shared
+        places = [line.get("where") for line in run["completions"]]
+        warnings = [line["warning"] for line in run["warnings"]]
+        found = FOLDERS.findall("\n".join(filter(None, [run["config"], *places, *warnings])))
         for name in sorted({*found}, key=len, reverse=True):
             text = text.replace(json_text(name)[1:-1], "")
     text = text.replace("<", "\\u003c")  # the data must not contain </script>
@@ -137,27 +131,44 @@ def collect_run(folder: Path) -> dict:
     config_file, summary_file = file_inside(folder, RUN_CONFIG), file_inside(folder, SUMMARY)
     with error_context(config_file):
         config = config_file.read_text("utf-8") if config_file.is_file() else None
-    summary = read_summary(summary_file) if summary_file.is_file() else None
+    summary = read_json(summary_file) if summary_file.is_file() else {}
+    build(Summary, summary, str(summary_file), json=True)
+    for name, values in summary.items():
+        if name != "chance":
+            require(isinstance(values, dict), f"{summary_file}: {name}", values, "an object with names and numbers")
+            check_numbers(values, f"{summary_file}: {name}")
     evaluated = re.search(r"evaluated on (\d+) rows", config or "")
     num_held_out = int(evaluated[1]) if evaluated else 0
     metrics = read_metrics(file_inside(folder, METRICS))
-    evaluations = collect_evaluations(folder, metrics)
+    # number of steps before each stage
+    first_steps = {line["stage"]: number for number, line in reversed([*enumerate(metrics)])}
+    evaluations = [
+        {"step": line.pop("step") + first_steps.get(line.pop("stage"), 0)} | line
+        for line in read_metrics(file_inside(folder, EVALUATIONS))
+    ]
     completions = collect_completions(folder)
     timings = read_lines(file_inside(folder, TIMINGS), TimingLine)
     warnings = read_lines(file_inside(folder, WARNINGS), WarningLine)
     for line in (*completions, *metrics, *timings, *warnings):
         line["step"] += 1  # files count steps from 0, the page from 1
     last_timings = [lines[-1] | {"speed": describe_speed(lines[-SPEED_STEPS:])} for lines in by_stage(timings).values()]
+    # average adjacent steps, to at most 500 points per curve and stage
+    points = []
+    steps_per_point = {}
+    for stage, lines in by_stage(metrics).items():
+        size = steps_per_point[stage] = math.ceil(len(lines) / POINTS)
+        points += [join_steps(lines[begin : begin + size]) for begin in range(0, len(lines), size)]
     return {
         "name": folder.resolve().name,
         "config": config,
         "held_out": num_held_out,
-        "change": describe_change(summary or {}, num_held_out),
-        **thin_out(metrics),
+        "change": describe_change(summary, num_held_out),
+        "metrics": points,
+        "steps_per_point": steps_per_point,
         "timings": last_timings,
         "warnings": warnings,
         "evaluations": evaluations,
-        "summary": summary,
+        "summary": summary or None,
         "completions": completions,
         "images": collect_images(folder, completions),
     }
@@ -171,16 +182,6 @@ def read_metrics(path: Path) -> list[dict]:
     return lines
 
 
-def read_summary(path: Path) -> dict:
-    summary = read_json(path)
-    build(Summary, summary, str(path), json=True)
-    for name, values in summary.items():
-        if name != "chance":
-            require(isinstance(values, dict), f"{path}: {name}", values, "an object with names and numbers")
-            check_numbers(values, f"{path}: {name}")
-    return summary
-
-
 def check_numbers(values: dict, where: str):
     for name, value in values.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300
@@ -188,7 +189,7 @@ def check_numbers(values: dict, where: str):
 
 
 def describe_change(summary: dict, num_rows: int) -> str | None:
-    """Describe how the first held-out metric changed per stage, and whether this can be noise."""
+    """Describe the change of the first held-out metric per stage, and whether this can be noise."""
     evaluations = {name: row for name, row in summary.items() if isinstance(row, dict) and name != "seconds"}
     name = next(iter(next(iter(evaluations.values()), {})), "")
     values = [row[name] for row in evaluations.values() if row.get(name) is not None]  # summary.json stores NaN as null
@@ -211,26 +212,14 @@ def describe_change(summary: dict, num_rows: int) -> str | None:
 
 
 def by_stage(lines: list[dict]) -> dict[str, list[dict]]:
-    stages = {}
+    stages = defaultdict(list)
     for line in lines:
-        stages.setdefault(line["stage"], []).append(line)
+        stages[line["stage"]].append(line)
     return stages
 
 
-def thin_out(metrics: list[dict]) -> dict:
-    """Average metrics over adjacent steps, to at most 500 points per curve and stage."""
-    points = []
-    steps_per_point = {}
-    for stage, lines in by_stage(metrics).items():
-        size = max(1, math.ceil(len(lines) / POINTS))
-        steps_per_point[stage] = size
-        for begin in range(0, len(lines), size):
-            points.append(join_steps(lines[begin : begin + size]))
-    return {"metrics": points, "steps_per_point": steps_per_point}
-
-
 def join_steps(lines: list[dict]) -> dict:
-    """Average metrics over steps; for names such as min_length, return the minimum or maximum."""
+    """Average metrics over steps; take the minimum or maximum of names such as min_length."""
     joined = {}
     for name in dict.fromkeys(name for line in lines for name in line):
         values = [line[name] for line in lines if line.get(name) is not None]
@@ -244,22 +233,10 @@ def join_steps(lines: list[dict]) -> dict:
     return joined
 
 
-def collect_evaluations(folder: Path, metrics: list[dict]) -> list[dict]:
-    """Read evaluations.jsonl, converting steps in a stage to steps in the run."""
-    first_steps = {}  # number of steps before each stage
-    for number, line in enumerate(metrics):
-        first_steps.setdefault(line["stage"], number)
-    evaluations = []
-    for line in read_metrics(file_inside(folder, EVALUATIONS)):
-        step = line.pop("step") + first_steps.get(line.pop("stage"), 0)
-        evaluations.append({"step": step} | line)
-    return evaluations
-
-
 def collect_completions(folder: Path) -> list[dict]:
-    lines_of_step = {}  # log lines by (stage, step)
+    lines_of_step = defaultdict(list)  # log lines by (stage, step)
     for line in read_lines(file_inside(folder, COMPLETIONS), CompletionLine):
-        lines_of_step.setdefault((line["stage"], line["step"]), []).append(line)
+        lines_of_step[line["stage"], line["step"]].append(line)
     steps = list(lines_of_step)
     stride = max(1, math.ceil(len(steps) / STEPS))
     shown_steps = dict.fromkeys([*steps[::stride], *steps[-1:]])
@@ -269,28 +246,22 @@ def collect_completions(folder: Path) -> list[dict]:
 def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
     paths = set()
     for line in completions:
-        paths.update(line["images"])
-        for completion in line["completions"]:
-            paths.update(completion.get("pictures", ()))
+        paths.update(line["images"], *(completion.get("pictures", ()) for completion in line["completions"]))
     with error_context(folder / COMPLETIONS):
         return {path: data_uri(folder, path) for path in sorted(paths)}
 
 
 def data_uri(folder: Path, path: str) -> str:
-    # read only from images/, because a manipulated completions.jsonl may name other files
-    is_image = Path(path).parent == Path(IMAGES) and Path(path).name != ".."
-    file = file_inside(file_inside(folder, IMAGES), Path(path).name if is_image else "")
-    if not file.is_file():
-        raise UserError(
-            f"{truncate(path, 80)} is not an image in the folder {IMAGES}/ of the run. Remove the line that names "
-            "this file."
-        )
+    # a manipulated completions.jsonl may name files outside images/
+    name = Path(path).name
+    file = file_inside(file_inside(folder, IMAGES), name)
+    if path != f"{IMAGES}/{name}" or not file.is_file():
+        raise UserError(f"{truncate(path, 80)} is not an image in the run's folder {IMAGES}/")
     return f"data:image/webp;base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
 def main(arguments: list[str]):
-    title = str(__doc__).splitlines()[0]
-    p = argparse.ArgumentParser("minivlmrl report", description=title)
+    p = argparse.ArgumentParser("minivlmrl report", description=str(__doc__).splitlines()[0])
     p.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run; one or two runs")
     p.add_argument("--out", help="output file; defaults to report.html in the first run's folder")
     options = p.parse_args(arguments)
@@ -300,6 +271,6 @@ def main(arguments: list[str]):
     for folder in folders:
         if not (folder / METRICS).is_file():
             raise UserError(f"{folder} has no metrics.jsonl; pass the output_dir of a run")
-    out = file_to_write(options.out or folders[0] / "report.html")
+    out = file_to_write(options.out or folders[0] / PAGE)
     write_page(folders, out)
     print(f"open {out} in a browser")

@@ -1,7 +1,7 @@
 """Train a reward model (InstructGPT, step 2), and score completions with it.
 
-The model starts as a copy of the policy, and learns to rank answers. Later stages and other runs can use the
-trained model as the reward `reward_model`.
+The model starts as a copy of the policy, and learns to rank answers. Later stages and other runs use it as the reward
+`reward_model`.
 """
 
 from collections.abc import Sequence
@@ -51,10 +51,8 @@ class RewardTrainer(PairTrainer):
     trains_policy = False
     trained: ValueModel
 
-    def __init__(
-        self, config: RunConfig, model: VisionLanguageModel, processor: Processor, world: World, steps_done: int = 0
-    ):
-        super().__init__(config, model, processor, world, steps_done)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
         self.trained = ValueModel(copy_model(self.policy), self.config.model.freeze)
 
     @staticmethod
@@ -65,8 +63,7 @@ class RewardTrainer(PairTrainer):
         return super().modules() | {"trained": self.trained}
 
     def save(self, folder: Path, merge: bool = True):
-        base = self.config.model.path
-        save_value_model(folder / FOLDER, self.trained, self.processor, self.world, base, merge)
+        save_value_model(folder / FOLDER, self.trained, self.processor, self.world, self.config.model.path, merge)
 
     def micro_batch(self, rows: Sequence[Row]) -> RewardBatch:
         prompts, answers = last_windows(*self.encode(rows))
@@ -109,13 +106,21 @@ def last_windows(
 class RewardModelScores:
     """Score completions with the reward model in reward_model.path, by default the run's own.
 
-    The reward model gets the policy's token ids and patches, so its tokenizer, family and patch size must match.
+    Tokenizer, family and patch size must be those of the policy, whose token ids and patches are scored.
     """
 
     def __init__(self, config: RunConfig, policy: VisionLanguageModel, processor: Processor, world: World):
         path = config.reward_model.path or Path(config.output_dir) / FOLDER
         check_same_inputs(path, policy, processor)
-        model = load_scorer(policy, path, world.device, same_base=config.reward_model.path is None)
+        if config.reward_model.path is None and has_adapters(policy) and not is_sharded(policy):
+            # the run's own adapters share the base weights
+            from minivlmrl.model.peft import load_adapter
+
+            backbone = copy_model(policy)
+            load_adapter(backbone, Path(path) / "adapter")
+            model = add_saved_head(backbone, path)
+        else:
+            model = load_value_model(path, policy.lm_head.weight.dtype, world.device, policy.sharding)
         self.model = model.requires_grad_(False)
         self.world = world
 
@@ -140,48 +145,32 @@ def pack_with_last_token(
 ) -> GroupBatch:
     """Pack prompts and completions, keeping a hidden state for the last token.
 
-    `pack` drops a completion's last token, so this function repeats that token first. Example: completion a has 3
-    tokens, b has 2:
+    `pack` drops the last token, so it is repeated first. Example: completion a has 3 tokens, b has 2:
         pack                    p0 p1 p2 | a0 a1    | b0
         pack_with_last_token    p0 p1 p2 | a0 a1 a2 | b0 b1     a2 attends to the whole completion a
     """
-    longer = [[repeat_last_token(completion) for completion in group] for group in completions]
-    return pack(prompts, longer, model_config, device)
 
+    def longer(values: Tensor) -> Tensor:
+        return torch.cat([values, values[-1:]])
 
-def repeat_last_token(completion: Completion) -> Completion:
-    ids = torch.cat([completion.ids, completion.ids[-1:]])
-    policy_mask = torch.cat([completion.policy_mask, completion.policy_mask[-1:]])
-    return replace(completion, ids=ids, policy_mask=policy_mask)
+    groups = [
+        [replace(c, ids=longer(c.ids), policy_mask=longer(c.policy_mask)) for c in group] for group in completions
+    ]
+    return pack(prompts, groups, model_config, device)
 
 
 def last_token_scores(model: ValueModel, batch: GroupBatch) -> Tensor:
-    """Return the value at each completion's last token, (R,), for a batch from pack_with_last_token."""
+    """Return values at the last tokens, (R,), for a batch from pack_with_last_token."""
     return torch.stack([values[-1] for values in model(batch).split(batch.layout.row_lengths)])
 
 
-def load_scorer(policy: VisionLanguageModel, folder: str | Path, device: torch.device, same_base: bool) -> ValueModel:
-    """Load a value model to score a policy's completions.
-
-    Args:
-        same_base: whether both models are adapters on the same base weights, so that they can share them.
-    """
-    if same_base and has_adapters(policy) and not is_sharded(policy):
-        from minivlmrl.model.peft import load_adapter
-
-        backbone = copy_model(policy)
-        load_adapter(backbone, Path(folder) / "adapter")
-        return add_saved_head(backbone, folder)
-    return load_value_model(folder, policy.lm_head.weight.dtype, device, policy.sharding)
-
-
 def reward_model(completions: list[str], reward_model_scores: list[float], **columns) -> list[float]:
-    """Use the reward model's scores, which are unbounded, as rewards."""
+    """Return the unbounded scores of the reward model."""
     return reward_model_scores
 
 
 def check_stage_order(config: RunConfig, stage: str):
-    """Raise UserError if a stage needs a reward model before it is trained, or if the run samples trajectories."""
+    """Raise UserError if a stage needs an untrained reward model, or if the run samples trajectories."""
     if samples_trajectories(config.sampling):
         raise UserError(
             "the reward reward_model cannot score trajectories, because each turn of a trajectory has its own context "
@@ -193,6 +182,6 @@ def check_stage_order(config: RunConfig, stage: str):
     earlier = config.stage_names[: config.stage_names.index(stage)]
     if not any(issubclass(find_trainer(name, config), RewardTrainer) for name in earlier):
         raise UserError(
-            f"the stage {stage} uses the reward reward_model, but there is no reward model yet; set reward_model.path "
-            f"to the folder of a reward model, or add the stage reward_model before {stage}"
+            f"the stage {stage} uses the reward reward_model, but there is no reward model yet; set reward_model.path, "
+            "or add the stage reward_model before it"
         )

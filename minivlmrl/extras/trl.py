@@ -14,6 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+import trl
 from torch import Tensor
 
 from minivlmrl.errors import UserError
@@ -28,26 +29,10 @@ from minivlmrl.losses.grpo import (
 )
 from minivlmrl.losses.grpo_variants import mean_entropy, off_policy_mask
 
-INSTALL = 'run `pip install "trl>=1.10"`'
-try:
-    import trl
-except ImportError as error:
-    raise ImportError(
-        f"minivlmrl.extras.trl needs TRL 1.10 or newer, but importing it failed ({error}); {INSTALL}"
-    ) from error
 if tuple(map(int, trl.__version__.split(".")[:2])) < (1, 10):
-    raise ImportError(f"minivlmrl.extras.trl needs TRL 1.10 or newer, but {trl.__version__} is installed; {INSTALL}")
+    raise ImportError(f'TRL {trl.__version__} is installed, but 1.10 is needed; run `pip install "trl>=1.10"`')
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]  # signature of grpo_loss
-# {grpo_loss argument: equivalent GRPOConfig field}
-CONFIG_NAMES = {
-    "loss_type": "loss_type",
-    "importance_sampling_level": "importance_sampling_level",
-    "epsilon_low": "epsilon",
-    "epsilon_high": "epsilon_high",
-    "beta": "beta",
-    "use_bias_correction_kl": "use_bias_correction_kl",
-}
 # GRPOConfig fields that only some loss_types use, such as vespo_k_pos
 TERM_OPTIONS = (
     "delta",
@@ -62,7 +47,7 @@ CONFIG_DEFAULTS = {field.name: field.default for field in fields(trl.GRPOConfig)
 
 
 class GRPOTrainer(trl.GRPOTrainer):
-    """TRL's GRPOTrainer with `minivlmrl.grpo_loss` or your own loss function; overrides only `_compute_loss`.
+    """TRL's GRPOTrainer with `minivlmrl.grpo_loss` or your own loss; overrides only `_compute_loss`.
 
     Args:
         loss: loss_type for `grpo_loss`, or a function with the same signature; None = loss_type in `args`.
@@ -87,9 +72,19 @@ class GRPOTrainer(trl.GRPOTrainer):
             if args.loss_type not in (CONFIG_DEFAULTS["loss_type"], loss):
                 raise UserError(f"args.loss_type is {args.loss_type!r}, but loss is {loss!r}; set only one of them")
             args.loss_type = loss
-        self.loss_options = loss_options(args, kl_estimator)
+        epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+        check_bounds(args.epsilon, epsilon_high, args.beta)
+        self.loss_options = {
+            "loss_type": args.loss_type,
+            "importance_sampling_level": args.importance_sampling_level,
+            "epsilon_low": args.epsilon,
+            "epsilon_high": epsilon_high,
+            "beta": args.beta,
+            "use_bias_correction_kl": args.use_bias_correction_kl,
+            "kl_estimator": kl_estimator,
+        }
         self.loss_function: LossFunction = loss if callable(loss) else grpo_loss
-        # only changed options, because your own loss may not accept the others
+        # changed options only: your own loss may not accept the others
         self.term_options = {
             name: getattr(args, name) for name in TERM_OPTIONS if getattr(args, name) != CONFIG_DEFAULTS[name]
         }
@@ -100,7 +95,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T)
         logps, entropies, aux_loss = self._score(model, inputs)
         parts = self.current_gradient_accumulation_steps if self.model.training else 1
-        normalizer = LossNormalizer(len(mask) * parts, self._tokens(inputs, parts), self.max_completion_length)
+        # dapo's loss denominator: mean tokens per step and process, from TRL's total count
+        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        if self.model.training:
+            tokens = tokens * parts / self.args.steps_per_generation
+        normalizer = LossNormalizer(len(mask) * parts, tokens, self.max_completion_length)
         kept = mask
         if self.top_entropy_quantile < 1:
             # TRL computes the quantile over all processes
@@ -120,7 +119,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         loss, metrics = (returned, {}) if isinstance(returned, Tensor) else returned
         metrics = {**metrics, "entropy": (entropies * mask).sum() / mask.sum().clamp(min=1)}
         if self.entropy_coef:
-            # except for dapo, TRL divides losses by the number of micro-batches, but logs them undivided
+            # TRL divides losses, except dapo's, by the number of micro-batches, but logs them undivided
             by_tokens = AVERAGES.get(self.loss_type) is AVERAGES["dapo"]
             metrics["policy_loss"] = loss.detach() if by_tokens else loss.detach() * parts
             if self.model.training:
@@ -129,7 +128,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.aux_loss_enabled:
             metrics["aux_loss"] = aux_loss.detach()
             loss = loss + self.router_aux_loss_coef * aux_loss / parts
-        self._log_metrics(metrics)
+        mode = "train" if self.model.training else "eval"
+        for name, value in metrics.items():
+            mean = self.accelerator.gather(value.detach()).float().nanmean()  # over all processes
+            self._metrics[mode][name].append(mean.item())
         if "clip_ratio/low_mean" in metrics:
             self._log_clipped_rows(inputs, logps.detach(), mask)
         return loss
@@ -149,13 +151,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             **{name: inputs[name] for name in arguments & inputs.keys()},
         )
 
-    def _tokens(self, inputs: dict[str, Any], parts: int) -> Tensor:
-        """Return dapo's loss denominator: mean tokens per step and process, from TRL's total count."""
-        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
-        if self.model.training:
-            tokens = tokens * parts / self.args.steps_per_generation
-        return tokens
-
     def _weights(
         self, inputs: dict[str, Any], logps: Tensor, mask: Tensor, kept: Tensor
     ) -> tuple[Tensor | None, dict[str, Any]]:
@@ -174,15 +169,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             return weights, {**self.term_options, "importance_sampling_ratio": ratio}
         return ratio if weights is None else weights * ratio, self.term_options
 
-    def _log_metrics(self, metrics: dict[str, Tensor]):
-        """Log means over all processes."""
-        mode = "train" if self.model.training else "eval"
-        for name, value in metrics.items():
-            mean = self.accelerator.gather(value.detach()).float().nanmean()
-            self._metrics[mode][name].append(mean.item())
-
     def _log_clipped_rows(self, inputs: dict[str, Any], logps: Tensor, mask: Tensor):
-        """Log TRL's clip_ratio/low_min and clip_ratio/high_max over all completions."""
+        """Log clip_ratio/low_min and clip_ratio/high_max, as TRL."""
         mode = "train" if self.model.training else "eval"
         advantages = inputs["advantages"]
         if advantages.dim() == 1:
@@ -201,22 +189,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._metrics[mode][f"clip_ratio/{name}"].append(extreme(fractions, default=math.nan))
 
 
-def loss_options(args: trl.GRPOConfig, kl_estimator: str) -> dict[str, Any]:
-    """Convert a GRPOConfig to keyword arguments for `grpo_loss`."""
-    options = {name: getattr(args, config_name) for name, config_name in CONFIG_NAMES.items()}
-    if options["epsilon_high"] is None:
-        options["epsilon_high"] = args.epsilon
-    check_bounds(options["epsilon_low"], options["epsilon_high"], options["beta"])
-    return options | {"kl_estimator": kl_estimator}
-
-
 def check_options(args: trl.GRPOConfig, function: LossFunction, term_options: dict[str, Any]):
     """Raise UserError for an option that the loss does not support."""
     if args.use_adaptive_entropy:
-        raise UserError(
-            "use_adaptive_entropy is true, but minivlmrl keeps entropy_coef constant; set "
-            "use_adaptive_entropy to false, or use trl.GRPOTrainer"
-        )
+        raise UserError("use_adaptive_entropy is true, but minivlmrl keeps entropy_coef constant; set it to false")
     if args.use_liger_kernel:
         raise UserError("use_liger_kernel is true, but it replaces the loss in some releases of TRL; set it to false")
     if function is grpo_loss:
@@ -227,7 +203,4 @@ def check_options(args: trl.GRPOConfig, function: LossFunction, term_options: di
         return
     for name in term_options:
         if name not in accepted:
-            raise UserError(
-                f"{name} is {term_options[name]}, but the loss {function.__name__} has no such "
-                "argument; remove the option"
-            )
+            raise UserError(f"{name} is {term_options[name]}, but the loss {function.__name__} has no such argument")

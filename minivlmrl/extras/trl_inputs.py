@@ -4,22 +4,14 @@ docs/library.md explains how to use `InputCheck`.
 """
 
 import warnings
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import TrainerCallback
 
 from minivlmrl.errors import UserError
-
-try:
-    from transformers import TrainerCallback
-except ImportError as error:
-    raise ImportError(
-        f"minivlmrl.extras.trl_inputs needs transformers, but importing it failed ({error}); "
-        "run `pip install transformers`"
-    ) from error
 
 # arguments for patches and for grids, and config field with the placeholder id
 MEDIA = {
@@ -37,9 +29,9 @@ ADVICE = (
 class InputCheck(TrainerCallback):
     """Warn in the first step if the model ignores an image or video, or if a trained parameter gets no gradient.
 
-    Outputs for the first micro-batch are compared with those for gray images, in up to nine forward passes without
-    gradients. If FSDP or DeepSpeed shards the weights, only placeholders without images are reported. Weights and
-    random state do not change. The attribute `problems` lists the warnings.
+    Outputs of the first micro-batch are compared with those for gray images, in up to nine forward passes. If FSDP or
+    DeepSpeed shards the weights, only placeholders without images are reported. Weights and random state do not
+    change. The attribute `problems` lists the warnings.
     """
 
     def __init__(self):
@@ -59,7 +51,7 @@ class InputCheck(TrainerCallback):
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
                     self.trained.add(name)
-                    self.hooks.append(parameter.register_hook(partial(self._reach, name)))
+                    self.hooks.append(parameter.register_hook(lambda _, name=name: self.reached.add(name)))
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         if self.is_done or model is None:
@@ -75,9 +67,6 @@ class InputCheck(TrainerCallback):
         self.problems = list(dict.fromkeys(self.problems))
         for problem in self.problems:
             warnings.warn(f"step {state.global_step}: {problem}. {ADVICE}", stacklevel=2)
-
-    def _reach(self, name: str, gradient: Tensor):
-        self.reached.add(name)
 
     def _look(self, model: nn.Module, args: tuple, kwargs: dict):
         if self.is_comparing or not torch.is_grad_enabled():
@@ -104,10 +93,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str]) -> list[str]:
-    """Return warnings about images or videos that can be gray without changing the outputs."""
+    """Return warnings about images or videos that may be gray without changing the outputs."""
 
     def outputs(**changed: Tensor) -> Tensor:
-        # fork_rng keeps dropout masks the same
+        # fork_rng: same dropout masks
         with torch.no_grad(), torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
             return text_outputs(model(*args, **kwargs | changed), model, kwargs.get("input_ids"))
 
@@ -140,10 +129,7 @@ def text_outputs(outputs: Any, model: nn.Module, ids: Tensor | None) -> Tensor:
     """Return log-probabilities, logits or loss, with zeros at image and video tokens."""
     output = next((outputs.get(name) for name in OUTPUTS if outputs.get(name) is not None), None)
     if output is None:
-        raise UserError(
-            f"the model returns none of {', '.join(OUTPUTS)}, so InputCheck cannot check its "
-            "images; remove this callback"
-        )
+        raise UserError(f"the model returns none of {', '.join(OUTPUTS)}, so remove the callback InputCheck")
     if ids is None or output.dim() < 2 or ids.shape[1] < output.shape[1]:
         return output
     is_media = torch.zeros_like(ids, dtype=torch.bool)
@@ -155,13 +141,13 @@ def text_outputs(outputs: Any, model: nn.Module, ids: Tensor | None) -> Tensor:
 
 
 def rounds_of_media(arguments: dict, sizes: list[int], token: int | None) -> list[list[tuple[int, int | None]]]:
-    """Group images or videos from different rows, to check a group in one forward pass.
+    """Group images or videos of different rows, for one forward pass per group.
 
     Args:
         sizes: patches per image.
     Returns:
-        groups [(image index, row index), ...], or a single group with row None if rows are unknown. Images after a
-        row's last trained token are left out, because they cannot change the loss
+        groups [(image index, row index), ...], or one group with row None if rows are unknown, without images after
+        the last trained token, which cannot change the loss
     """
     ids = arguments.get("input_ids")
     if ids is None or token is None or not (ids == token).any():

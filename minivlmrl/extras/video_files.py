@@ -26,21 +26,18 @@ def load(source: Source, folder, sampling: dict, frame_factor: int, defaults: di
     except Exception as error:  # damaged files can make PyAV raise any exception
         error_text = str(error) or type(error).__name__
         if hasattr(error, "strerror"):
-            reason = getattr(error, "strerror", None) or error_text
-            error_text = f"the file cannot be read as a video ({reason})"
+            error_text = f"the file cannot be read as a video ({getattr(error, 'strerror', None) or error_text})"
         raise UserError(f"{name}: {error_text}") from error
 
 
 def outline(source: Source, folder, sampling: dict, frame_factor: int, defaults: dict | None) -> Video:
     """Return a Video with blank frames, to count prompt tokens without decoding."""
     name, file = open_source(source, folder)
-    with error_context(name), opened_video(file) as (container, stream):
-        video_fps = float(stream.average_rate or stream.guessed_rate or 0)
+    with error_context(name), opened_video(file) as (container, stream, video_fps):
         total_frames = stream.frames or count_frames(container, stream)
         size = stream.codec_context.width, stream.codec_context.height
     indices, fps = sample_indices(total_frames, video_fps, frame_factor, **with_defaults(sampling, defaults))
-    seconds = [index / video_fps for index in indices]
-    return Video([PIL.Image.new("1", size)] * len(indices), fps, seconds)
+    return Video([PIL.Image.new("1", size)] * len(indices), fps, [index / video_fps for index in indices])
 
 
 def with_defaults(sampling: dict, defaults: dict | None) -> dict:
@@ -49,8 +46,7 @@ def with_defaults(sampling: dict, defaults: dict | None) -> dict:
 
 def sample(file: Path | io.BytesIO, sampling: dict) -> Video:
     """Count all frames, then decode a sample."""
-    with opened_video(file) as (container, stream):
-        video_fps = float(stream.average_rate or stream.guessed_rate or 0)
+    with opened_video(file) as (container, stream, video_fps):
         total_frames = count_frames(container, stream)
     while True:
         indices, fps = sample_indices(total_frames, video_fps, **sampling)
@@ -86,13 +82,13 @@ def count_frames(container, stream) -> int:
 
 @contextlib.contextmanager
 def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
-    """Open a video file; yield PyAV's container and the best video stream."""
+    """Open a video file; yield PyAV's container, the best video stream and its frame rate."""
     with optional_dependency("video", "reading video files requires PyAV"):
         import av
 
-    # do not pass the name: FFmpeg would read concat:x.mp4|y.mp4 as two files
+    # no name: FFmpeg would read concat:x.mp4|y.mp4 as two files
     opened = file.open("rb") if isinstance(file, Path) else io.BytesIO(file.getbuffer())
-    # do not open files and URLs listed in a playlist
+    # no files and URLs from a playlist
     options = {"protocol_whitelist": "none"}
     with opened, av.open(opened, container_options=options, metadata_errors="replace") as container:
         stream = container.streams.best("video")
@@ -103,14 +99,14 @@ def opened_video(file: Path | io.BytesIO) -> Iterator[tuple]:
         check_size(1, stream.codec_context.width, stream.codec_context.height)
         # a frame may be larger than the header says
         stream.codec_context.options = {"max_pixels": str(MAX_IMAGE_PIXELS)}
-        yield container, stream
+        yield container, stream, float(stream.average_rate or stream.guessed_rate or 0)
 
 
 def decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Image.Image], int]:
     """Decode frames by index to upright RGB images; also return the number of decoded frames."""
     frames = []
     num_decoded = 0
-    with opened_video(file) as (container, stream):
+    with opened_video(file) as (container, stream, _):
         for frame in container.decode(stream):
             if frame.is_corrupt:
                 raise UserError(f"frame {num_decoded} is damaged")
@@ -119,11 +115,8 @@ def decode(file: Path | io.BytesIO, indices: Sequence[int]) -> tuple[list[PIL.Im
                 # phones store a rotation angle for the player
                 quarter_turns = round(frame.rotation / 90)
                 if abs(frame.rotation - 90 * quarter_turns) > 1:
-                    raise UserError(
-                        f"the rotation of the video is {frame.rotation} degrees, but it must be a multiple of 90"
-                    )
-                pixels = np.rot90(frame.to_ndarray(format="rgb24"), quarter_turns)
-                frames.append(PIL.Image.fromarray(pixels))
+                    raise UserError(f"the video's rotation is {frame.rotation} degrees, not a multiple of 90")
+                frames.append(PIL.Image.fromarray(np.rot90(frame.to_ndarray(format="rgb24"), quarter_turns)))
             num_decoded += 1
             if len(frames) == len(indices):
                 break
@@ -169,7 +162,7 @@ def sample_indices(
 def smart_nframes(total_frames: int, video_fps: float, frame_factor: int, sampling: dict[str, float]) -> int:
     """Compute how many frames to sample, a multiple of frame_factor.
 
-    Example: 100 frames at 30 per second last 3.33 seconds. Sampling 2 frames per second gives 6.67, rounded down to 6.
+    Example: 100 frames at 30 per second last 3.33 seconds; 2 frames per second give 6.67, rounded down to 6.
 
     Args:
         sampling: nframes, or fps (sampled per second, default 2) with min_frames (default 4) and max_frames (default

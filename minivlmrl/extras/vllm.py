@@ -2,9 +2,9 @@
 
     sampling: {engine: vllm, vllm: {max_model_len: 4096}}
 
-vLLM receives the policy weights before a rollout, and prompts as token ids and patches. vLLM computes only logits, and
-minivlmrl samples from them. Completions do not depend on other rows and, in float32, equal completions without vLLM.
-To change the integration, copy vllm.py and set sampling.engine=my_vllm.py:VLLMSampler.
+vLLM receives the policy weights before a rollout, and prompts as token ids and patches. It computes only logits, from
+which minivlmrl samples. Completions do not depend on other rows and, in float32, equal those without vLLM. To change
+the integration, copy vllm.py and set sampling.engine=my_vllm.py:VLLMSampler.
 
 Dimensions: r rows in the batch, V vocabulary size.
 """
@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-# run vLLM in the training process, which has the weights
+# in the training process, which has the weights
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # do not bind threads to cores
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -48,7 +48,7 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 from minivlmrl.model.plain_weights import gather_full_tensor
 
-# vllm.LLM options fixed for all recipes
+# vllm.LLM options of all recipes
 FIXED_OPTIONS = {
     "mm_device_do_normalize": False,  # patches are already normalized
     "limit_mm_per_prompt": {"video": 0},  # do not profile the longest video
@@ -63,7 +63,7 @@ FIXED_OPTIONS = {
 
 @dataclass
 class VLLMOptions:
-    """vllm.LLM options that recipes may set; none loads code, as recipes may be untrusted."""
+    """vllm.LLM options for recipes; none loads code, as recipes may be untrusted."""
 
     block_size: Count | None = None
     cpu_offload_gb: Annotated[float, "[0, inf)"] | None = None
@@ -100,7 +100,7 @@ class Sampling:
         self.ended: list[str] = []  # requests that ended in the latest step
 
     def sample(self, logits: Tensor, rows: list[int]) -> Tensor:
-        """Sample next tokens from logits (r, V); return scores for vLLM: 0 for the samples, else -inf."""
+        """Sample from logits (r, V); return scores for vLLM: 0 for the samples, else -inf."""
         index = torch.tensor(rows, device=logits.device)
         ids, logps, ends = self.sample_token(logits, index, self.counts[rows].to(logits.device))
         self.steps.append((index, ids, logps, ends))
@@ -110,7 +110,7 @@ class Sampling:
 
 
 class TokenChooser:
-    """Logits processor that samples with minivlmrl, and makes vLLM select the sampled tokens."""
+    """Logits processor: samples with minivlmrl, and makes vLLM select these tokens."""
 
     sampling: Sampling | None = None  # class attribute, because vLLM creates the instance
 
@@ -120,16 +120,16 @@ class TokenChooser:
     def is_argmax_invariant(self) -> bool:
         return False
 
-    def update_state(self, batch_update):  # called by vLLM's V1 model runner
+    def update_state(self, batch_update):  # vLLM's V1 model runner
         builtin = import_module("vllm.v1.sample.logits_processor.builtin")
         builtin.process_dict_updates(self.rows, batch_update, row_of_request)
 
-    def add_request(self, slot: int, params) -> bool:  # called by vLLM's V2 model runner
-        self.rows[slot] = (params.extra_args or {}).get("row", -1)  # row -1 for vLLM's warmup requests
+    def add_request(self, slot: int, params) -> bool:  # vLLM's V2 model runner
+        self.rows[slot] = (params.extra_args or {}).get("row", -1)  # -1 for warmup requests
         return True
 
     def apply(self, logits: Tensor, context=None) -> Tensor:
-        """Sample from logits (r, V); vLLM's V2 model runner passes batch indices in `context`, V1 passes None."""
+        """Sample from logits (r, V); V2 passes batch indices in `context`, V1 passes None."""
         slots = context.idx_mapping_np.tolist() if context else sorted(self.rows)
         rows = [self.rows[slot] for slot in slots]
         sampling = TokenChooser.sampling
@@ -155,9 +155,8 @@ class VLLMSampler(Sampler):
         limit = cls.most_tokens(config.sampling)
         if limit and limit <= config.sampling.max_new_tokens:
             raise UserError(
-                f"sampling.vllm.max_model_len is {limit}, which leaves no room for a prompt, "
-                f"because sampling.max_new_tokens is {config.sampling.max_new_tokens}; set "
-                "max_model_len to at least max_new_tokens plus the tokens of the longest prompt"
+                f"sampling.vllm.max_model_len is {limit}, which leaves no room for a prompt, because "
+                f"sampling.max_new_tokens is {config.sampling.max_new_tokens}"
             )
         model_config = config.model.config
         if config.model.path is not None:
@@ -166,10 +165,7 @@ class VLLMSampler(Sampler):
             return
         model_type = read_json(Path(model_config)).get("model_type")
         if model_type in list(FAMILIES) and not find_family(model_type).in_vllm:
-            raise UserError(
-                f"sampling.engine is vllm, which minivlmrl does not support for models of the type "
-                f"{model_type}; set sampling.engine=native"
-            )
+            raise UserError(f"sampling.engine vllm does not support the model type {model_type}; use engine native")
 
     @classmethod
     def most_tokens(cls, sampling: SamplingOptions) -> int | None:
@@ -198,7 +194,7 @@ class VLLMSampler(Sampler):
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
-        # remove image embeddings computed with old weights
+        # image embeddings of old weights
         self.llm.llm_engine.reset_encoder_cache()
         completions = super().__call__(prompts, num_generations, keys)
         if self.sleeps:
@@ -234,14 +230,12 @@ class VLLMSampler(Sampler):
         return groups
 
     def make_input(self, prompt: Prompt) -> dict:
-        """Convert a prompt to vLLM inputs, bypassing vLLM's tokenizer and image processor."""
+        """Convert a prompt to vLLM inputs, without vLLM's tokenizer and image processor."""
         engine = import_module("vllm.inputs.engine")
         inputs = import_module("vllm.multimodal.inputs")
         ids = prompt.input_ids
         config = self.model.config
-        name = "a prompt"
-        if prompt.row is not None:
-            name = prompt.row.where or f"row {prompt.row.index}"
+        name = prompt.row.name if prompt.row else "a prompt"
         if (ids == config.video_token_id).any():
             raise UserError(
                 f"{name}: the prompt contains a video, which vLLM does not support here; set sampling.engine=native"
@@ -250,22 +244,20 @@ class VLLMSampler(Sampler):
         num_new = self.sampling.max_new_tokens
         if limit and len(ids) + num_new > limit:  # vLLM truncates completions at max_model_len
             raise UserError(
-                f"{name}: the prompt has {len(ids)} tokens, which together with max_new_tokens "
-                f"({num_new}) exceeds sampling.vllm.max_model_len ({limit}); increase max_model_len"
+                f"{name}: the prompt has {len(ids)} tokens, which together with max_new_tokens ({num_new}) exceeds "
+                f"sampling.vllm.max_model_len ({limit})"
             )
         if not len(prompt.image_grid_thw):
             return engine.tokens_input(ids.tolist())
         num_patches = prompt.image_grid_thw.prod(-1)
         num_tokens = (num_patches // config.vision_config.spatial_merge_size**2).tolist()
-        spans = []
-        for index in (ids == config.image_token_id).nonzero()[:, 0].split(num_tokens):
-            spans.append(inputs.PlaceholderRange(int(index[0]), len(index)))
-        hashes = []
+        places = (ids == config.image_token_id).nonzero()[:, 0].split(num_tokens)
+        spans = [inputs.PlaceholderRange(int(index[0]), len(index)) for index in places]
         pixels = prompt.pixel_values.split(num_patches.tolist())
-        for grid, patches in zip(prompt.image_grid_thw, pixels, strict=True):
-            pixels_as_bytes = patches.view(torch.uint8)  # numpy has no bfloat16
-            content = grid.numpy().tobytes() + pixels_as_bytes.numpy().tobytes()
-            hashes.append(sha256(content).hexdigest())
+        hashes = [  # uint8, because numpy has no bfloat16
+            sha256(grid.numpy().tobytes() + patches.view(torch.uint8).numpy().tobytes()).hexdigest()
+            for grid, patches in zip(prompt.image_grid_thw, pixels, strict=True)
+        ]
         field_config = inputs.MultiModalFieldConfig
         fields = {
             "pixel_values": field_config.flat_from_sizes("image", num_patches),
@@ -282,7 +274,7 @@ class VLLMSampler(Sampler):
         completions: Sequence[Sequence[Completion]],
         max_logp_mismatch: float,
     ):
-        """Compare vLLM's log-probabilities with the policy's in the first rollout.
+        """Compare log-probabilities of vLLM and policy in the first rollout.
 
         At max_logp_mismatch = 1, the limit is 1e-3 nats per token in float32, and a root mean square of 0.5 nats over a
         prompt's completions in 16 bits.
@@ -290,17 +282,15 @@ class VLLMSampler(Sampler):
         if self.is_verified:
             return
         policy_dtype = computed_dtype(self.model)
-        dtypes = policy_dtype, engine_dtype(self.sampling, policy_dtype)
-        in_16_bits = min(dtype.itemsize for dtype in dtypes) == 2
+        in_16_bits = 2 in (policy_dtype.itemsize, engine_dtype(self.sampling, policy_dtype).itemsize)
         bound = 0.5 if in_16_bits else 1e-3
         worst = (0.0, "")
         for row, prompt, group in zip(rows, prompts, completions, strict=True):
             batch = pack([prompt], [group], self.model.config, self.device)
             logps, _ = per_token_logps(self.model, batch, self.sampling.temperature)
-            recorded = torch.cat([completion.sampled_logps for completion in group])
-            mismatch = (logps - recorded.to(self.device)).abs()
+            mismatch = (logps - torch.cat([completion.sampled_logps for completion in group]).to(self.device)).abs()
             mismatch = mismatch.square().mean().sqrt() if in_16_bits else mismatch.max()
-            worst = max(worst, (mismatch.item(), row.where or f"row {row.index}"))
+            worst = max(worst, (mismatch.item(), row.name))
         mismatch, where = max(self.world.gather_objects(worst))
         if mismatch > bound * max_logp_mismatch:
             raise UserError(
@@ -317,13 +307,8 @@ def computed_dtype(model: VisionLanguageModel) -> torch.dtype:
     return sharding.compute_dtype if sharding else model.lm_head.weight.dtype
 
 
-def is_news(record: logging.LogRecord) -> bool:
-    """Log filter that hides vLLM's warning about rotary embeddings, which have no weights."""
-    return "RotaryEmbedding: Failed to load weights" not in record.getMessage()
-
-
 def engine_dtype(sampling: SamplingOptions, policy_dtype: torch.dtype) -> torch.dtype:
-    """Return vLLM's compute dtype: sampling.vllm.dtype, or the policy dtype."""
+    """Return vLLM's compute dtype: sampling.vllm.dtype, or the policy's."""
     return DTYPES.get(sampling.vllm.get("dtype", ""), policy_dtype)
 
 
@@ -332,7 +317,8 @@ def start_engine(model: VisionLanguageModel, processor: Processor, options: dict
     v1 = import_module("vllm.v1.sample.logits_processor")
     v2 = import_module("vllm.v1.worker.gpu.sample.logits_processor")
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    logger.addFilter(is_news)
+    # rotary embeddings have no weights
+    logger.addFilter(lambda record: "RotaryEmbedding: Failed to load weights" not in record.getMessage())
     token_chooser = type("VLLMTokenChooser", (TokenChooser, v1.LogitsProcessor, v2.LogitsProcessor), {})
     on_gpu = world.device.type == "cuda"
     defaults = {

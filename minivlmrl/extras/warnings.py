@@ -1,7 +1,7 @@
 """Warn if a run does not learn, with a likely cause and a fix.
 
-A warning appears if its condition holds for 10 consecutive optimizer steps, and is not repeated while it holds. If all
-completions have equal rewards, the most common mistake, the warning appears after the first step.
+A warning appears if its condition holds for 10 optimizer steps in a row, and is not repeated while the condition holds.
+Equal rewards for all completions, the most common mistake, are reported after the first step.
 """
 
 import json
@@ -30,7 +30,7 @@ MEMORISED = 0.3  # warn if the training reward exceeds the held-out reward by th
 
 
 class TrainingWarnings(Watcher):
-    """Check metrics after each step, and write warnings to warnings.jsonl and the terminal."""
+    """Write warnings about a step's metrics to warnings.jsonl and the terminal."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.log = log
@@ -67,7 +67,7 @@ class WarningRules:
         if "sft" in self.config.stage_names:
             self.demonstrations = "more demonstrations (a larger sft.max_steps)"
         self.recent = deque(maxlen=WINDOW)
-        self.active: set[str] = set()  # names of warnings whose condition held at the last step
+        self.active: set[str] = set()  # warnings that held at the last step
         self.rollout = None
         # solutions and rewards of recent rollouts
         self.recent_rewards = deque(maxlen=BASELINE_ROLLOUTS)
@@ -78,7 +78,7 @@ class WarningRules:
         """Add a step's metrics, and return new warnings."""
         if rollout is not None and rollout is not self.rollout:
             self.rollout = rollout
-            solutions = [str(sample.row.columns.get("solution")) for [sample, *_] in rollout.groups]
+            solutions = [str(group[0].row.columns.get("solution")) for group in rollout.groups]
             self.recent_rewards.append((solutions, rollout.rewards))
             totals = self.trainer.total_rewards(rollout.samples)
             ordered = sorted([*self.extremes, *totals[~totals.isnan()].tolist()])
@@ -91,7 +91,7 @@ class WarningRules:
         return new
 
     def memorized(self, evaluation: dict[str, float]) -> Iterator[str]:
-        """Yield a warning for each reward far higher on training rows than on held-out rows."""
+        """Yield a warning for rewards far higher on training rows than on held-out rows."""
         for name in self.goals if len(self.recent) == WINDOW else ():
             trained = self.mean(f"rewards/{name}/mean")
             # include greedy results, because training may sample below temperature 1
@@ -118,9 +118,9 @@ class WarningRules:
             yield f"{max(falls)[1]} in this stage. {cure}."
 
     def state(self) -> str:
-        """Return recent metrics and warnings as JSON, for a resumed run."""
+        """Return metrics and warnings as JSON, for a resumed run."""
         rewards = [(solutions, rewards.tolist()) for solutions, rewards in self.recent_rewards]
-        recent = [list(self.recent), sorted(self.active), self.best_mean, rewards, self.extremes]
+        recent = [*self.recent], sorted(self.active), self.best_mean, rewards, self.extremes
         return json.dumps([[*self.config.rewards.items()], *recent])
 
     def restore(self, state: str):
@@ -179,7 +179,7 @@ class WarningRules:
         yield from self.unused_parameters()
 
     def advised(self, names: Iterable[str]) -> list[str]:
-        """Remove `format` from reward names if answers have no tags: an earlier note covers this reward."""
+        """Remove `format` if answers have no tags, which an earlier note reports."""
         has_tags = self.config.data.answer_format == "tags"
         return [name for name in names if name != "format" or has_tags]
 
@@ -227,14 +227,13 @@ class WarningRules:
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
         solutions = [solution for texts, _ in self.recent_rewards for solution in texts]
-        # one (completions, rewards) tensor per row, as num_generations may vary
+        # (completions, rewards) per row, as num_generations may vary
         rows = [row for texts, rewards in self.recent_rewards for row in rewards.unflatten(0, (len(texts), -1))]
         for index, reward in enumerate(training_rewards(self.config)):
             is_scored = [not row[:, index].isnan().any() for row in rows]
             if reward.name not in self.goals or "solution" not in reward.columns or not any(is_scored):
                 continue
-            counts = Counter(compress(solutions, is_scored))
-            [(solution, count)] = counts.most_common(1)
+            [(solution, count)] = Counter(compress(solutions, is_scored)).most_common(1)
             share = count / sum(is_scored)
             values = torch.cat([row[:, index] for row in compress(rows, is_scored)]).double()
             low, high, mean = values.min().item(), values.max().item(), values.mean().item()
@@ -248,7 +247,7 @@ class WarningRules:
                 )
 
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
-        # without AdamW state, a parameter never had a gradient, which is normal for unused experts
+        # no AdamW state: never a gradient, which is normal for unused experts
         parameters = self.trainer.trained.named_parameters()
         unused = [name for name, p in parameters if p.requires_grad and p not in self.optimizer.state]
         names = [name for name in unused if ".mlp.experts." not in name]

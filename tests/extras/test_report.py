@@ -118,7 +118,7 @@ def test_a_folder_from_somebody_else_cannot_embed_other_files(tmp_path):
         "secret.txt", "images/../secret.txt", "images/link.webp", str(tmp_path / "secret.txt"), "images/gone.webp",
     ):  # fmt: skip
         write_lines(tmp_path / "completions.jsonl", [LINE | {"images": [path]}])
-        with pytest.raises(ValueError, match=r"is not an image in the folder images/ of|link\.webp is a link"):
+        with pytest.raises(ValueError, match=r"is not an image in the run's folder images/|link\.webp is a link"):
             report.write_page([tmp_path], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
 

@@ -4,7 +4,7 @@ import inspect
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, make_dataclass
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.parsing import build
@@ -19,33 +19,27 @@ class Environment(Protocol):
     """Tool environment; each completion gets its own instance.
 
     All public methods except `reset` (required), `get_reward` and `observe` are tools. `done = True` ends the
-    completion. Attributes such as `max_tool_calls = 3` override the defaults in Settings.
+    completion. With `rewards: {environment: 1}`, get_reward() returns a reward, None for no score, or one reward per
+    turn (the last turn may have none). Attributes such as `max_tool_calls = 3` override the defaults in Settings.
     """
 
     def reset(self, **columns) -> None:
         """Start a completion; the row's columns are passed as keyword arguments."""
 
 
-class RewardingEnvironment(Environment, Protocol):
-    """Tool environment with its own reward, enabled by `rewards: {environment: 1}`."""
-
-    def get_reward(self) -> float | list[float] | None:
-        """Return a reward, None for no score, or one reward per turn; the last turn may have none."""
-
-
 @dataclass
 class Settings:
     """Settings of a tool environment."""
 
-    # whether to declare the tools in the system message
+    # declare the tools in the system message
     declare_tools: bool = True
-    # maximum tool calls per completion; further calls are ignored
+    # maximum tool calls per completion, others are ignored
     max_tool_calls: Annotated[int, ">= 0"] = 8
-    # time limit for one tool call, in seconds
+    # time limit per tool call, in seconds
     max_tool_seconds: Annotated[float, "(0, inf)"] = 30.0
-    # maximum length of one tool result, in characters
+    # maximum characters per tool result
     max_tool_characters: Annotated[int, ">= 1"] = 2**16
-    # maximum size of one tool result, in pixels of all its images
+    # maximum pixels per tool result, for all its images
     max_tool_pixels: Annotated[int, ">= 1"] = 2**26
 
 
@@ -53,12 +47,13 @@ def get_environment(name: str) -> Callable[[], Environment]:
     """Resolve an environment name, such as "my_tools.py:Turn(step=45)", to its constructor."""
     kind, options = resolve_object("sampling.environment", name, {})
     with error_context(f"sampling.environment {name}"):
-        if not inspect.isclass(kind):  # make the functions the tools of a class
+        if not inspect.isclass(kind):  # functions become tools
             functions = kind if isinstance(kind, list) else [kind]
             if not all(map(inspect.isfunction, functions)):
                 raise UserError(f"expected a class, a function or a list of functions, but found {truncate(kind, 60)}")
-            members = {function.__name__: staticmethod(function) for function in functions}
-            kind = type("Functions", (Stateless,), members)
+            kind = type(
+                "Functions", (Stateless,), {function.__name__: staticmethod(function) for function in functions}
+            )
         make = with_options(kind, options)
         environment = make()
         settings_of(environment)
@@ -80,7 +75,7 @@ class Stateless:
 
 
 def with_tools(processor: Processor, name: str) -> Processor:
-    """Return a Processor whose chat template declares the environment's tools."""
+    """Return a Processor with the environment's tools in its chat template."""
     environment = get_environment(name)()
     template = processor.template
     tools = tools_of(environment)
@@ -96,10 +91,8 @@ def with_tools(processor: Processor, name: str) -> Processor:
     return ToolProcessor(**vars(processor) | {"tools": (*tools,), "template": template})
 
 
-def environment_reward(
-    environments: Sequence[RewardingEnvironment | None], turn_texts: list[list[str]], **columns
-) -> list[float | None]:
-    """Score completions with their environment's get_reward, as in TRL. Per-turn rewards are summed."""
+def environment_reward(environments: Sequence[Any], turn_texts: list[list[str]], **columns) -> list[float | None]:
+    """Score completions with get_reward, as in TRL; sum rewards of turns."""
     rewards = []
     for environment, texts in zip(environments, turn_texts, strict=True):
         with error_context("reward environment"):
@@ -115,7 +108,7 @@ def environment_reward(
 
 
 def check_reward(name: str | None, rewards: Iterable[str]):
-    """Check that the recipe uses the reward "environment" if and only if its environment has get_reward."""
+    """Raise UserError unless the reward `environment` and a method get_reward come together."""
     has_reward = name is not None and hasattr(get_environment(name)(), "get_reward")
     if has_reward != ("environment" in rewards):
         raise UserError(
@@ -124,10 +117,9 @@ def check_reward(name: str | None, rewards: Iterable[str]):
 
 
 def settings_of(environment: Environment) -> Settings:
-    """Read an environment's settings from its attributes."""
+    """Read Settings from an environment's attributes."""
     names = [field.name for field in fields(Settings) if hasattr(environment, field.name)]
-    values = {name: getattr(environment, name) for name in names}
-    return build(Settings, values, type(environment).__name__)
+    return build(Settings, {name: getattr(environment, name) for name in names}, type(environment).__name__)
 
 
 def tools_of(environment: Environment) -> dict[str, Callable]:

@@ -29,11 +29,10 @@ CHOICES = re.compile(r"\s*\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 def json_schema(tool: Callable) -> dict:
-    """Build a tool's JSON schema from its signature, type hints and Google-style docstring."""
+    """Build a JSON schema from signature, type hints and Google-style docstring."""
     hints = typing.get_type_hints(tool, include_extras=True)
     parameters = inspect.signature(tool).parameters
-    docstring = inspect.getdoc(tool) or ""
-    description, *rest = re.split(r"\s*\b(Args|Returns|Raises):", docstring)
+    description, *rest = re.split(r"\s*\b(Args|Returns|Raises):", inspect.getdoc(tool) or "")
     sections = dict(zip(rest[::2], rest[1::2], strict=True))
     properties = {name: type_schema(hints[name]) for name in parameters}
     # descriptions from the docstring's Args section
@@ -83,10 +82,10 @@ def type_schema(hint) -> dict:
 def union_schema(hints: tuple) -> dict:
     """Return the JSON schema for a union, such as {"type": ["integer", "string"]} for int | str."""
     schemas = [type_schema(hint) for hint in hints if hint is not types.NoneType]
-    kinds = sorted({str(schema.get("type")) for schema in schemas})
     if len(schemas) == 1:
         union = schemas[0]
-    elif all(schema == {"type": schema.get("type")} for schema in schemas):
+    elif all(schema.keys() == {"type"} for schema in schemas):
+        kinds = sorted({schema["type"] for schema in schemas})
         union = {"type": kinds[0] if len(kinds) == 1 else kinds}
     else:
         union = {"anyOf": schemas}

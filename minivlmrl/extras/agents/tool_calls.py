@@ -30,15 +30,15 @@ ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{8,}")  # memory address, such as 0x7f3a91
 Call = tuple[str, str]
 # (image returned by a tool, its patches, its patch grid)
 Picture = tuple[Image, Tensor, Grid]
-# exceptions whose message is shown to the model as the tool result
+# exceptions whose message becomes the tool result
 FAILURES = Exception, SystemExit, Overtime
 
 
 def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
-    """Find tool calls in the text generated since the last tool result.
+    """Find tool calls in the text since the last tool result.
 
-    A call such as <zoom>1, 2</zoom> is returned alone, once its tag is closed. All calls in Qwen's format are returned
-    when the turn has ended.
+    A call such as <zoom>1, 2</zoom> is returned alone, once its tag is closed. Calls in Qwen's format are returned
+    together, when the turn has ended.
     """
     begins = {}  # index in `text` where arguments begin, by tool name
     for tag in re.finditer(rf"<(/?)({'|'.join(tools)})>", text):
@@ -47,9 +47,8 @@ def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
             begins[name] = tag.end()
         elif name in begins:
             return [(name, text[begins[name] : tag.start()])]
-    parts = text.split("</tool_call>")[:-1] if ended else []
-    calls = [part.partition("<tool_call>") for part in parts]
-    return [("", inside) for _, tag, inside in calls if tag]
+    calls = [part.partition("<tool_call>") for part in text.split("</tool_call>")[:-1]]
+    return [("", inside) for _, tag, inside in calls if tag and ended]
 
 
 def answer_call(
@@ -77,7 +76,7 @@ def answer_call(
             require(size <= limit, f"the answer's number of {unit}", size, f"{limit} or less")
         return parts, [(image, *processor.image_processor(image)) for image in images], True
     except FAILURES as error:
-        # remove memory addresses, which differ between runs
+        # memory addresses differ between runs
         text = f"error: {ADDRESS.sub('0x', str(error)) or type(error).__name__}"
         return [part(text[: settings.max_tool_characters])], [], False
 
@@ -101,7 +100,7 @@ def begin_with_row(name: str, row: Row) -> Environment:
 
 
 def call_method(environment: Environment, name: str, /, *arguments, **columns):
-    """Call an environment method that is not a tool, such as `reset` or `observe`."""
+    """Call `reset` or `observe`."""
     try:
         with time_limit(settings_of(environment).max_tool_seconds):
             return getattr(environment, name)(*arguments, **columns)
@@ -120,7 +119,7 @@ def call(tools: dict[str, Callable], name: str, inside: str):
         if name not in tools:
             raise UserError(f"there is no tool {name!r}; the tools are {', '.join(tools)}")
     values = vars(build(arguments_of(tools[name]), arguments, name))
-    with error_context(name):  # reject infinities and lone surrogates: get_reward could crash on them
+    with error_context(name):  # infinities and lone surrogates could crash get_reward
         json.dumps(values, allow_nan=False, ensure_ascii=False, default=str).encode()
     return tools[name](**values)
 
@@ -138,7 +137,7 @@ def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
 
 
 def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
-    """Parse a call in Qwen3.5's <function=...> format; return None for other formats."""
+    """Parse Qwen3.5's <function=...> format; return None for other formats."""
     before, tag, call = inside.partition("<function=")
     if before.strip() or not tag:
         return None
@@ -170,13 +169,12 @@ def read_parameter(hint, text: str):
 
 
 def part(result) -> dict:
-    """Convert a tool result, such as a PIL image or a TRL message part, to a message part."""
+    """Convert a tool result, such as a PIL image or TRL's message part, to a message part."""
     kind = part_kind(result)
     shown = result.get("image") if kind == "image" else result
     if isinstance(shown, Image):
         return {"type": "image", "image": shown}
-    text = result["text"] if kind == "text" else str(result)
-    return {"type": "text", "text": valid_text(text)}
+    return {"type": "text", "text": valid_text(result["text"] if kind == "text" else str(result))}
 
 
 def valid_text(value: Any) -> Any:
@@ -185,7 +183,7 @@ def valid_text(value: Any) -> Any:
 
 
 def turn_opening(processor: Processor) -> list[str]:
-    """Return what the chat template writes between a user turn and the assistant text."""
+    """Return the chat template's text between a user turn and the assistant text."""
     pieces = processor.template.render([{"role": "user", "content": "?"}])
     last_end = len(pieces) - pieces[::-1].index(END)
     return pieces[last_end:]

@@ -56,7 +56,7 @@ class ToolEpisode:
         self.ids: list[int] = []  # completion ids, including tool results
         self.policy_mask: list[bool] = []  # True for sampled tokens, False for tool results
         self.pictures: list[tuple] = []  # images returned by tools
-        self.unread: list[Prompt] = []  # tool results to prefill, at most one
+        self.unread: list[Prompt] = []  # tool result to prefill
         self.ended = False
 
     def step(self, token: int, turn_ends: bool, text_ends: bool, max_new_tokens: int) -> bool:
@@ -68,12 +68,12 @@ class ToolEpisode:
         Returns:
             whether the completion ends for a reason other than max_new_tokens
         """
-        if self.ended:  # finished completions stay in the batch until `generate` removes them
+        if self.ended:  # `generate` removes finished completions later
             return True
         self.policy_mask.append(True)
         self.ids.append(token)
         tokens_left = max_new_tokens - len(self.policy_mask)
-        # also search earlier bytes, because a closing tag may span several tokens
+        # a closing tag may span several tokens
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += token_bytes(self.processor.tokenizer, token, NO_TEXT)
         is_finished = turn_ends or text_ends
@@ -86,9 +86,8 @@ class ToolEpisode:
         return is_finished
 
     def closes_a_call(self, searched_from: int) -> bool:
-        """Return whether a tag such as </zoom> closes a call after byte `searched_from`."""
-        closing_tags = self.closing_tag.finditer(self.text, searched_from)
-        return any(b"<%s>" % tag[1] in self.text for tag in closing_tags)
+        """Return whether a tag such as </zoom> ends after byte `searched_from`."""
+        return self.closing_tag.search(self.text, searched_from) is not None
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int) -> bool:
         """Run tool calls, and append their results to the completion.
@@ -98,7 +97,7 @@ class ToolEpisode:
         """
         _, answer, pictures = self.call_tools(calls, turn_ended)
         ids = answer.input_ids.tolist()
-        # end the completion if the result is too long, because images cannot be truncated
+        # a too long result ends the completion: images cannot be truncated
         self.tool_use.cut = not self.done and len(ids) >= tokens_left
         if self.done or self.tool_use.cut:
             return True
@@ -110,7 +109,7 @@ class ToolEpisode:
         return False
 
     def call_tools(self, calls: list[Call], turn_ended: bool) -> tuple[list[list[dict]], Prompt, list[Picture]]:
-        """Run tool calls; return their results as message parts and as token ids with patches, and their images.
+        """Run tool calls; return results as message parts and as a Prompt, and their images.
 
         Results are a user turn if the turn has ended, else text in the assistant turn.
         """
@@ -143,8 +142,7 @@ class ToolEpisode:
         completion.ids = torch.tensor(self.ids)
         completion.policy_mask = policy_mask
         completion.pictures = self.pictures
-        sampled_logps = completion.sampled_logps
-        completion.logps = torch.zeros(len(policy_mask)).masked_scatter(policy_mask, sampled_logps)
+        completion.logps = torch.zeros(len(policy_mask)).masked_scatter(policy_mask, completion.sampled_logps)
         if completion.sampling_mask:
             counts, allowed_ids = completion.sampling_mask
             counts = policy_mask.long().masked_scatter(policy_mask, counts)
@@ -152,7 +150,7 @@ class ToolEpisode:
 
 
 def copy_on_write(image: Image) -> Image:
-    """Copy an image lazily: PIL copies the pixels only if the copy is modified."""
+    """Copy an image lazily: PIL copies the pixels once they are modified."""
     image.load()
     image = image._new(image.im)
     image.readonly = 1
@@ -226,13 +224,11 @@ class ReadingDecode(Decode):
         repeats = to_device(torch.tensor(lengths), attention.device)
         start = attention.start[index] + attention.newest[index] + 1
         batch.position_ids += start.repeat_interleave(repeats)
-        answer_attention = AnswerAttention(attention, rows, lengths)
-        hidden = model(batch, answer_attention, batch.layout.last_index)
-        # 10 x 10 image tokens take 100 cache positions, but only 10 position ids (M-RoPE)
+        hidden = model(batch, AnswerAttention(attention, rows, lengths), batch.layout.last_index)
+        # 10 x 10 image tokens: 100 cache positions, 10 position ids (M-RoPE)
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
-        row_of_token = attention.rows[index].repeat_interleave(repeats)
-        self.sampler.record_tokens(row_of_token, batch.input_ids)
+        self.sampler.record_tokens(attention.rows[index].repeat_interleave(repeats), batch.input_ids)
         logits[index] = float32_matmul(hidden, model.lm_head.weight.T)
         return logits
 
@@ -284,17 +280,17 @@ class ToolSampler(Sampler):
 
 
 def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
-    """Return the keyword arguments for an environment's `reset`.
+    """Return the keyword arguments of `reset`.
 
-    `extents` lists the (width, height) of the box coordinate system for each image.
+    `extents` has (width, height) in box units per image.
     """
     images = list(row.images)  # list() loads lazy images
     space = row.columns.get("box_space") or processor.box_space
     patch_size = processor.image_processor.patch_size
-    # leave out video grids, which have second_per_grid_ts > 0
+    # videos have second_per_grid_ts > 0
     grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
-    extents = []
-    for image, (_, rows, columns) in zip(images, grids, strict=True):
-        resized = (patch_size * columns, patch_size * rows)
-        extents.append(box_scale(space, image.size, resized))
+    extents = [
+        box_scale(space, image.size, (patch_size * columns, patch_size * rows))
+        for image, (_, rows, columns) in zip(images, grids, strict=True)
+    ]
     return row.columns | {"images": images, "extents": extents, "prompt": row.messages}

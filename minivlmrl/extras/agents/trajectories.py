@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import PIL.Image
 import torch
@@ -20,7 +21,7 @@ from minivlmrl.data.messages import check_messages, shown_parts_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
 from minivlmrl.distributed.micro_batching import sample_in_micro_batches
-from minivlmrl.errors import UserError, error_context, truncate
+from minivlmrl.errors import UserError, error_context, require
 from minivlmrl.extras.agents.environment import get_environment
 from minivlmrl.extras.agents.tool_calls import Call, call_method, valid_text
 from minivlmrl.extras.agents.tool_sampler import ToolEpisode, ToolSampler
@@ -40,8 +41,7 @@ def has_windows(name: str, history: int | None) -> bool:
     observes = hasattr(get_environment(name)(), "observe")
     if observes and history is not None:
         raise UserError(
-            f"sampling.history is set, but the environment {name} has a method observe, which also "
-            "defines the context windows; remove one of the two"
+            f"sampling.history and the method observe of {name} both define the context windows; remove one of the two"
         )
     return observes or history is not None
 
@@ -66,11 +66,11 @@ class Episode(ToolEpisode):
 
     @property
     def has_next_turn(self) -> bool:
-        """Return whether the last turn called a tool, and the environment is not done."""
+        """Whether the last turn called a tool, and the environment is not done."""
         return len(self.rounds) == len(self.turns)
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int) -> bool:
-        """Run tool calls and record the round; return True, because a tool call always ends the turn."""
+        """Run tool calls, record the round, and return True: a tool call ends the turn."""
         parts, answers, pictures = self.call_tools(calls, turn_ended)
         if not self.done:
             text = self.processor.decode_assistant_turn(Completion(torch.tensor(self.ids)))
@@ -78,7 +78,7 @@ class Episode(ToolEpisode):
         return True
 
     def finish(self, completion: Completion):
-        """Store a sampled turn, and reset the state for the next one."""
+        """Store a sampled turn, and begin the next one."""
         self.turns.append(completion)
         self.ids = []
         self.policy_mask = []
@@ -88,7 +88,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate all turns into one Completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
-        # logs show the last image in each prompt after the first
+        # logs show the last image of later prompts
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),
@@ -103,8 +103,7 @@ class Episode(ToolEpisode):
 class TrajectorySampler(ToolSampler):
     """Sampler for multi-turn trajectories.
 
-    Sharded weights are gathered before the first turn, because gathering needs all ranks, and some may have no later
-    turns.
+    Sharded weights are gathered before the first turn: gathering needs all ranks, and some may have no later turns.
     """
 
     episode_type = Episode
@@ -116,8 +115,7 @@ class TrajectorySampler(ToolSampler):
         super().generate(model, prompts, num_generations, sample_token)
         while unfinished := [episode for episode in episodes if episode.has_next_turn]:
             windows = [self.window(episode) for episode in unfinished]
-            next_turns = partial(self.sample_next_turns, model)
-            sample_in_micro_batches(next_turns, windows, 1, unfinished, self.sampling, None)
+            sample_in_micro_batches(partial(self.sample_next_turns, model), windows, 1, unfinished, self.sampling, None)
         trajectories = [episode.trajectory() for episode in episodes]
         return [trajectories[i : i + num_generations] for i in range(0, len(episodes), num_generations)]
 
@@ -152,22 +150,14 @@ class TrajectorySampler(ToolSampler):
 
 
 def observed_window(episode: Episode, processor: Processor) -> Prompt:
-    """Build the next prompt from the messages returned by `observe`."""
-    rounds = [(past.text, past.parts) for past in episode.rounds]
-    messages = call_method(episode.environment, "observe", rounds)
-    if not isinstance(messages, list) or not messages:
-        raise UserError(f"observe must return a list of messages, but returned {truncate(messages, 40)}")
+    """Build the next prompt from the messages of `observe`."""
+    messages = call_method(episode.environment, "observe", [(past.text, past.parts) for past in episode.rounds])
+    require(isinstance(messages, list) and bool(messages), "the result of observe", messages, "a list of messages")
     check_messages(messages)
     messages = valid_text(messages)  # generated text may have lone surrogates
-    images = []
-    for part in shown_parts_of(messages):
-        image = part.get("image")
-        if not isinstance(image, PIL.Image.Image):
-            raise UserError(
-                f"observe returned an image part with {truncate(image, 40)} instead of a PIL image; write "
-                'the part as {"type": "image", "image": a PIL image}'
-            )
-        images.append(image)
+    images: list[Any] = [part.get("image") for part in shown_parts_of(messages)]
+    for image in images:
+        require(isinstance(image, PIL.Image.Image), "an image part from observe", image, "a PIL image")
     return Row(messages, images).prompt(processor)
 
 
@@ -181,16 +171,11 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
     for number, (prompt, turn_ids) in enumerate(zip(shown, written, strict=True)):
         is_new = number >= len(shown) - history
         ids.append(prompt.input_ids if is_new else without_ids(prompt.input_ids, vision_ids))
-        # drop sampled vision tokens, which have no image
+        # sampled vision tokens have no image
         ids.append(without_ids(turn_ids, vision_ids))
-    newest = shown[-history:]
-    seconds = [x.second_per_grid_ts for x in newest if x.second_per_grid_ts is not None]
-    window = Prompt(
-        input_ids=torch.cat(ids),
-        pixel_values=torch.cat([prompt.pixel_values for prompt in newest]),
-        image_grid_thw=torch.cat([prompt.image_grid_thw for prompt in newest]),
-        second_per_grid_ts=torch.cat(seconds),
-    )
+    names = ("pixel_values", "image_grid_thw", "second_per_grid_ts")
+    media = (torch.cat([getattr(prompt, name) for prompt in shown[-history:]]) for name in names)
+    window = Prompt(torch.cat(ids), *media)
     images = [episode.row.images, *(past.images for past in episode.rounds)]
     window.row = Row([], list(chain(*images[-history:])))
     return window

@@ -52,11 +52,8 @@ def main(arguments: list[str]):
     [[completion]] = sampler([prompt], 1, [f"ask/{options.seed}"])
     stream.end()
     if not completion.stopped:
-        print(
-            f"(the answer was cut off after {pluralize(len(completion.ids), 'token')}; raise "
-            "--sampling.max_new_tokens)",
-            file=sys.stderr,
-        )
+        num_tokens = pluralize(len(completion.ids), "token")
+        print(f"(the answer was cut off after {num_tokens}; raise --sampling.max_new_tokens)", file=sys.stderr)
     process_group.shutdown(world)
 
 
@@ -66,8 +63,7 @@ def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunCo
     path = base_model(options.model) if is_adapter else options.model
     dtype = read_config(find_folder(path)).torch_dtype
     folder = find_adapter(options.model) if is_adapter else find_folder(path)
-    model = {"path": path, "dtype": dtype}
-    fields: dict[str, Plain] = {"stages": [], "sampling": {}, "model": model}
+    fields: dict[str, Plain] = {"stages": [], "sampling": {}, "model": {"path": path, "dtype": dtype}}
     recipe = folder / INFERENCE_CONFIG
     if recipe.is_file():
         saved = read_section(recipe, "sampling")
@@ -103,8 +99,7 @@ class Stream:
     def write(self, rows: Tensor, ids: Tensor):
         for token_id in ids.tolist():
             if token_id not in self.hidden:
-                text = token_bytes(self.tokenizer, token_id)
-                print(self.decoder.decode(text), end="", flush=True)
+                print(self.decoder.decode(token_bytes(self.tokenizer, token_id)), end="", flush=True)
 
     def end(self):
         """End the line, printing an incomplete character as U+FFFD."""

@@ -45,17 +45,18 @@ def build_parser(name: str) -> argparse.ArgumentParser:
         epilog="--section.name=value sets an option of the recipe, as in --data.max_pixels=401408",
         allow_abbrev=False,
     )
-    parser.add_argument("--recipe", help="recipe; defaults to config.yaml of the model's run, or to own_data.yaml")
-    parser.add_argument("--model", required=True, help="folder of the model, or its repository id on the Hub")
-    parser.add_argument("--data", required=True, help="file of rows, in the form that docs/data.md describes")
-    parser.add_argument("--out", help=f"results file; defaults to {name}.jsonl beside the model")
-    parser.add_argument("--num_generations", type=int, default=1, help="number of answers per row; defaults to 1")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--recipe", help="recipe; defaults to config.yaml of the model's run, or to own_data.yaml")
+    add("--model", required=True, help="folder of the model, or its repository id on the Hub")
+    add("--data", required=True, help="file of rows, in the form that docs/data.md describes")
+    add("--out", help=f"results file; defaults to {name}.jsonl beside the model")
+    add("--num_generations", type=int, default=1, help="number of answers per row; defaults to 1")
+    add(
         "--temperature",
         type=float,
         help="sampling temperature; defaults to 0 for one answer per row, and to 1 for several",
     )
-    parser.add_argument("--rows", type=int, default=10**9, help="number of rows to answer; defaults to all")
+    add("--rows", type=int, default=10**9, help="number of rows to answer; defaults to all")
     return parser
 
 
@@ -192,12 +193,9 @@ def summarize(lines: list[dict], names: Sequence[str]) -> dict:
     cut_flags = [not answer["stopped"] for line in lines for answer in line["answers"]]
     summary: dict[str, float | None] = {"cut": sum(cut_flags) / len(cut_flags)}
     for name in names:
-        means = []
-        for line in lines:
-            values = [answer["rewards"][name] for answer in line["answers"]]
-            scored = [value for value in values if value is not None]
-            if scored:
-                means.append(sum(scored) / len(scored))
+        values = [[answer["rewards"][name] for answer in line["answers"]] for line in lines]
+        scored = [[value for value in row if value is not None] for row in values]
+        means = [sum(row) / len(row) for row in scored if row]
         summary[name] = sum(means) / len(means) if means else None
     return summary
 
@@ -210,6 +208,5 @@ def write_summary(summary: dict, out: Path):
     path = summary_file(out)
     write_json(path, summary)
     for name, value in summary.items():
-        text = f"{value:.3f}" if isinstance(value, float) else value
-        print(f"{name:<27} {text}")
+        print(f"{name:<27} {f'{value:.3f}' if isinstance(value, float) else value}")
     print(f"wrote {out} and {path}")

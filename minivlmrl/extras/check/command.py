@@ -3,19 +3,17 @@
 minivlmrl check RECIPE [--section.name=value ...]
 
 Reads the rows, scores correct answers and texts without an answer, and prints problems with cause and fix. Writes no
-files and samples no completions: truncated completions, a missing format and equal rewards are reported within the
-first ten training steps. Exit status: 1 if there are problems, else 0.
+files and samples no completions: a run reports truncated completions, a missing format and equal rewards within ten
+steps. Exit status: 1 if there are problems, else 0.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.loader import next_readable, readable_prompt
-from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Dataset, Row
+from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
 from minivlmrl.extras.check.evaluation import check_evaluation
 from minivlmrl.extras.check.preflight import find_mistakes
@@ -50,9 +48,9 @@ def check(config: RunConfig) -> Iterator[str]:
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
     _, processor, datasets = prepare(config, stages, world, callbacks)
     if config.data.skip_unreadable:
-        datasets |= {
-            stage: readable_rows(datasets[stage], processor, trainer.answers) for stage, trainer in stages.items()
-        }
+        for stage, trainer in stages.items():
+            if isinstance(rows := datasets[stage], FileDataset):  # generated images are always readable
+                datasets[stage] = ReadableRows(rows, processor, trainer.answers)
     online = [stage for stage, trainer in stages.items() if trainer.samples_completions]
     yield from find_mistakes(config, datasets)
     for stage, trainer in stages.items():
@@ -71,21 +69,14 @@ def check(config: RunConfig) -> Iterator[str]:
     process_group.shutdown(world)
 
 
-def readable_rows(rows: Dataset, processor: Processor, answers: Sequence[str]) -> Dataset:
-    """Replace unreadable rows, as data.skip_unreadable does in training."""
-    if not isinstance(rows, FileDataset):
-        return rows  # generated images are always readable
-    return ReadableRows(rows, lambda row: readable_prompt(row, processor, answers))
-
-
 class ReadableRows(FileDataset):
-    """Dataset that returns the next readable row instead of an unreadable one."""
+    """Dataset with data.skip_unreadable: the next readable row replaces an unreadable one."""
 
-    def __init__(self, rows: FileDataset, use: Callable[[Row], Any]):
+    def __init__(self, rows: FileDataset, *arguments):
         self.facts = rows.facts
         self.rows = rows
-        self.use = use
+        self.arguments = arguments  # of readable_prompt
 
     def __getitem__(self, index: int) -> Row:
-        row, *_ = next_readable(self.rows, index, self.use)
+        row, *_ = next_readable(self.rows, index, lambda row: readable_prompt(row, *self.arguments))
         return row

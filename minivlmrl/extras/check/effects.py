@@ -1,6 +1,6 @@
-"""Find options that have no effect because of another option in the recipe.
+"""Find options without effect because of another option in the recipe.
 
-Ineffective options cause notes, not errors, so that one override, such as --grpo.num_iterations=1, can change a recipe.
+They cause notes, not errors: one override, such as --grpo.num_iterations=1, must be able to change a recipe.
 """
 
 import inspect
@@ -23,10 +23,10 @@ KL = "grpo.kl_estimator grpo.use_bias_correction_kl"
 
 
 def rules(config: RunConfig) -> list[tuple[str, str, object]]:
-    """Return (options, why they may have no effect, whether they have none) for a recipe."""
+    """Return (options, reason, whether they have no effect) for a recipe."""
     grpo, dpo, ppo, data = config.grpo, config.dpo, config.ppo, config.data
     adapter, sampling = config.adapter, config.sampling
-    # each rollout is used for one optimizer step, so all policy ratios are 1
+    # one optimizer step per rollout: all policy ratios are 1
     on_policy = grpo.num_iterations * grpo.steps_per_generation == 1
     own_loss = ":" in grpo.loss_type  # the user's own function may use any grpo option
     corrects_kl = grpo.beta > 0 and grpo.use_bias_correction_kl and grpo.kl_estimator != "k2"
@@ -123,7 +123,7 @@ def rules(config: RunConfig) -> list[tuple[str, str, object]]:
 
 
 def options_without_effect(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
-    """Yield (options, reason) for options that the recipe sets, but that have no effect."""
+    """Yield (options, reason) for options in the recipe without effect."""
     for name in config.unused_sections:
         yield [name], f"`stages` does not include {name}"
     for stage in config.data.files:
@@ -143,7 +143,7 @@ def options_without_effect(config: RunConfig, trainers: dict[str, type[Trainer]]
 
 
 def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
-    """Yield (options, reason) for all options without effect, also those with default values."""
+    """Yield (options, reason) for options without effect, also those with default values."""
     for name, section in vars(config).items():
         if isinstance(section, TrainingOptions) and name not in config.stage_names:
             options = [f"{name}.{option}" for option in vars(section)]
@@ -179,7 +179,7 @@ def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[t
 
 
 def ignored_by_functions(stage: str, section: GRPOOptions) -> Iterator[tuple[list[str], str]]:
-    """Yield options that are not parameters of a user's loss or advantage function."""
+    """Yield options that a user's loss or advantage function does not take."""
     of_losses = vars(section).keys() & inspect.signature(grpo_loss).parameters.keys() - {"loss_type", "advantages"}
     for option, text, names in (
         ("loss_type", section.loss_type, of_losses),

@@ -28,30 +28,24 @@ def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor:
         yield "There is only 1 evaluation row. Use at least 100 rows (data.eval_file, data.eval_rows)."
     rewards = [reward for reward in held_out_rewards(config) if "solution" in reward.columns]
     no_columns = dict.fromkeys(required_columns(rewards))  # evaluation rows may lack columns
-    sampled = enumerate(sample_rows(held_out))
-    rows = [replace(row, key=str(i), columns=no_columns | row.columns) for i, row in sampled]
+    rows = [replace(row, key=str(i), columns=no_columns | row.columns) for i, row in enumerate(sample_rows(held_out))]
     trial = Trial(rewards, torch.ones(len(rewards)), rows, processor)
     solutions = solutions_of(without_media(held_out))
     if rewards and len(held_out) > 1:
         right_values = trial.score_answers(trial.right_answers())
         yield from check_constant(trial, solutions, right_values, " of the evaluation rows")
     for stage in config.stage_names:
-        yield from check_shared_images(stage, held_out, datasets[stage])
-
-
-def check_shared_images(stage: str, held_out: Dataset, rows: Dataset) -> Iterator[str]:
-    """Check for evaluation images that are identical to training images."""
-    if not isinstance(held_out, FileDataset) or not isinstance(rows, FileDataset):
-        return
-    if rows_trained_on(held_out, rows):  # another check already reports duplicate rows
-        return
-    held_out_images = pixel_hashes(held_out)
-    if shared := held_out_images & pixel_hashes(rows):
-        yield (
-            f"{len(shared)} of {len(held_out_images)} images in the evaluation rows are identical to images in the "
-            f"training rows of {stage}, so the evaluation measures memorization of images. Use different images in "
-            "data.eval_file."
-        )
+        rows = datasets[stage]
+        are_files = isinstance(held_out, FileDataset) and isinstance(rows, FileDataset)
+        if not are_files or rows_trained_on(held_out, rows):  # another check already reports duplicate rows
+            continue
+        held_out_images = pixel_hashes(held_out)
+        if shared := held_out_images & pixel_hashes(rows):
+            yield (
+                f"{len(shared)} of {len(held_out_images)} images in the evaluation rows are identical to images in the "
+                f"training rows of {stage}, so the evaluation measures memorization of images. Use different images in "
+                "data.eval_file."
+            )
 
 
 def pixel_hashes(rows: Dataset) -> set[bytes]:

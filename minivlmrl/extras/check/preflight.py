@@ -55,8 +55,8 @@ class Preflight(Callback):
         world.run_on_rank_zero(partial(print_all, describe_rows(config, datasets, processor)), "measure the rows")
         with fresh_import():
             try:
-                for find in (training_rewards, held_out_rewards):
-                    find(config)
+                training_rewards(config)
+                held_out_rewards(config)
             except Exception as error:  # a user file may fail on a second import
                 if world.is_main:
                     print(
@@ -91,9 +91,9 @@ def print_all(notes: Iterable[str]):
 
 @contextmanager
 def fresh_import() -> Iterator[None]:
-    """Context manager that re-imports the user's files, so that trial calls do not change the run's modules.
+    """Import the user's files again, so that trial calls change no global variables of the run.
 
-    Example: if a reward counts its calls in a global variable, trial calls must not be counted.
+    Example: a reward that counts its calls must not count trial calls.
     """
     of_run = loaded_modules()
     for name in of_run:
@@ -101,12 +101,12 @@ def fresh_import() -> Iterator[None]:
     try:
         yield
     finally:
-        # keep the list of imported user files: resuming checks them for changes
+        # a resume checks imported user files for changes
         USER_FILES.update(code_files())
         for name in loaded_modules():
             del sys.modules[name]
+        sys.modules.update(of_run)
         for name, module in of_run.items():
-            sys.modules[name] = module
             package, _, attribute = name.rpartition(".")
             if package in sys.modules:
                 setattr(sys.modules[package], attribute, module)
@@ -118,7 +118,7 @@ def loaded_modules() -> dict[str, ModuleType]:
 
 
 def scored_rows(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[tuple[str, Dataset, list[Reward]]]:
-    """Yield (stage or "eval", dataset, rewards) for datasets whose completions are scored."""
+    """Yield (stage or "eval", dataset, rewards) for datasets with scored completions."""
     for stage, rows in datasets.items():
         if stage == "eval":
             yield stage, rows, held_out_rewards(config)
@@ -133,7 +133,7 @@ def scored_files(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[tu
 
 
 def try_rewards(config: RunConfig, datasets: dict[str, Dataset], processor: Processor):
-    """Call the rewards with a made-up completion for the first row, to find errors before training."""
+    """Call the rewards with an invented completion for the first row."""
     ids = torch.tensor([*processor.tokenizer.encode("<answer>invented</answer>"), processor.stop_token_ids[0]])
     for stage, rows, rewards in scored_rows(config, datasets):
         no_columns = dict.fromkeys(required_columns(rewards)) if stage == "eval" else {}
@@ -176,9 +176,9 @@ def describe_hardware(config: RunConfig, world: World):
     compute_dtype = config.model.compute_dtype or config.model.dtype
     sample = torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device)
     on_torch = [kernel for kernel in KERNELS if backend_for(sample, kernel) == "torch"]
-    kernels = "torch"
-    if len(on_torch) < len(KERNELS):
-        kernels = f"triton (torch for {', '.join(on_torch)})" if on_torch else "triton"
+    kernels = f"triton (torch for {', '.join(on_torch)})" if on_torch else "triton"
+    if len(on_torch) == len(KERNELS):
+        kernels = "torch"
     print(f"device: {describe_device(world.device)}; ranks: {world.size}; kernels: {kernels}", flush=True)
 
 
@@ -192,7 +192,7 @@ def describe_model(config: RunConfig, model: VisionLanguageModel):
 
 
 def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[str]:
-    """Yield notes about options without effect, and about prompts that differ from earlier training."""
+    """Yield notes about options without effect, and about prompts unlike those of earlier training."""
     adapter = config.adapter.path
     model = find_adapter(adapter) if adapter else config.model.path
     folders = [model, config.reference.path, config.reward_model.path, config.ppo.critic_path]
@@ -229,7 +229,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
                 f"{empty[0]}); write a solution, or remove the row"
             )
     dtype = DTYPES[config.model.dtype]
-    # 16-bit weights lose small updates, unless adamw_8bit keeps the rounding error
+    # 16-bit weights lose small updates; adamw_8bit keeps the rounding error
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
     for stage in config.stage_names:
         held_out = datasets.get("eval", [])
@@ -255,7 +255,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
 
 
 def rows_trained_on(held_out, rows) -> list[int]:
-    """Return indices of evaluation rows that have the same prompt and images as a training row."""
+    """Return indices of evaluation rows with the prompt and images of a training row."""
     held_out_hashes = getattr(held_out, "prompt_hashes", ())
     training_hashes = getattr(rows, "prompt_hashes", ())
     shared = {*held_out_hashes} & {*training_hashes}

@@ -1,4 +1,4 @@
-"""Check reward functions on correct answers, demonstrations and texts that could exploit them."""
+"""Check reward functions on correct answers, demonstrations and reward hacks."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from minivlmrl.rewards.registry import Reward, required_columns, training_reward
 from minivlmrl.rewards.text import find_answer, normalize
 
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
-# texts without an answer, which must not score high
+# texts without an answer
 REWARD_HACK_PROBES = {
     "an empty text": "",
     "empty tags": ROLLOUT.format("", ""),
@@ -46,7 +46,7 @@ MAX_FORMS = 8  # maximum list elements to try as answers
 
 @dataclass
 class Trial:
-    """Reward functions to test, their weights, and the rows to test them on."""
+    """Reward functions to test, with their weights and test rows."""
 
     rewards: list[Reward]
     weights: Tensor  # one weight per reward function, (K,)
@@ -68,16 +68,17 @@ class Trial:
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:
-        """Return each row's solution as a string, such as "3" or "3.0", whichever scores highest."""
-        forms = [answer_forms(row, self.processor) for row in self.rows]
-        totals = [combine(values, self.weights).nan_to_num(-math.inf) for values in self.of_forms(forms)]
+        """Return the highest-scoring form of each solution, such as "3" or "3.0"."""
+        forms, values_of_rows = self.forms()
+        totals = [combine(values, self.weights).nan_to_num(-math.inf) for values in values_of_rows]
         return [texts[int(x.argmax())] for texts, x in zip(forms, totals, strict=True)]
 
-    def of_forms(self, forms: Sequence[Sequence[str]]) -> tuple[Tensor, ...]:
-        """Return one tensor of rewards per row, (number of answers, K)."""
+    def forms(self) -> tuple[list[list[str]], tuple[Tensor, ...]]:
+        """Return the forms of each solution, and their rewards, (forms, K)."""
+        forms = [answer_forms(row, self.processor) for row in self.rows]
         rows = [row for row, texts in zip(self.rows, forms, strict=True) for _ in texts]
         values = replace(self, rows=rows).score_answers(chain.from_iterable(forms))
-        return values.split([len(texts) for texts in forms])
+        return forms, values.split([len(texts) for texts in forms])
 
 
 def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Trial:
@@ -89,7 +90,7 @@ def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Tr
 
 
 def check_demonstrations(trial: Trial) -> Iterator[str]:
-    """Check that the SFT demonstrations score well with the rewards of later stages."""
+    """Check that SFT demonstrations score well with the rewards of later stages."""
     processor = trial.processor
     texts = [answer_text(row, "completion") for row in trial.rows]
     for reward in trial.rewards:
@@ -115,14 +116,15 @@ def check_contradictions(
 ) -> Iterator[str]:
     """Check whether training answers contradict the column `solution`.
 
-    Examples: an answer labeled good gets at most half the highest reward, one labeled bad gets more, or a rejected
-    answer scores higher than the chosen one.
+    Contradictions: a good answer gets at most half the highest reward, a bad one gets more, or a rejected answer
+    scores higher than the chosen one.
     """
     names = trainer.answers
-    # skip generated rows, which may use wrong answers to teach a format
-    is_compared = names and isinstance(all_rows, FileDataset)
-    rows = sample_rows(all_rows, NUM_ANSWERS) if is_compared else []
-    for reward in rewards if rows else ():
+    # generated rows may use wrong answers to teach a format
+    if not names or not isinstance(all_rows, FileDataset):
+        return
+    rows = sample_rows(all_rows, NUM_ANSWERS)
+    for reward in rewards:
         if "solution" not in reward.columns or not reward.columns <= rows[0].columns.keys():
             continue
         trial = Trial([reward], torch.ones(1), rows, processor)
@@ -162,7 +164,7 @@ def unparsed_boxes(rewards: list[Reward], texts: Sequence[str], processor: Proce
 
 
 def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Check that correct answers score higher than texts written without the image."""
+    """Check that correct answers score higher than other texts."""
     rows = trial.rows
     has_solutions = any(row.columns.get("solution") is not None for row in rows)
     right_answers = trial.right_answers()
@@ -178,7 +180,7 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
     text_lists.append([format_completion(answer, trial.processor) for answer in right_answers])
     # rewards, (texts, rows, K)
     values = torch.stack([*map(trial.score_texts, text_lists[:-1]), right_values])
-    # mean total reward of the empty text, of the other texts and of correct answers
+    # mean total rewards: empty text first, correct answers last
     totals = [combine(x, trial.weights).nanmean().item() for x in values]
     *others, right_mean = totals
     highest, name = max(zip(others, probes, strict=True))
@@ -216,17 +218,16 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
 
 
 def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) -> Iterator[str]:
-    """Check that rewards are deterministic by scoring the same texts again."""
+    """Check that rewards are deterministic."""
     again = torch.stack([trial.score_texts(texts) for texts in text_lists])
     differs = ~torch.isclose(values, again, rtol=NOISE, atol=NOISE, equal_nan=True)
     for k, reward in enumerate(trial.rewards):
-        if differs[..., k].any():
-            index = differs[..., k].nonzero()[0].tolist()
+        for text, row in differs[..., k].nonzero().tolist()[:1]:
             yield (
-                f"Reward {reward.name} gave different values for the same completions when it was "
-                f"called twice, for example {values[*index, k]:.4g} and {again[*index, k]:.4g} for "
-                f"{truncate(text_lists[index[0]][index[1]], 60)}. In a group with equal rewards, even small "
-                "noise becomes large advantages. Remove the random numbers from the reward."
+                f"Reward {reward.name} gave different values for the same completions when it was called twice, for "
+                f"example {values[text, row, k]:.4g} and {again[text, row, k]:.4g} for "
+                f"{truncate(text_lists[text][row], 60)}. In a group with equal rewards, even small noise becomes large "
+                "advantages. Remove the random numbers from the reward."
             )
 
 
@@ -235,11 +236,10 @@ def check_forms(trial: Trial) -> Iterator[str]:
 
     A model would write one list element, the letter of a choice, or a box in its own unit.
     """
-    forms = [answer_forms(row, trial.processor) for row in trial.rows]
-    of_forms = trial.of_forms(forms)
+    forms, values_of_rows = trial.forms()
     for k, reward in enumerate(trial.rewards):
         faults = []
-        for row, texts, values in zip(trial.rows, forms, of_forms, strict=True):
+        for row, texts, values in zip(trial.rows, forms, values_of_rows, strict=True):
             *others, as_python = values[:, k].nan_to_num(-math.inf).tolist()
             if others and as_python > max(others):
                 faults.append((row.columns["solution"], texts[0], others[0]))
@@ -247,17 +247,16 @@ def check_forms(trial: Trial) -> Iterator[str]:
             solution, text, value = faults[0]
             yield (
                 f"{len(faults)} of {len(trial.rows)} solutions that were checked are lists, objects, numbers, boxes or "
-                f"choices, which reward {reward.name} compares as text. For example, the answer "
-                f"{truncate(text, 40)} gets {value:.2f} for the solution {truncate(solution, 60)}. Write one text as "
-                "the solution of each row, or use a reward that reads these solutions, such as "
-                "choice or number in recipes/answers.py."
+                f"choices, which reward {reward.name} compares as text. For example, the answer {truncate(text, 40)} "
+                f"gets {value:.2f} for the solution {truncate(solution, 60)}. Write one text as the solution, or use a "
+                "reward that reads these solutions, such as choice or number in recipes/answers.py."
             )
 
 
 def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Check for labels with two spellings, such as "ice cream" and "Ice-Cream", if a reward accepts only one.
+    """Check for two spellings of a label, such as "ice cream" and "Ice-Cream", if a reward accepts only one.
 
-    Labels with digits are skipped, because 1-5 and 15 are different labels.
+    Labels with digits are skipped: 1-5 and 15 are different labels.
     """
     solution_counts = count_answers(solutions)
     names = defaultdict(list)  # {solution, letters only: its spellings, most frequent first}
@@ -271,14 +270,12 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
             is_list = isinstance(row.columns.get("solution"), list)
             solution = {"solution": [first] if is_list else first, "row_rewards": None}
             row = replace(row, columns=row.columns | solution)
-            pair = replace(trial, rows=[row, row])
-            right, wrong = pair.score_answers([first, other])
+            right, wrong = replace(trial, rows=[row, row]).score_answers([first, other])
             if (wrong < right).any():
                 yield (
                     f"The solutions {truncate(first, 60)} ({pluralize(solution_counts[first], 'row')}) and "
                     f"{truncate(other, 60)} ({pluralize(solution_counts[other], 'row')}) seem to be two names for one "
-                    "label, but an answer with one name is wrong where the other one is the solution. Use one name for "
-                    "each label."
+                    "label, but an answer with one name is wrong where the other is the solution. Use one name."
                 )
                 return
 
@@ -286,23 +283,20 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
 def check_constant(
     trial: Trial, solutions: Sequence[Sequence[str]], right_values: Tensor, of_rows: str = ""
 ) -> Iterator[str]:
-    """Check whether always answering the most frequent solution scores as high as correct answers.
+    """Check whether the most frequent solution scores as high as correct answers.
 
     Example: if 70 % of the solutions are "no", always answering "no" scores 0.7.
     """
-    reads_none = torch.tensor([not reward.columns for reward in trial.rewards])
-
-    def totals(values: Tensor) -> Tensor:
-        return combine(values.masked_fill(reads_none, torch.nan), trial.weights)
-
     [(solution, num_equal)] = count_answers(solutions).most_common(1)
-    right_mean = totals(right_values).nanmean().item()
-    constant = totals(trial.score_answers([solution] * len(trial.rows)))
+    values = torch.stack([right_values, trial.score_answers([solution] * len(trial.rows))])
+    values[..., torch.tensor([not reward.columns for reward in trial.rewards])] = torch.nan
+    right, constant = (combine(x, trial.weights) for x in values)
+    right_mean = right.nanmean().item()
     is_equal = torch.tensor([solution in truths for truths in solutions_of(trial.rows)])
     frequency = num_equal / len(solutions)
-    constant_mean = frequency * constant[is_equal].nanmean().nan_to_num(0.0).item()
-    constant_mean += (1 - frequency) * constant[~is_equal].nanmean().nan_to_num(0.0).item()
-    # a far higher constant score means unreadable correct answers, which other checks report
+    means = [constant[mask].nanmean().nan_to_num(0.0).item() for mask in (is_equal, ~is_equal)]
+    constant_mean = frequency * means[0] + (1 - frequency) * means[1]
+    # other checks report unreadable correct answers, which score far lower
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {truncate(format_completion(solution, trial.processor), 80)} scores "
@@ -328,7 +322,7 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 def check_cache(trial: Trial) -> Iterator[str]:
     """Check whether a reward caches values by completion text and ignores the solution."""
     solutions = [row.columns.get("solution") for row in trial.rows]
-    # with data.answer_format=whole, a different reasoning is a different answer
+    # data.answer_format=whole: a different reasoning is a different answer
     if trial.processor.answer_format == "whole" or all(solution == solutions[0] for solution in solutions):
         return
     answers, rows = trial.right_answers(), [*trial.rows]
@@ -361,7 +355,7 @@ def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
 
 
 def answer_forms(row: Row, processor: Processor) -> list[str]:
-    """Return different ways to write a row's correct answer; `str(solution)` is last.
+    """Return forms of a row's correct answer; `str(solution)` is last.
 
     Examples: ["cat", "dog"] gives `cat`, `dog`, `cat, dog`, `["cat", "dog"]` and `['cat', 'dog']`. If the prompt lists
     "B. horse", "horse" gives `B` and `horse`, and the index "1" gives `B` and `1`. "1,200" gives `1200` and `1,200`.
@@ -371,7 +365,7 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
     elements = parse_literal(solution) if isinstance(solution, str) and solution.startswith("[") else solution
     forms = []
     if boxes := parse_boxes(str(solution)):
-        # convert pixels to the unit that the model uses
+        # pixels to box units of the model
         size, extent = image_and_box_sizes(row, row.prompt(processor), processor)
         if size and extent and size != extent:
             converted = [[round(number, 4) for number in Box(*box, size).to(extent).numbers] for box in boxes]
@@ -387,7 +381,7 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
         number = str(solution)
         choices = CHOICE.findall(text_of(row.messages[-1]))
         forms = [letter for letter, text in choices if normalize(text) == normalize(number)]
-        if not forms and number.isdecimal() and int(number) < len(choices):  # zero-based choice index, as in AI2D
+        if not forms and number.isdecimal() and int(number) < len(choices):  # zero-based index, as in AI2D
             forms = [choices[int(number)][0]]
         if marked := MARKED.fullmatch(number):
             forms.append(marked[marked.lastindex or 0].replace(",", ""))

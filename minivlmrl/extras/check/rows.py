@@ -21,7 +21,7 @@ MAX_MARKUP_TOKENS = 64  # maximum tokens that the chat template adds to an answe
 
 
 def without_media(rows: Dataset) -> Iterator[Row]:
-    """Yield rows without opening their images, at most 1000 for generated rows."""
+    """Return rows without opening images, at most 1000 generated ones."""
     if isinstance(rows, FileDataset):
         return (rows.read(number)[0] for number in range(len(rows)))
     return (rows[number] for number in range(min(len(rows), TASK_ROWS)))
@@ -45,9 +45,9 @@ def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], proce
 
 
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
-    """Check for several system messages, misplaced tool results, and images before the text in only some rows."""
+    """Check system messages, the order of tool results, and the place of images."""
     num_two_systems = num_misplaced = 0
-    image_orders = Counter()  # number of questions with the image after and before the text
+    image_orders = Counter()  # questions by whether the image is after the text
     for row in without_media(all_rows):
         systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
         num_two_systems += len({*systems, system_prompt} - {None}) > 1
@@ -73,7 +73,7 @@ def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterato
 
 
 def misplaces_result(turns: Sequence[dict]) -> bool:
-    """Return whether tool results are in a different order than their calls, by id."""
+    """Return whether tool results are in another order than their calls."""
     calls = iter(())
     for turn in turns:
         if turn["role"] != "tool":
@@ -107,7 +107,7 @@ def check_duplicates(all_rows: Dataset) -> Iterator[str]:
 
 
 def check_images(rows: Sequence[Row]) -> Iterator[str]:
-    """Check whether all images are identical, or many have a single color."""
+    """Check for identical images, and for images with a single color."""
     shown_bytes = [tuple(image.tobytes() for image in row.images) for row in rows]
     if len(rows) > 3 and all(shown_bytes) and len(set(shown_bytes)) == 1:
         yield "All rows that were checked have the same image. Check which files the column image or images names."
@@ -132,16 +132,14 @@ def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
 
 def check_questions(rows: Sequence[Row]) -> Iterator[str]:
     """Check for prompts that contain the solution, unless they list all solutions ("Is it a cat or a dog?")."""
-    answers = []  # correct answers per row, only letters and digits
+    answers = []  # letters and digits of the correct answers, per row
     for row, texts in zip(rows, solutions_of(rows), strict=True):
         is_known = row.columns.get("solution") is not None
         letters = [letters_of(find_answer(text) or text) for text in texts if is_known]
         answers.append([text for text in letters if text])
-    places = {
-        "questions": [row.messages[-1:] for row in rows],
-        "system messages": [turns_of(row.messages[:-1], {"system"}) for row in rows],
-        "earlier turns": [turns_of(row.messages[:-1], {"user", "assistant"}) for row in rows],
-    }
+    places = {"questions": [row.messages[-1:] for row in rows]}
+    for place, roles in (("system messages", {"system"}), ("earlier turns", {"user", "assistant"})):
+        places[place] = [[turn for turn in row.messages[:-1] if turn["role"] in roles] for row in rows]
     for place, turns in places.items():
         texts = [" ".join(letters_of(text_of(turn)) for turn in of_row) for of_row in turns]
         num_revealed = sum(map(reveals, texts, answers))
@@ -157,12 +155,8 @@ def reveals(text: str, answers: Sequence[str]) -> bool:
     return any(answer in text for answer in answers)
 
 
-def turns_of(turns: Sequence[dict], roles: set[str]) -> list[dict]:
-    return [turn for turn in turns if turn["role"] in roles]
-
-
 def solutions_of(rows: Iterable[Row]) -> list[list[str]]:
-    """Return the correct answers for each row: several if its solution is a list of strings."""
+    """Return the correct answers per row: several for a list of strings."""
     solutions = []
     for row in rows:
         solution = row.columns.get("solution")
@@ -172,7 +166,7 @@ def solutions_of(rows: Iterable[Row]) -> list[list[str]]:
 
 
 def letters_of(text: str) -> str:
-    """Keep only lowercase letters and digits: "Ice-Cream 2" gives "icecream2"."""
+    """Convert "Ice-Cream 2" to "icecream2"."""
     return re.sub(r"[\W_]", "", text.lower())
 
 
@@ -206,12 +200,11 @@ def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: in
         answer = getattr(row, name)
         num_bytes = len(repr(answer).encode())
         if num_bytes + MAX_MARKUP_TOKENS > limit and not shown_parts_of(as_turns(answer)):
-            windows = encode_windows(processor, row.messages, answer)
-            yield max(len(turn.ids) for _, turn in windows)
+            yield max(len(turn.ids) for _, turn in encode_windows(processor, row.messages, answer))
 
 
 def sample_rows(rows: Sequence, count: int = NUM_ROWS) -> list:
     """Sample at most `count` rows, in dataset order."""
-    # random rows, because evenly spaced rows may all be of one kind; the seed is fixed
+    # random, because evenly spaced rows may all be of one kind
     row_indices = random.Random(0).sample(range(len(rows)), min(count, len(rows)))
     return [rows[index] for index in sorted(row_indices)]

@@ -3,9 +3,9 @@
     minivlmrl convert rows.json
     minivlmrl convert rows.jsonl --to trl --out rows_trl.jsonl
 
-The layout is recognized by its column names; if two layouts match, choose one with --layout. The new file is written
-beside the original and refers to the same images. Dropped columns and keys are listed. For VLM-R1's YAML list of
-datasets, the recipe option data.train is printed.
+The layout is recognized by its column names; if two layouts match, choose one with --layout. The new file is beside
+the original and refers to the same images. Dropped columns and keys are listed. For VLM-R1's YAML list of datasets,
+the recipe option data.train is printed.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     noted: dict[str, list[str]] = defaultdict(list)
 
     def converted() -> Iterator[dict]:
-        for found in (dropped, changed, noted):  # writing parquet reads the rows twice, so reset the counts
+        for found in (dropped, changed, noted):  # parquet reads the rows twice
             found.clear()
         for where, row in source_rows(path, options, names):
             with row_errors(where):
@@ -149,7 +149,7 @@ def report_dropped(dropped: Counter, out: Path):
 
 
 def report_rows(noted: dict[str, list[str]], num_rows: int):
-    """Print how many rows have each problem. If all rows lack a question, data.prompt_template may add it."""
+    """Print how many rows have each problem. If all lack a question, data.prompt_template may add it."""
     for note, places in noted.items():
         if note != NO_QUESTION or len(places) < num_rows:
             print(f"{len(places)} of {num_rows} rows have {note.format(places[0])}", file=sys.stderr)
@@ -169,9 +169,9 @@ def row_errors(where: str) -> Iterator[None]:
 
 
 def check_new_row(row: dict, folder: Path) -> dict[str, str]:
-    """Return notes on why some runs refuse a row. Raise UserError if all runs would refuse it."""
+    """Return notes for a row that some runs refuse; raise UserError if all runs refuse it."""
     json.dumps(row, ensure_ascii=False, default=str).encode()  # encode raises ValueError for lone surrogates
-    # rows without a prompt, as in an imagefolder, need data.prompt_template in the recipe
+    # rows without a prompt, as in an imagefolder, need data.prompt_template
     options = RowOptions() if has_prompt(row) else RowOptions(prompt_template="What is it?")
     notes = {}
     if not has_prompt(row):
@@ -251,7 +251,7 @@ def is_read(path: Path) -> bool:
 
 
 def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
-    """Write a JSON Lines or parquet file; parquet needs a first pass to find column types."""
+    """Write a JSON Lines or parquet file; parquet needs a pass for column types."""
     if suffix != ".parquet":
         with out.open("w", encoding="utf-8") as file:
             for row in rows():
@@ -273,7 +273,7 @@ def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
 
 
 def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
-    """Yield batches whose rows all have the same columns: pyarrow ignores columns missing in the first row."""
+    """Yield batches with equal columns: pyarrow ignores columns missing in the first row."""
     while batch := list(islice(rows, BATCH)):
         names = dict.fromkeys(chain.from_iterable(batch))
         yield [{name: row.get(name) for name in names} for row in batch]

@@ -36,7 +36,7 @@ QUESTIONS = ("problem", "question", "query", "instruction", "prefix", "prompt")
 ANSWER_TEXTS = ("completion", "chosen", "rejected")
 LISTS = ("messages", "conversations", "conversation", "history", *MEDIA, "options", "choices", "texts",
          *QUESTIONS, *ANSWER_TEXTS)  # fmt: skip
-# note that is printed once if boxes from `objects` are written into the text
+# note, printed once, about boxes from `objects` in the text
 BOX_UNIT = "the unit of the boxes in `objects`, which are in pixels of the image file"
 TAGS = {"<ref-object>": "ref", "<bbox>": "bbox"}  # {ms-swift tag: its list in `objects`}
 RENDERED = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\s*|$)(?=<\|im_start\|>|\s*$)", re.DOTALL)
@@ -44,7 +44,7 @@ VISION = re.compile(r"<\|vision_start\|>(?:<\|(image|video)_pad\|>)+<\|vision_en
 
 
 class Columns(dict):
-    """Columns of one row without missing values; `dropped` counts what is lost in conversion."""
+    """Columns of a row without missing values; `dropped` counts losses of the conversion."""
 
     def __init__(self, row: dict, dropped: Counter):
         # value == value is False for NaN
@@ -65,15 +65,15 @@ class Columns(dict):
         return self.pop(name, None)
 
     def turns(self, name: str) -> list[dict]:
-        """Remove a column with turns, and convert the turns to messages with `role` and `content`."""
+        """Remove a column with turns; return messages with `role` and `content`."""
         raw_turns = self.pop(name)
         if isinstance(raw_turns, dict):
             raw_turns = [raw_turns]
         require(isinstance(raw_turns, list) and bool(raw_turns), f"column {name!r}", raw_turns, "a list of turns")
         turns = []
         for number, turn in enumerate(raw_turns):
-            speaker = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
-            if str(speaker) not in SPEAKERS:
+            speaker = str(turn.get("from", turn.get("role")) if isinstance(turn, dict) else None)
+            if speaker not in SPEAKERS:
                 names = ", ".join(SPEAKERS)
                 raise UserError(
                     f"turn {number} is {truncate(turn, 60)}, but its 'from' or 'role' must be one of {names}"
@@ -201,7 +201,7 @@ def is_pairs(value: Plain, asked: str) -> bool:
 
 
 def read_question(asked: str) -> Reader:
-    """Create a reader for rows with a question column, such as "query", and an answer column."""
+    """Create a reader for a question column, such as "query", and an answer column."""
 
     def read(row: Columns) -> Columns | None:
         if asked not in row or "conversations" in row or has_prompt(row):
@@ -212,8 +212,12 @@ def read_question(asked: str) -> Reader:
         turns = []
         history = row.pop("history", ())
         for pair in history:
-            is_pair = isinstance(pair, list) and len(pair) == 2
-            require(is_pair, "column 'history'", history, "a list of [question, answer] pairs")
+            require(
+                isinstance(pair, list) and len(pair) == 2,
+                "column 'history'",
+                history,
+                "a list of [question, answer] pairs",
+            )
             turns += [turn_of("user", pair[0]), turn_of("assistant", pair[1])]
         row["prompt"] = [*turns, turn_of("user", question)]
         if name := row.first(ANSWERS):
@@ -253,8 +257,7 @@ def read_ours(row: Columns) -> Columns | None:
     if all(isinstance(talk, list) and talk and talk[0]["role"] != "assistant" for talk in talks):
         # `chosen` and `rejected` already contain the prompt, as in UltraFeedback
         row.drop("messages")
-        problem = row.pop("problem", None)
-        if prompt := row.pop("prompt", problem):
+        if prompt := row.pop("prompt", row.pop("problem", None)):
             asked = text_of(as_turns(prompt, "user")[-1])
             if asked not in [text_of(turn) for turn in talks[0] if turn["role"] == "user"]:
                 raise UserError(
@@ -303,7 +306,7 @@ def split_pair(row: Columns, turns: list[dict]) -> Columns:
 
 
 def add_choices(row: Columns):
-    """Append choices from the columns `options`, `choices` or A, B, C to a question without choices."""
+    """Append choices from `options`, `choices` or A, B, C to a question without choices."""
     used = [name for name in ("options", "choices") if row.get(name)][:1]
     choices: Plain = row[used[0]] if used else []
     if not used and {"A", "B"} <= row.keys():
@@ -319,7 +322,7 @@ def add_choices(row: Columns):
             f"the choices {truncate(choices, 60)} seem to be images, which the prompt must show; see --format"
         )
     answer = str(row.get("answer", row.get("solution"))).strip()
-    # reject an index as the answer, as in AI2D, because indices may start at 0 or 1
+    # reject an index, as in AI2D: it may start at 0 or 1
     is_choice = not answer.isdecimal() or answer in map(str, choices)
     require(is_choice, "the answer", answer, "a letter or one of the choices of the row; write it with --format")
     names = LETTERS[: len(choices)]

@@ -101,8 +101,7 @@ def _read_coco(path: Path, content: dict) -> Rows:
             require(is_box, "the annotation", annotation, "an object with image_id, category_id and bbox")
             left, top, width, height = annotation["bbox"]
             if not annotation.get("iscrowd"):
-                box = [left, top, left + width, top + height]
-                boxes[annotation["image_id"], annotation["category_id"]].append(box)
+                boxes[annotation["image_id"], annotation["category_id"]].append([left, top, left + width, top + height])
     names = {category["id"]: category["name"] for category in content.get("categories", ())}
     files = {image["id"]: image["file_name"] for image in content["images"]}
     for (image, category), solution in boxes.items():
@@ -114,7 +113,7 @@ def _read_coco(path: Path, content: dict) -> Rows:
 def _read_cells(path: Path) -> Rows:
     """Read a CSV or TSV file with column names in the first line; empty cells become missing columns."""
     csv.field_size_limit(2**31 - 1)
-    # after csv.Error, `where` is still the previous row, so error_context would be wrong
+    # no error_context: after csv.Error, `where` is the previous row
     with path.open(encoding="utf-8-sig", newline="") as file:
         first_line = file.readline()
         file.seek(0)

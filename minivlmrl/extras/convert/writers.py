@@ -17,7 +17,7 @@ from minivlmrl.errors import UserError, truncate
 def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
     """Write a row for TRL.
 
-    Several answers are written as `messages`, because TRL would train on all turns in `completion`, also user turns.
+    Several answers become `messages`, because TRL would train on all turns in `completion`, also user turns.
     """
     prompt, answers, media, others = read(columns, folder)
     if any(item.kind == "video" for item in media):
@@ -131,8 +131,10 @@ def sources(media: list[Media], kind: str, folder: Path, dropped: Counter) -> li
     for item in media:
         if item.kind == kind:
             dropped.update(f"option {name} of the {kind}" for name in item.options)
-            is_list = isinstance(item.source, list)
-            listed.append([source_of(x, folder) for x in item.source] if is_list else source_of(item.source, folder))
+            if isinstance(item.source, list):
+                listed.append([source_of(frame, folder) for frame in item.source])
+            else:
+                listed.append(source_of(item.source, folder))
     return listed
 
 

@@ -4,14 +4,13 @@ minivlmrl memory RECIPE --gpu_memory auto [--section.name=value ...]
 minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--section.name=value ...]
 
 No weights are loaded. Prompt lengths are measured if the rows exist; otherwise, or with --text_tokens or
---image_tokens, one length is assumed. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto for the free
-memory on this machine's GPU. For known cards, the minimum time per training step is also printed.
+--image_tokens, one length is assumed. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto for this
+machine's free memory. For known cards, the minimum time per step is also printed.
 """
 
 import argparse
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,8 +125,8 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
 def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
     """Return the minimum seconds per training-step phase, from a GPU's data sheet.
 
-    All prompts are assumed to be as long as the longest, and matrix products to run at peak speed. Attention,
-    activation functions and CPU time are not counted.
+    Assumes prompts as long as the longest, and matrix products at peak speed. Attention, activation functions and CPU
+    time are not counted.
     """
     config, options, estimator = question.config, question.options, question.estimator
     row, model = question.rows[0], question.models.policy
@@ -150,7 +149,7 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
     if samples:
         work = sampling_batch(question)
         cached = estimator.keys_and_values(question.dtype, replace(work, completion_tokens=length // 2))
-        # each decode step reads the decoder weights, and writes and reads unpacked NF4 weights
+        # a decode step reads the decoder weights, and writes and reads unpacked NF4 weights
         layers, itemsize = model.model.layers, question.dtype.itemsize
         packed = [layer for layer in layers.modules() if isinstance(layer, PackedLinear)]
         step_bytes = computed_bytes(layers, question.dtype) + model.lm_head.weight.numel() * itemsize + cached
@@ -186,8 +185,7 @@ def open_rows(config: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Proc
     paths = [split_of(file)[0] for file in (*files, data.eval_file) if file]
     if not (has_rows and all(path.exists() for path in (*paths, folder / "tokenizer.json"))):
         return None
-    trainers = find_trainers(config)
-    datasets = load_datasets(config, {stage: trainer.needs for stage, trainer in trainers.items()})
+    datasets = load_datasets(config, {stage: trainer.needs for stage, trainer in find_trainers(config).items()})
     processor = adapt_processor(load_processor(folder, data.min_pixels, data.max_pixels), config)
     return filter_long_rows(config, datasets, processor, World()), processor
 
@@ -222,18 +220,10 @@ def model_config(name: str | Path) -> ModelConfig:
 
 def memory_table(phases: dict[str, dict], gpu_bytes: float) -> str:
     """Format an estimate as a Markdown table, one column per phase."""
-    lines = [table_row("GB on each GPU", phases), "|---" * (len(phases) + 1) + "|"]
+    rows = [["GB on each GPU", *phases], ["---" for _ in (None, *phases)]]
     for name in dict.fromkeys(name for items in phases.values() for name in items):
-        cells = [f"{items[name] / GB:.1f}" if name in items else "" for items in phases.values()]
-        lines.append(table_row(name, cells))
-    lines.append(table_row("in reserve", [f"{RESERVE / GB:.1f}"] * len(phases)))
-    totals = []
-    for name, items in phases.items():
-        total = peak_bytes({name: items})
-        totals.append(f"{total / GB:.1f}{' (too much)' if total > gpu_bytes else ''}")
-    lines.append(table_row("total", totals))
-    return "\n".join(lines)
-
-
-def table_row(name: str, cells: Iterable[str]) -> str:
-    return f"| {name} | {' | '.join(cells)} |"
+        rows.append([name, *(f"{items[name] / GB:.1f}" if name in items else "" for items in phases.values())])
+    rows.append(["in reserve", *[f"{RESERVE / GB:.1f}"] * len(phases)])
+    totals = [peak_bytes({name: items}) for name, items in phases.items()]
+    rows.append(["total", *(f"{total / GB:.1f}{' (too much)' if total > gpu_bytes else ''}" for total in totals)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -1,7 +1,7 @@
 """Estimate GPU memory per training phase: sampling, scoring, forward and backward pass.
 
-Activations are measured in a forward and backward pass on the meta device, where tensors have no data. Weights,
-gradients and optimizer state are computed from parameter counts, dtypes and sharding.
+A forward and backward pass on the meta device, without data, measures activations. Weights, gradients and optimizer
+state follow from parameter counts, dtypes and sharding.
 """
 
 import copy
@@ -72,7 +72,7 @@ class AllocationTracker(TorchDispatchMode):
 
     def __init__(self, uncounted: list[Tensor]):
         super().__init__()
-        # tensor storages that are not counted again
+        # storages, counted once
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
         self.now = 0
         self.peak = 0
@@ -96,7 +96,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def meta_batch(model_config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) -> GroupBatch:
-    """Build a micro-batch on the meta device; only ids and grids have data."""
+    """Build a micro-batch whose patches have no data."""
     merge = model_config.vision_config.spatial_merge_size
     frame_tokens = work.image_tokens // work.frames
     rows = max(math.isqrt(frame_tokens), 1)
@@ -106,8 +106,7 @@ def meta_batch(model_config: ModelConfig, work: BatchShape, patch_dtype: torch.d
     image_ids = torch.full((columns * rows * len(grids),), model_config.image_token_id)
     prompt_ids = torch.cat([image_ids, torch.zeros(work.text_tokens, dtype=torch.long)])
     num_patches = int(grid.prod(1).sum())
-    patch_dim = model_config.vision_config.patch_dim
-    patches = torch.empty(num_patches, patch_dim, dtype=patch_dtype, device="meta")
+    patches = torch.empty(num_patches, model_config.vision_config.patch_dim, dtype=patch_dtype, device="meta")
     completion = Completion(torch.zeros(work.completion_tokens, dtype=torch.long))
     prompts = [Prompt(prompt_ids, patches, grid)] * work.prompts
     completions = [[completion] * work.num_generations] * work.prompts
@@ -194,17 +193,16 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, config.adapter.dropout if train else 0.0, "memory")
-        # clear the cache, because cached tensors would not be counted
+        # cached tensors would not be counted
         vision_layout.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
             yield models, live
 
     def keys_and_values(self, dtype: torch.dtype, work: BatchShape) -> int:
-        """Return bytes in KV cache and recurrent states; completions share their prompt's KV cache."""
+        """Return bytes of KV cache and recurrent states; completions share the prompt's."""
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
-        modules = self.model.modules()
-        layer_states = [module.initial_state(rows) for module in modules if isinstance(module, HasState)]
+        layer_states = [module.initial_state(rows) for module in self.model.modules() if isinstance(module, HasState)]
         recurrent_bytes = sum(map(bytes_of, layer_states))
         num_attending = len(self.model.model.layers) - len(layer_states)
         prompt_tokens = work.text_tokens + work.image_tokens
@@ -214,12 +212,12 @@ class MemoryEstimator:
 
 
 def drop_gradient(parameter: nn.Parameter):
-    # free gradients, so that they do not count as activations
+    # gradients are not activations
     parameter.grad = None
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_options) -> Tensor:
-    # unlike GPU kernels, attention on the meta device would store attention scores
+    # GPU kernels store no attention scores
     mask = attn_mask if q.dtype == torch.float32 else None  # 16-bit attention kernels use no mask tensor
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(q, k, v, attn_mask=mask)[0]
@@ -271,8 +269,7 @@ class MemoryQuestion:
 
     @property
     def micro_batch_prompts(self) -> int:
-        per_gpu = math.ceil(self.options.prompts_per_step / self.gpus)
-        return min(self.options.micro_batch_size, per_gpu)
+        return min(self.options.micro_batch_size, math.ceil(self.options.prompts_per_step / self.gpus))
 
     @property
     def share(self) -> float:
@@ -305,8 +302,7 @@ def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
     if samples or question.has_reference:
         phases["score"] = score_items(question, work)
     phases["train"] = train_items(question, work)
-    sizes = persistent_items(question)
-    always = {name: size * question.share for name, size in sizes.items()}
+    always = {name: size * question.share for name, size in persistent_items(question).items()}
     return {name: always | items for name, items in phases.items()}
 
 
@@ -336,8 +332,8 @@ def largest_batch(
     """Return the largest batch from rows of the given sizes.
 
     Args:
-        completions: lengths of a prompt's completions, in tokens.
-        whole: whether to keep a prompt's completions in one batch.
+        completions: completion lengths per prompt, in tokens.
+        whole: keep completions of a prompt in one batch.
     """
     sizes = [rows[min(number, len(rows) - 1)] for number in range(prompts)]
     parts = [sum(completions)] if whole else completions
@@ -345,20 +341,15 @@ def largest_batch(
     batches = split_into_micro_batches(lengths, prompts, max_tokens)
 
     def num_tokens(batch: list[tuple[int, int]]) -> int:
-        prompt_tokens = sum(lengths[i][0] for i in {i for i, _ in batch})
-        return prompt_tokens + sum(parts[j] for _, j in batch)
+        return sum(sizes[i].prompt_tokens for i in {i for i, _ in batch}) + sum(parts[j] for _, j in batch)
 
     batch = max(batches, key=num_tokens)
     members = [sizes[i] for i in sorted({i for i, _ in batch})]
     count = len(members)
     num_generations = len(completions) if whole else math.ceil(len(batch) / count)
-
-    def mean(name: str) -> int:
-        return math.ceil(sum(getattr(size, name) for size in members) / count)
-
-    return BatchShape(
-        count, num_generations, mean("text_tokens"), mean("image_tokens"), max(completions), mean("frames"), members
-    )
+    names = ("text_tokens", "image_tokens", "frames")
+    text, image, frames = (math.ceil(sum(getattr(size, name) for size in members) / count) for name in names)
+    return BatchShape(count, num_generations, text, image, max(completions), frames, members)
 
 
 def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
@@ -367,7 +358,7 @@ def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
 
 
 def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
-    """Return the peak weight bytes that FSDP gathers in a forward pass."""
+    """Return the peak bytes of weights gathered by FSDP in a forward pass."""
     if not question.config.uses_fsdp:
         return 0
     blocks = [computed_bytes(block, question.dtype) for block in model.blocks()]
@@ -389,7 +380,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
     if copies:
         items["16-bit adapters"] = bytes_of(copies)
     items["keys and values"] = keys_and_values = estimator.keys_and_values(dtype, work)
-    # count only the larger entry, because prefill activations are freed before logits are computed
+    # only the larger entry: prefill activations are freed before logits are computed
     logits = DRAW_BYTES * rows * estimator.config.vocab_size
     forward = prefill - keys_and_values
     items["logits" if logits > forward else "prompts' forward"] = max(logits, forward)
@@ -397,44 +388,38 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
     return items | find_engine(sampling).engine_bytes(sampling, estimator.parameters, dtype)
 
 
-def score_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
-    config, models = question.config, question.models
+def score_items(question: MemoryQuestion, work: BatchShape, train: bool = False) -> dict[str, float]:
+    models, estimator = question.models, question.estimator
+    rows = work.prompts * work.num_generations * work.completion_tokens
     return {
         "gathered": sum(gathered_bytes(question, backbone) for backbone in models.backbones),
-        "forward": question.estimator.activations(config, models, work, train=False),
-        "logits": logits_bytes(question, work),
+        "forward": estimator.activations(question.config, models, work, train),
+        "logits": piece_bytes(rows, estimator.config.vocab_size, question.dtype),
     }
 
 
 def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     config, models = question.config, question.models
     trained = trained_parameters(models)
+    scored = score_items(question, work, train=True)
     gradients = bytes_of(trained) * question.share
     if question.gpus > 1 and not config.uses_fsdp:
         gradients *= 2  # all-reduce copies the gradients into buffers
-    # factor 2: gathered weights and gathered gradients
-    gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)
+    gathered = weights = scored["gathered"]
     if config.sharding.once_per_step:
         # gathered at once: all weights, all float32 gradients, two blocks' gradients in the weight dtype
         weights = sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
-        gathered = weights + gathered // 2
         gradients += sum(p.numel() * torch.promote_types(p.dtype, torch.float32).itemsize for p in trained)
     return {
-        "gathered": gathered,
+        "gathered": weights + gathered,  # weights and gradients
         "gradients": gradients,
-        "forward and backward": question.estimator.activations(config, models, work, train=True),
-        "logits": logits_bytes(question, work),
+        "forward and backward": scored["forward"],
+        "logits": scored["logits"],
     }
 
 
-def logits_bytes(question: MemoryQuestion, work: BatchShape) -> int:
-    """Return peak logit bytes while computing log-probs."""
-    rows = work.prompts * work.num_generations * work.completion_tokens
-    return piece_bytes(rows, question.estimator.config.vocab_size, question.dtype)
-
-
 def persistent_items(question: MemoryQuestion) -> dict[str, int]:
-    """Return unsharded bytes that all phases need, such as weights and optimizer state."""
+    """Return unsharded bytes of all phases, such as weights and optimizer state."""
     config, models = question.config, question.models
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
@@ -470,7 +455,6 @@ def peak_bytes(phases: dict[str, dict]) -> float:
 def state_bytes(question: MemoryQuestion) -> int:
     """Return the size of a saved training state, in bytes."""
     items = persistent_items(question)
-    adapters = adapter_parameters(question.models.policy)
-    items["weights"] = bytes_of(adapters) or items["weights"]
+    items["weights"] = bytes_of(adapter_parameters(question.models.policy)) or items["weights"]
     saved = ("weights", "optimizer", "critic", "reference", "policy")
     return sum(items.get(name, 0) for name in saved)

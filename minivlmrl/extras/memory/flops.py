@@ -75,7 +75,7 @@ CARDS = {
     "V100 32GB": (1.57e13, 9.0e11, 32e9, True),
     "V100": (1.57e13, 9.0e11, 16e9, True),
 }
-VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # words in card names that mark a different card
+VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # words of other cards
 
 
 def find_card(name: str) -> Card | None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ def largest_rows(
             row = replace(dataset[size.index], index=size.index)
             readable_prompt(row, trainer.processor, question.trainer.answers)
             rows.append(row)
-    return [rows[number % len(rows)] for number in range(count if rows else 0)]
+    return [*islice(cycle(rows), count)]
 
 
 def try_largest_batches(
@@ -48,8 +49,7 @@ def try_largest_batches(
     rows = datasets[trainer.stage]
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         with error_phase("load"):
-            missing = 0 if optimizer.state else optimizer_bytes
-            reserved = torch.empty(missing, dtype=torch.uint8, device=world.device)
+            reserved = torch.empty(0 if optimizer.state else optimizer_bytes, dtype=torch.uint8, device=world.device)
         has_tools = config.sampling.environment is not None
         if isinstance(trainer, RolloutTrainer) and not has_tools and config.sampling.engine == "native":
             work = sampling_batch(question)

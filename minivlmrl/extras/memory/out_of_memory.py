@@ -1,4 +1,4 @@
-"""Explain an out-of-memory error in one sentence: phase, longest row and an option to change."""
+"""Explain an out-of-memory error: phase, longest row and an option to change."""
 
 import copy
 from collections.abc import Sequence
@@ -69,13 +69,15 @@ def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
         answers = sum(len(encode_answer(processor, row, text).ids) for text in texts)
         return len(row.prompt(processor).input_ids) + answers
 
-    longest, row = max(((length(row), row) for row in rows), key=lambda pair: pair[0])
+    lengths = [*map(length, rows)]
+    longest = max(lengths)
+    row = rows[lengths.index(longest)]
     return f"{row.name} with {longest:,} tokens"
 
 
 WEIGHTS = "nf4", "sharding", "lora", "bfloat16", "8-bit moments"
 TRAINING = "communication", "recomputation", "micro-batch", "nf4", "sharding", "bfloat16"
-# options that lower the memory of a training phase or estimate entry, most effective first
+# {training phase or estimate entry: options that lower its memory, most effective first}
 CURES = {
     "sampling": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
     "evaluation": ("sampling batch", "layer by layer", "nf4", "bfloat16"),

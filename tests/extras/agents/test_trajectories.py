@@ -293,10 +293,10 @@ def contains(ids, part):
 
 
 BAD = {
-    "turn 1: observe must return a list of messages, but returned None": lambda self, rounds: None,
-    r"turn 1: observe must return a list of messages, but returned \[\]": lambda self, rounds: [],
+    "turn 1: the result of observe is None, but it must be a list of messages": lambda self, rounds: None,
+    r"turn 1: the result of observe is \[\], but it must be a list of messages": lambda self, rounds: [],
     "turn 1: message 0 must have a role": lambda self, rounds: ["look"],
-    "turn 1: observe returned an image part with None instead of a PIL": lambda self, rounds: [user([IMAGE_PART])],
+    "turn 1: an image part from observe is None, but it must be a PIL image": lambda self, rounds: [user([IMAGE_PART])],
     r"turn 1: the context window has 10[0-9] tokens, .* exceeds the model's max_position_embeddings \(128\)": (
         lambda self, rounds: [user([IMAGE_PART | {"image": picture(0, 50)}])]
     ),
@@ -327,7 +327,7 @@ def test_rewards_of_turns(monkeypatch):
 
 
 def test_history_is_refused_for_an_environment_that_chooses_its_windows():
-    with pytest.raises(ValueError, match=r"^sampling.history is set, but the environment tests\S+:Shown has"):
+    with pytest.raises(ValueError, match=r"^sampling.history and the method observe of tests\S+:Shown both define"):
         samples_trajectories(SamplingOptions(environment=SHOWN, history=2))
 
 
