@@ -17,7 +17,7 @@ def depends(
     document: Tensor,
     pixel_values: Tensor | None = None,
     image_grid_thw: Tensor | None = None,
-    image_token_id: int = -1,
+    image_token_id: int | None = None,
     vocabulary: int = 0,
     tolerance: float = 1e-9,
     only_images: bool = False,
@@ -39,7 +39,7 @@ def depends(
             texts in a packed row.
         pixel_values: (P, D), patches of all images.
         image_grid_thw: (N, 3), grid per image.
-        image_token_id: placeholder id of images, -1 = none; placeholders are not changed.
+        image_token_id: placeholder id of images; placeholders are not changed.
         vocabulary: number of token ids, 0 = largest id + 1.
         tolerance: maximum rounding error, in nats; 1e-9 for float64, about 1e-4 for float32.
         only_images: change only images.
@@ -53,7 +53,7 @@ def depends(
     pictures = () if pixel_values is None else (pixel_values, image_grid_thw)
     forward = Forward(logps, ids, document, pictures, tolerance)
     values = [value for value in range(vocabulary or int(ids.max()) + 1) if value != image_token_id]
-    is_picture = ids == image_token_id
+    is_picture = ids == (-1 if image_token_id is None else image_token_id)
     images = placeholders(is_picture)
     grids = 0 if image_grid_thw is None else len(image_grid_thw)
     if len(images) != grids or (only_images and not images):

@@ -168,6 +168,8 @@ def check_step(about: dict, tensors: dict[str, Tensor]):
         by_token = len(shape) == 2 and shape[1] <= width
         if shape[0] != n or (name in BY_TOKEN and not by_token):
             raise UserError(f"the tensor {name} has shape {shape}, which does not match that of input_ids {(n, width)}")
+    if (tensors.get("row", torch.zeros(1)) < 0).any():
+        raise UserError("the tensor row has a negative number, but it must count rollout completions from 0")
     for name in MODELS:
         text = about.get(name) or ""
         inside = PurePosixPath(text.removeprefix(OTHER_STEP))

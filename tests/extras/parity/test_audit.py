@@ -212,6 +212,7 @@ ONE_ROW = {"input_ids": ONE.long(), "completion_mask": ONE, "per_token_logps": -
     ({}, {"loss": {"beta": 1.0}}, "step.json: a name in loss is 'beta', but it must be one of loss_type"),
     ({}, {"optimizer": [1]}, r"step.json: optimizer is \[1\], but it must be an object"),
     ({}, {"optimizer": {"betas": 0.9}}, "step.json: optimizer.betas is 0.9, but it must be of type tuple"),
+    ({"row": -torch.ones(1).long(), "group": torch.zeros(1).long()}, {}, "the tensor row has a negative number"),
     ({}, {"model": "../.."}, "step.json: model is '../..', but it must be a folder inside the step, such as model, or"),
     ({}, {"ref_model": "/x"}, "step.json: ref_model is '/x', but it must be a folder inside the step"),
 ])  # fmt: skip
