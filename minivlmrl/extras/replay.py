@@ -75,9 +75,7 @@ def main(arguments: list[str]) -> int:
         )
         print(f"{name} {'equals the replayed step' if is_same else difference}")
     if not same:
-        lines = read_lines(folder / METRICS, LogLine)
-        end = f"end with {lines[-1]['stage']} step {lines[-1]['step']}" if lines else "are empty"
-        print(f"The logs of the run do not contain this step: its metrics {end}.")
+        print(f"The logs of the run do not contain this step: {log_end(folder / METRICS)}.")
     return int(not all(same.values()))
 
 
@@ -197,3 +195,14 @@ def compare(folder: Path, stage: str, number: int, completions: list[dict], metr
             if (line["stage"], line["step"]) == (stage, number):
                 same[name] = same.get(name, True) and any(line == line | other for other in replayed_lines)
     return same
+
+
+def log_end(path: Path) -> str:
+    lines = read_lines(path, LogLine)
+    if not lines:
+        return f"{path.parent} contains no metrics"
+    last_line = lines[-1]
+    end = f"{path} ends with {last_line['stage']} step {last_line['step']}"
+    if not path.read_bytes().endswith(b"\n"):
+        end += ", followed by a line that is incomplete, because the run is writing it or was killed"
+    return end

@@ -307,6 +307,11 @@ def computed_dtype(model: VisionLanguageModel) -> torch.dtype:
     return sharding.compute_dtype if sharding else model.lm_head.weight.dtype
 
 
+def is_news(record: logging.LogRecord) -> bool:
+    """Hide vLLM's warning about rotary embeddings, which have no weights."""
+    return "RotaryEmbedding: Failed to load weights" not in record.getMessage()
+
+
 def engine_dtype(sampling: SamplingOptions, policy_dtype: torch.dtype) -> torch.dtype:
     """Return vLLM's compute dtype: sampling.vllm.dtype, or the policy's."""
     return DTYPES.get(sampling.vllm.get("dtype", ""), policy_dtype)
@@ -317,8 +322,7 @@ def start_engine(model: VisionLanguageModel, processor: Processor, options: dict
     v1 = import_module("vllm.v1.sample.logits_processor")
     v2 = import_module("vllm.v1.worker.gpu.sample.logits_processor")
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    # rotary embeddings have no weights
-    logger.addFilter(lambda record: "RotaryEmbedding: Failed to load weights" not in record.getMessage())
+    logger.addFilter(is_news)
     token_chooser = type("VLLMTokenChooser", (TokenChooser, v1.LogitsProcessor, v2.LogitsProcessor), {})
     on_gpu = world.device.type == "cuda"
     defaults = {

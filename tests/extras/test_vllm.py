@@ -171,7 +171,7 @@ def test_the_first_rollout_of_vllm_is_compared_by_hand(monkeypatch, dtypes, diff
     rank = SimpleNamespace(gather_objects=lambda worst: [of_other_rank, worst])
     model = SimpleNamespace(config=None)
     engine = SimpleNamespace(is_verified=False, model=model, sampling=options(), device="cpu", world=rank)
-    rows = [SimpleNamespace(where=f"rows.jsonl:{number}") for number in range(2)]
+    rows = [SimpleNamespace(name=f"rows.jsonl:{number}") for number in range(2)]
     completions = [[SimpleNamespace(sampled_logps=torch.zeros(2))]] * 2
 
     def verify():
@@ -194,7 +194,7 @@ def test_the_first_rollout_of_vllm_is_compared_by_hand(monkeypatch, dtypes, diff
     ("--sampling.vllm={max_model_len: 6}",
      "max_model_len is 6, which leaves no room .*, because sampling.max_new_tokens is 6"),
     ("--sampling.environment=recipes/zoom.py:Quarters", "engine is 'vllm', but it must be native with an environment"),
-    ("--model.config=qwen3_5.json", "is vllm, which minivlmrl does not support for models of the type qwen3_5"),
+    ("--model.config=qwen3_5.json", "vllm does not support the model type qwen3_5"),
 ])  # fmt: skip
 def test_unsupported_options_of_vllm_are_refused(stage, monkeypatch, option, expected):
     vllm_stand_in.install(monkeypatch)
@@ -211,7 +211,7 @@ def test_vllm_must_be_installed(stage, monkeypatch):
 def test_a_video_is_refused(samplers):
     prompt = prompts(1)[0]
     video = replace(prompt, input_ids=prompt.input_ids.where(prompt.input_ids != tiny.IMAGE, tiny.VIDEO))
-    video.row = SimpleNamespace(where="rows.jsonl line 3")
+    video.row = SimpleNamespace(name="rows.jsonl line 3")
     with pytest.raises(ValueError, match=r"rows\.jsonl line 3: the prompt contains a video, .*sampling\.engine=native"):
         samplers()[1]([video], 1, ["a"])
 
@@ -223,7 +223,7 @@ def test_prompts_that_leave_no_room_in_vllm_are_refused(samplers, stage, monkeyp
     own, engine = samplers(vllm={"max_model_len": limit})
     rows = prompts(5)
     for number, row in enumerate(rows):
-        row.row = SimpleNamespace(where=f"rows.jsonl:{number}")
+        row.row = SimpleNamespace(name=f"rows.jsonl:{number}")
     fits = lengths.index(min(lengths))
     assert ids_of(engine([rows[fits]], 2, "a")) == ids_of(own([rows[fits]], 2, "a"))
     longest = lengths.index(max(lengths))
