@@ -18,7 +18,7 @@ from minivlmrl.errors import optional_dependency
 
 Item = TypeVar("Item")
 SPACES = get_args(BoxSpace)
-LIMIT = 1e100  # maximum coordinate, because areas could overflow
+LIMIT = 1e100  # larger coordinates are invalid: areas could overflow
 
 NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 COMMA = r"(?:\s*,\s*|\s+)"
@@ -26,7 +26,7 @@ PAIR = rf"\(\s*{NUMBER}{COMMA}{NUMBER}\s*\)"
 FOUR = COMMA.join([NUMBER] * 4)
 GROUP = rf"(?:\[\s*{FOUR}\s*\]|{PAIR}\s*(?:,\s*)?{PAIR})"
 GROUPS = re.compile(rf"{FOUR}|{GROUP}(?:\s*(?:,\s*)?{GROUP})*", re.ASCII)
-MARKED_BOX = re.compile(rf"\[\s*{FOUR}\s*\]|{PAIR}\s*,\s*{PAIR}")  # box such as [1, 2, 5, 6] or (1, 2), (5, 6)
+MARKED_BOX = re.compile(rf"\[\s*{FOUR}\s*\]|{PAIR}\s*,\s*{PAIR}")  # matches [1, 2, 5, 6] or (1, 2), (5, 6)
 KEYS = ("bbox_2d", "bbox", "Position")
 QWEN2 = re.compile(r"<\|object_ref_start\|>[^<]*<\|object_ref_end\|>|<\|box_start\|>|<\|box_end\|>")
 
@@ -86,7 +86,8 @@ def iou(a: Box, b: Box) -> float:
     width = min(a.x2, b.x2) - max(a.x1, b.x1)
     height = min(a.y2, b.y2) - max(a.y1, b.y1)
     intersection = max(0.0, width) * max(0.0, height)
-    return intersection / (a.area + (b.area - intersection))  # this order of additions avoids rounding the union down
+    # in this order of additions, the union never rounds below the intersection
+    return intersection / (a.area + (b.area - intersection))
 
 
 def match(
@@ -130,10 +131,10 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
     Markdown or LaTeX around a box, such as a code fence, and a final period are ignored.
 
     Returns:
-        (x1, y1, x2, y2) per box, finite; see Box.valid and Box.inside.
-        No boxes if some numbers are not a box, or if other words could negate a box ("not [1, 2, 5, 6]").
+        Finite (x1, y1, x2, y2) per box; see Box.valid and Box.inside.
+        Empty if the text has other numbers, or other words: "not [1, 2, 5, 6]".
 
-    Source: key "bbox_2d" from Qwen2.5-VL's cookbook.
+    Source: Qwen2.5-VL's cookbook, which uses the key "bbox_2d".
     """
     text = QWEN2.sub(" ", text)
     try:

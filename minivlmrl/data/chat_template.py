@@ -27,10 +27,10 @@ START = SpecialToken("<|im_start|>")
 END = SpecialToken("<|im_end|>")
 # stop tokens: end of a turn, end of a document
 ENDS = (END, SpecialToken("<|endoftext|>"))
-# placeholders, compared with `is`: user text may contain the same characters
+# placeholders, compared with `is`, because user text may contain "<|image_pad|>"
 IMAGE = SpecialToken("<|image_pad|>")
 VIDEO = SpecialToken("<|video_pad|>")
-# rendered image; no loss, because the model never generates these tokens
+# tokens of an image; no loss, because the model never generates them
 VISION = (SpecialToken("<|vision_start|>"), IMAGE, SpecialToken("<|vision_end|>"))
 # chat template files, in transformers' order
 FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
@@ -98,13 +98,13 @@ class ChatTemplate:
         # control tokens written only by the template
         names: set[str] = {IMAGE, VIDEO}
         written = [text]
-        # templates may build tokens: '<|' + message.role + '|>'
+        # a template may build control tokens: '<|' + message.role + '|>'
         for conversation in [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]:
             messages = [{"role": role, "content": ""} for role in conversation]
-            with suppress(ValueError):  # templates may reject a role
+            with suppress(ValueError):  # a template may reject roles, such as tool
                 written.append(self._render(messages, True))
         for name in special_tokens:
-            # messages may contain single characters such as "#"
+            # exclude single characters such as "#", because messages may contain them
             is_written = len(name) > 1 and any(name in text for text in written)
             if name in STRUCTURE or (is_written and name not in TAGS):
                 names.add(name)
@@ -163,7 +163,7 @@ class ChatTemplate:
         """Render turns after a prompt.
 
         Returns:
-            (text or control token, trained) pairs; see messages.is_trained.
+            (text or control token, has loss) pairs; see messages.is_trained.
         Raises:
             RewrittenTurnsError: later turns change an earlier one.
             UserError: an assistant turn does not end with <|im_end|> and a newline, or text is missing.
@@ -232,19 +232,19 @@ class ChatTemplate:
         return template
 
     def _marked(self, messages: list[dict]) -> tuple[list[dict], str]:
-        """Insert a rare character into control tokens in messages, to keep them plain text."""
+        """Insert a rare character into control tokens written in messages, so that they stay ordinary text."""
         check_messages(messages)
         messages = _as_json(messages)
         if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):
             # Qwen3.8 would add an empty <think></think> before reasoning in the content
             messages = [_with_thought_apart(message) for message in messages]
-        if "<function=" in self.text:  # such templates render arguments one by one, not as JSON
+        if "<function=" in self.text:  # Qwen3-Coder renders tool call arguments one by one, not as JSON
             for call in chain(*(message.get("tool_calls") or () for message in messages)):
                 function = call.get("function", call)
                 if isinstance(function.get("arguments"), str):
                     function["arguments"] = parse_json(function["arguments"])
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
-        # an unused Chinese character, because templates may strip spaces and escape symbols
+        # Chinese character in no text: templates may strip a space and escape a symbol
         mark = next(letter for letter in map(chr, range(0x20000, sys.maxunicode)) if letter not in all_text)
         return _as_json(messages, lambda text: self.literal_tokens.sub(rf"\g<0>{mark}", text)), mark
 
@@ -288,8 +288,8 @@ def with_values(template: ChatTemplate, values: dict) -> ChatTemplate:
 
 
 def _literal_pattern(name: str) -> str:
-    """Return a regular expression for the first character of a control token written as text."""
-    # templates may strip the space in "<|im_ end|>", or join "<|im_" and the next message
+    """Return a regular expression that finds a control token in messages, but matches only its first character."""
+    # templates may change spaces: also find "<|im_ end|>", and "<|im_" at the end of a message
     others = [re.escape(character) for character in name[1:]]
     endings = [*([*others[:length], "$"] for length in range(len(others))), others]
     patterns = [r"\s*".join(["", *ending]) for ending in endings]
@@ -310,19 +310,19 @@ def _with_thought_apart(message: dict) -> dict:
 
 
 def _as_json(value: Plain, change: Callable[[str], str] = str) -> Plain:
-    """Copy a nested value without nulls (missing in Parquet), applying `change` to strings."""
+    """Copy nested dicts and lists without None values, applying `change` to strings."""
     if isinstance(value, dict):
         return {change(key): _as_json(item, change) for key, item in value.items() if item is not None}
     if isinstance(value, list):
         return [_as_json(item, change) for item in value]
     if isinstance(value, str):
         return change(value)
-    # only the type name: a template could call methods of other objects
+    # pass other objects as their type name, because a template could call their methods
     return value if isinstance(value, int | float | None) else f"<{type(value).__name__}>"
 
 
 def join_text(pieces: list[str]) -> list[str]:
-    """Join neighboring text, and drop empty strings."""
+    """Join adjacent strings, but not control tokens; drop empty strings."""
     joined = []
     for is_control, run in groupby(filter(None, pieces), lambda piece: isinstance(piece, SpecialToken)):
         neighbors = list(run)
@@ -331,7 +331,7 @@ def join_text(pieces: list[str]) -> list[str]:
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join neighboring text, but not trained and untrained text, which need separate tokens."""
+    """Join adjacent strings if both or neither have a loss; others need separate tokens."""
     joined = []
     for is_written, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
         joined += [(text, is_written) for text in join_text([piece for piece, _ in run])]

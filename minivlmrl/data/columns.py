@@ -5,7 +5,7 @@ from typing import Annotated
 from minivlmrl.config.types import BoxSpace
 from minivlmrl.errors import UserError, did_you_mean, truncate
 
-# {prompt column: type}; a row must have exactly one of these columns
+# {column with the prompt: type}; a row must have exactly one of these columns
 PROMPTS = {"problem": str, "prompt": str | list, "messages": list}
 ANSWERS = {"completion": str | list, "chosen": str | list, "rejected": str | list}
 TEXTS = PROMPTS | ANSWERS
@@ -46,10 +46,10 @@ def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
 
 
 def missing_column(name: str, columns: dict, cure: str) -> UserError:
-    """Return the error for a missing value: a LayoutError if the row may have another project's layout.
+    """Return the error for a column without a value; a LayoutError if the row may have another project's layout.
 
     Args:
-        cure: advice for the message, such as how to rename the column.
+        cure: advice for the error message, such as how to rename the column.
     """
     given = sorted(other for other, value in columns.items() if value is not None)
     unknown = [other for other in given if other not in (*TEXTS, *VALUES, *MEDIA, "solution")]

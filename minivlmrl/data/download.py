@@ -65,7 +65,7 @@ def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
         allow_patterns=[*patterns],
         ignore_patterns="*/*",  # skip files in subfolders
     )
-    # LocalEntryNotFoundError: the model, or one file, is not in the cache
+    # LocalEntryNotFoundError: a file of the model is not in the Hub cache
     with suppress(LocalEntryNotFoundError, ValueError):
         cached = Path(download(local_files_only=True))
         names = ["config.json"]

@@ -45,14 +45,14 @@ def find_format(name: str) -> Callable[[dict], dict]:
         columns = convert(row)
         is_valid = isinstance(columns, Mapping) and all(isinstance(column, str) for column in columns)
         require(is_valid, f"what data.format {name} returns", columns, "a dict from column names to values")
-        # solutions are compared as JSON values, not as arrays, tensors or tuples
+        # convert arrays and tensors to lists, because rewards compare solutions as JSON values
         return {column: value.tolist() if hasattr(value, "tolist") else value for column, value in columns.items()}
 
     return converted
 
 
 class RowFile:
-    """An open data file and the options for reading it; arguments as in FileDataset."""
+    """A data file with options for reading its rows."""
 
     def __init__(self, path: str | Path, constants: Mapping[str, Plain], options: RowOptions):
         self.path = path
@@ -65,7 +65,7 @@ class RowFile:
         self.columns: list[str] = []
         self.given: set[str] = set()  # columns with a value in at least one row
         self.unread: set[str] = set()
-        # row sizes for one processor, from row_sizes.measure: {line: {answer names: size}}
+        # row sizes in tokens for one processor: {line: {answer columns: RowSize}}
         self.sizes: dict[int, dict[tuple, Any]] = {}
         self.processor: Any = None
 
@@ -80,7 +80,7 @@ class RowFile:
             try:
                 row, media = checked_row(self.columns_of(line), required, known, self.options, self.folder)
             except ValueError as error:
-                # an empty column after a valid row is an error, not another project's layout
+                # an empty column after valid rows is a mistake in this row, not another project's layout
                 if not is_foreign(error) or (isinstance(error, EmptyColumnError) and self.given):
                     raise
                 advice = convert_advice(self.path, self.options.format, self.options.columns)
@@ -250,15 +250,15 @@ def without_rows(rows: Dataset, removed: Collection[int]) -> Dataset:
 
 
 def is_foreign(error: BaseException | None) -> bool:
-    """Return True for a LayoutError, even if error_context has wrapped it."""
+    """Return True for a LayoutError, or an error caused by one."""
     return isinstance(error, LayoutError) or (error is not None and is_foreign(error.__cause__))
 
 
 def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_files: bool) -> tuple[RowFacts, list[str]]:
-    """Return RowFacts, and a list of missing media files.
+    """Return RowFacts, and missing image and video files.
 
     Args:
-        checks_files: whether to look for media files, and read their sizes.
+        checks_files: whether to look for image and video files, and read image sizes.
     """
     answers = {name: getattr(row, name) for name in ANSWERS}
     texts = {"prompt": repr(row.messages)} | {name: repr(answer) for name, answer in answers.items()}
@@ -288,9 +288,9 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
 
 
 def look_at_files(row: Row, media: list[Media], folder: Path) -> tuple[list[int], list[float], list[str]]:
-    """Return media file sizes (bytes) and modification times, and describe missing files.
+    """Return image and video file sizes in bytes, modification times, and descriptions of missing files.
 
-    An image stored in the row has the length of its bytes or base64 string as size, and time 0.
+    For an image stored in the row, size is the length of its bytes or base64 string, and time is 0.
     """
     sizes = []
     times = []
@@ -314,12 +314,12 @@ def image_size(image: Media, folder: Path) -> Size | None:
     """Return an image's (width, height), None = unreadable."""
     try:
         return read_header(image.sources[0], folder).size
-    except ValueError:  # raised again in training
+    except ValueError:  # training raises this error again
         return None
 
 
 def read_header(source: Source, folder: Path) -> PIL.Image.Image:
-    """Open an image to read its size; the returned image cannot be decoded."""
+    """Open an image, read its size and close the file; its pixels cannot be read."""
     with open_image(source, folder) as image:
         return image
 
@@ -341,7 +341,7 @@ class LazyImages(Sequence):
 
 
 def load_videos(media: list[Media], folder: Path, load: Callable[..., Video]) -> list[VideoFile]:
-    """Return a row's videos; frames are read on access."""
+    """Return videos whose frames are read when used."""
     videos = []
     for item in media:
         if item.kind == "video":

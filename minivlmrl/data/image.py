@@ -53,7 +53,7 @@ def to_8_bits(image: Image) -> Image:
     """Convert 16-bit grayscale to 8 bits; Pillow would make all values above 255 white."""
     if not image.mode.startswith("I;16"):
         return image
-    tags = getattr(image, "tag_v2", {})  # TIFF files may use only 12 of 16 bits, or store white as 0
+    tags = getattr(image, "tag_v2", {})  # in TIFF files, pixels may have only 12 bits, or white may be 0
     pixels = np.asarray(image)
     gray = (pixels >> tags.get(ImageIFD.BitsPerSample, (16,))[0] - 8).astype(np.uint8)
     if tags.get(ImageIFD.PhotometricInterpretation) == 0:
@@ -78,7 +78,7 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
     The new area is between min_pixels and max_pixels; the aspect ratio changes only by rounding.
 
     Args:
-        factor: image token side in pixels; the new height and width are multiples of it.
+        factor: the new height and width are multiples of this; 28 for Qwen2.5-VL.
 
     Example: with factor 28 and max_pixels 1003520, height 1092 and width 1568 become 812 and 1176.
     Raises:
@@ -121,9 +121,9 @@ def patchify(frames: np.ndarray, patch_size: int, temporal_patch_size: int, merg
     h = frames.shape[2] // patch_size
     w = frames.shape[3] // patch_size
     axes = frames.reshape(
-        t, temporal_patch_size, 3,  # axes 0 to 2: time, frame, channel
-        h // merge_size, merge_size, patch_size,  # axes 3 to 5: block row, row in block, y
-        w // merge_size, merge_size, patch_size,  # axes 6 to 8: block column, column in block, x
+        t, temporal_patch_size, 3,  # time: temporal patches, frames in a patch; color channels
+        h // merge_size, merge_size, patch_size,  # height: blocks, patches in a block, pixels in a patch
+        w // merge_size, merge_size, patch_size,  # width: blocks, patches in a block, pixels in a patch
     )  # fmt: skip
     patches = axes.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return patches.reshape(t * h * w, -1), (t, h, w)
@@ -169,12 +169,12 @@ class ImageProcessor:
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
     resize: Callable[..., np.ndarray] = resize_frames
-    videos: Any = None  # video resizing class for Qwen3-VL, None for Qwen2.5-VL
-    dtype: torch.dtype = torch.float32  # patch dtype; 16 bits halve the copy to the GPU
+    videos: Any = None  # video processor for Qwen3-VL, None for Qwen2.5-VL
+    dtype: torch.dtype = torch.float32  # patch dtype; bfloat16 halves the bytes copied to the GPU
 
     @property
     def factor(self) -> int:
-        """Image token side in pixels: 14 * 2 = 28 by default."""
+        """Side of the square that becomes an image token: 14 * 2 = 28 pixels by default."""
         return self.patch_size * self.merge_size
 
     @property

@@ -24,11 +24,11 @@ def torch_resize_frames(
     size = (height, width)
     resized = []
     for frame in frames:
-        # resize uint8, as transformers does: torch rounds after each axis
+        # uint8, as in transformers, because torch rounds uint8 pixels after each axis
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
-    scale = np.float32(1 / (1 / 255))  # 255, with transformers' rounding error
+    scale = np.float32(1 / (1 / 255))  # 255, with the float rounding error in transformers
     gray_levels = np.arange(256, dtype=np.float32)
     return look_up((gray_levels - mean * scale) / (std * scale), np.stack(resized))
 
@@ -37,12 +37,12 @@ def torch_resize_frames(
 RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Mean = Annotated[float, "(-1e6, 1e6)"]
-Std = Annotated[float, "[1e-6, 1e6)"]  # bounds for image_std, which divides pixel values
-# transformers image processors: Fast ones resize with torch, others with Pillow
+Std = Annotated[float, "[1e-6, 1e6)"]  # bounds for image_std: pixel values are divided by it
+# transformers class names: those with Fast resize with torch, others with Pillow
 ProcessorType = Literal[
     "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLImageProcessorFast", "Qwen2_5_VLImageProcessor"
 ]
-# {setting: its only supported value}
+# {image processor setting: only supported value}
 FIXED = {
     "do_resize": True,
     "do_rescale": True,
@@ -62,7 +62,7 @@ SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "m
 
 @dataclass
 class Size:
-    """Bounds on the image area in pixels, under old and new transformers names; height and width are not supported."""
+    """Image area bounds in pixels, with old and new names in transformers; a fixed size is not supported."""
 
     shortest_edge: MinPixels | None = None
     longest_edge: Count | None = None
@@ -112,7 +112,7 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
     resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
     processor = ImageProcessor(**given, min_pixels=low, max_pixels=high, resize=resize)
     with error_context("data" if min_pixels or max_pixels else where):
-        # check that max_pixels is at least min_pixels and one token
+        # raises UserError if max_pixels is less than min_pixels or one token
         side = processor.factor
         smart_resize(side, side, side, low, high)
     return processor
@@ -126,7 +126,7 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
     """Build a preprocessor_config.json for transformers 4.49 to 5.23 and vLLM.
 
     Args:
-        options: data.image. A fixed size is written as bounds on the area, because the file cannot store it.
+        options: data.image; a fixed size becomes bounds on the area, because the file cannot store it.
     """
     low, high = area_bounds(processor, options, (processor.min_pixels, processor.max_pixels))
     suffix = "Fast" if processor.resize is RESIZE["torch"] else ""
@@ -141,11 +141,11 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
 
 
 def area_bounds(processor: ImageProcessor, options: dict[str, Any], bounds: tuple[int, int]) -> tuple[int, int]:
-    """Return the (min, max) image area in pixels from options, by default `bounds`."""
+    """Return (min_pixels, max_pixels) from `options`, else from `bounds`."""
     if "resized_height" in options:
         limits = processor.min_pixels, processor.max_pixels
         height, width = smart_resize(options["resized_height"], options["resized_width"], processor.factor, *limits)
-        return height * width, height * width + 1  # max_pixels + 1, because rounding could remove a row of tokens
+        return height * width, height * width + 1  # one pixel more, so rounding cannot shrink the image
     return options.get("min_pixels", bounds[0]), options.get("max_pixels", bounds[1])
 
 
@@ -162,16 +162,16 @@ def write_video_processor(processor: ImageProcessor, options: dict[str, float]) 
         "size": {"shortest_edge": low, "longest_edge": high},
         **write_sampling(options),
     }
-    if "total_pixels" in options:  # transformers uses 90 % of max_video_tokens
+    if "total_pixels" in options:  # / 0.9: transformers uses 90 % of max_video_tokens
         content |= {"cap_pixels_per_frame": True, "max_video_tokens": round(options["total_pixels"] / 0.9 / area)}
     return content
 
 
 def write_sampling(options: dict[str, float]) -> dict:
-    """Return frame sampling options, named as in video_preprocessor_config.json."""
+    """Rename frame sampling options as in video_preprocessor_config.json."""
     given: dict[str, Any] = {SAMPLING[name]: value for name, value in options.items() if name in SAMPLING}
     if "num_frames" in given:
-        given["fps"] = None  # in transformers, a default fps could conflict with num_frames
+        given["fps"] = None  # otherwise transformers adds a default fps, which conflicts with num_frames
     return given and {"do_sample_frames": True, "fps": FPS, **given}
 
 

@@ -29,7 +29,7 @@ class Batches(Iterator[list[Row]]):
     completions. Threads prepare the next batch.
 
     Args:
-        batches_consumed: batches used before resuming.
+        batches_consumed: batches used before the run was resumed.
     """
 
     def __init__(self, dataset: Dataset, trainer: Any, batches_consumed: int = 0):
@@ -39,14 +39,14 @@ class Batches(Iterator[list[Row]]):
         self.world = trainer.world
         self.processor = trainer.processor
         self.skip_unreadable = options.skip_unreadable
-        # answer fields whose images are decoded early, to skip unreadable rows
+        # answers whose images are decoded early, to skip unreadable rows
         self.checked_answers = trainer.answers if self.skip_unreadable else ()
         self.skipped: set[int] = set()  # unreadable row indices on this rank
         self.key = f"{seed}/{trainer.stage}"
         self.step_size = trainer.options.prompts_per_step
         batch_size = self.step_size * trainer.options.steps_per_rollout
         self.numbers = shuffled(len(dataset), batch_size, seed, skip=batches_consumed * batch_size)
-        # one PyTorch thread per worker is fastest
+        # one PyTorch thread per worker thread: more are slower
         num_workers = max(1, options.image_workers)
         self.workers = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
         self.max_ahead = MAX_AHEAD if options.image_workers else 0
@@ -70,10 +70,10 @@ class Batches(Iterator[list[Row]]):
         self.ahead = self.submit(self.next_batch[: self.max_ahead])
         try:
             rows = self.wait_for(futures)
-        except BaseException:  # the process is about to exit, so do not wait for other rows
+        except BaseException:  # the process will exit, so do not wait for rows in other threads
             self.workers.shutdown(wait=False, cancel_futures=True)
             raise
-        self.world.barrier("read images")  # barrier without `timeout`, because reading images may take longer
+        self.world.barrier("read images")  # no timeout: ranks may need minutes to read images
         self.batches_consumed += 1
         return rows
 
@@ -95,7 +95,7 @@ class Batches(Iterator[list[Row]]):
     def wait_for(self, futures: Sequence[Future]) -> list[Row]:
         """Wait for prepared rows, and warn once per unreadable row.
 
-        Worker threads do not warn: they prepare rows before a checkpoint that a resumed run prepares again.
+        Worker threads do not warn: they work ahead, and a resumed run would repeat the warning.
         """
         rows = []
         for row, failures in (future.result() for future in futures):

@@ -32,17 +32,17 @@ from minivlmrl.data.messages import (
 from minivlmrl.errors import UserError, error_context, pluralize, truncate
 from minivlmrl.json_files import check_downloaded
 
-# {part type: keys that may contain the file, such as "image_url" or "path"}
+# {"image" or "video": message part keys for its file, such as "image_url" or "path"}
 SOURCES = {kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in KINDS}
-# image object keys in Hugging Face, OpenAI and Anthropic formats
+# keys of an image dict in Hugging Face, OpenAI and Anthropic formats
 SOURCE_KEYS = ("bytes", "path", "url", "type", "media_type", "data")
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
 # unsafe formats: EPS runs Ghostscript, IPTC opens other files, WMF calls Windows functions
 PROGRAMS = "EPS", "IPTC", "WMF"
-# Pillow's limit in pixels: a small compressed file could fill the memory
+# maximum pixels, as in Pillow: a small compressed file could fill the memory
 MAX_IMAGE_PIXELS = 178_956_970
 
-EMPTY = (None, "")  # values that mean no image or video
+EMPTY = (None, "")  # values in a row without image or video
 
 Source = str | Path | bytes
 
@@ -91,14 +91,14 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     """Find an image or video file.
 
     Returns:
-        Name for error messages, and a path, or a byte stream for bytes and data URIs.
+        File name for error messages, and path; bytes and data URIs give a byte stream instead.
     """
     if isinstance(source, bytes | bytearray):
         return pluralize(len(source), "byte"), io.BytesIO(source)
     text = str(source)
     name = text if len(text) <= 200 else f"{text[:60]}... ({len(text)} characters)"
     if text.startswith("data:"):
-        # reject invalid characters, unlike urllib
+        # urllib would ignore invalid base64 characters
         with error_context(f"{name}: the data is not valid base64"):
             return name, io.BytesIO(base64.b64decode("".join(text.partition(",")[2].split()), validate=True))
     if text.startswith(("http://", "https://")):
@@ -117,17 +117,17 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
 
 @dataclass
 class Media:
-    """An image or video in a row: source and options."""
+    """An image or video in a row, with options such as max_pixels."""
 
     kind: str
     # path, data URI or bytes; list of frames for some videos
     source: str | bytes | list[str]
     options: dict[str, float]  # image or video options, such as max_pixels
-    column: str | None = None  # None for a message part
+    column: str | None = None  # column of the file, None = in a message part
 
     @property
     def sources(self) -> Sequence[str | bytes]:
-        """Sources as a list, one per frame."""
+        """List of files: one, or one per video frame."""
         return self.source if isinstance(self.source, list) else [self.source]
 
 
@@ -137,12 +137,12 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
     An entry is a path or other source, or a dict with options: {"image": "cat.jpg", "max_pixels": 200704}.
 
     Returns:
-        {"image" or "video": media in column order}, without kinds that have no column.
+        {"image": images in column order, "video": videos}; no key without such a column.
     """
     row_media = {}
     for name, kind in MEDIA.items():
         entries = columns.get(name)
-        # "" or [null] = no image
+        # "" and [null] = no image
         if entries in EMPTY or (isinstance(entries, list) and all(entry in EMPTY for entry in entries)):
             continue
         if kind in row_media:
@@ -159,12 +159,12 @@ def place_media(
 ) -> tuple[list[dict], list[Media]]:
     """Assign a row's images and videos to message parts.
 
-    Images in a column fill image parts without a file, in order. In text-only messages, images replace <image> tags, or
-    precede the first user text. Videos are assigned like images.
+    Images in a column fill parts {"type": "image"} without a file, in order. In text-only messages, images replace
+    <image> tags, or precede the first user text. Videos are assigned like images.
 
     Args:
         turns: prompt messages, followed by an answer if it contains images.
-        row_media: {"image" or "video": media from columns}; options in a part override a column's.
+        row_media: {"image" or "video": media from columns}; options in a message part override those in a column.
         options: options for all rows.
     Returns:
         Messages with one part per image and video, and the media in order.
@@ -194,12 +194,12 @@ def place_media(
 
 
 def _with_common(item: Media, common_options: dict) -> dict:
-    """Return an image's own options, or else the common ones; for a video, merge both."""
+    """Return image options in the row, else in the recipe; for a video, merge both."""
     if item.kind == "image":
         return item.options or common_options
-    # a row's nframes overrides the common frame sampling options
+    # nframes in a row overrides all sampling options in the recipe
     ignored = SAMPLING_OPTIONS if "nframes" in item.options else ()
-    if isinstance(item.source, list):  # frames are not sampled, but have a frame rate
+    if isinstance(item.source, list):  # a list of frames is not sampled, but needs fps
         ignored = {*SAMPLING_OPTIONS} - {"fps"}
     return {name: common_options[name] for name in common_options if name not in ignored} | item.options
 
@@ -217,7 +217,7 @@ def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str
 
 
 def source_keys(part: dict, kind: str) -> list[str]:
-    """Return a message part's keys for a file, such as "image_url"."""
+    """Return keys in a message part that contain a file, such as "image_url"."""
     return [name for name in SOURCES[kind] if part.get(name) is not None]
 
 
@@ -234,12 +234,12 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
     if options:
         options = check_options(kind, options)
     if not names and next_media is not None:
-        listed = next(next_media)  # check_counts ensures that parts and media match
+        listed = next(next_media)  # not empty: check_counts compared parts and files
         return Media(kind, listed.source, listed.options | options, listed.column)
     source: Plain = entry[names[0]] if names else None
     if names == ["base64"]:
         source = {"bytes": source}
-    if isinstance(source, dict):  # such as Hugging Face's {"bytes", "path"} or OpenAI's {"url"}
+    if isinstance(source, dict):  # dict such as {"bytes": ..., "path": ...} (Hugging Face) or {"url": ...} (OpenAI)
         # reject OpenAI's {"detail": "low"}, which would not shrink the image
         known = SOURCE_KEYS if source.get("detail") == "low" else (*SOURCE_KEYS, "detail")
         check_keys(source, known, "the source")

@@ -15,7 +15,7 @@ BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # beginnings of JPEG, 
 ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
 # maximum characters per message; `tokenizers` fails on ten million
 MAX_TEXT = 2**20
-# message keys for reasoning outside the content
+# message keys for reasoning, if outside "content"
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 # message keys that turn the loss on (true or 1) or off (false or 0)
 LOSS_KEYS = ("loss", "loss_mask", "weight", "train")
@@ -85,10 +85,10 @@ def conversation(
 
 
 def put_in_template(template: str, turns: list[dict]) -> list[dict]:
-    """Insert the last user text (the question) into data.prompt_template.
+    """Insert the question, the last user text, into data.prompt_template.
 
     Raises:
-        UserError: not exactly one text part in the last user turn, or images in both template and conversation.
+        UserError: no or several text parts in the last user turn, or images in both template and turns.
     """
     if MARK.search(template) and shown_parts_of(turns):
         raise UserError(

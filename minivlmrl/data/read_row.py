@@ -26,7 +26,7 @@ Answers = dict[str, str | list[dict]]
 def read_row(columns: dict, options: RowOptions) -> tuple[Row, list[Media]]:
     """Convert columns to a Row without images; also return the images and videos in its prompt, in order.
 
-    Image parts in answers contain a Media under "image". `chosen` and `rejected` must contain the same images, if any.
+    Image parts in answers contain a Media under "image". `chosen` and `rejected` must have the same images.
     """
     place, prompt, answers = split_answers(columns, options.prompt_template)
     row_media = read_media(columns)
@@ -50,13 +50,13 @@ def split_answers(columns: dict, template: str) -> tuple[str, list[dict], Answer
     """Split a row into prompt and answers; see docs/data.md.
 
     Args:
-        template: data.prompt_template, which contains {problem} or a fixed question.
+        template: data.prompt_template, with {problem}, or the same question for all rows.
     Returns:
-        Prompt column (for error messages), prompt turns, and {column: answer}.
+        Prompt column (for error messages), prompt turns, and {answer column: answer}.
     """
     texts = {name: without_nulls(columns[name]) for name in PROMPTS if columns.get(name) is not None}
     answers = {name: without_nulls(columns[name]) for name in ANSWERS if columns.get(name) is not None}
-    if "{problem}" not in template:  # the template is a fixed question for all rows
+    if "{problem}" not in template:  # the template is the question for all rows
         texts = {"problem": template}
         template = "{problem}"
     if not texts:
@@ -84,9 +84,9 @@ def split_answers(columns: dict, template: str) -> tuple[str, list[dict], Answer
 
 
 def without_nulls(text_or_turns: str | list[dict]) -> str | list[dict]:
-    """Remove keys whose value is None, and add content: None to turns without content.
+    """Remove keys with value None, but give every turn the key "content".
 
-    Parquet files have null for keys missing from a turn or part.
+    Parquet files add keys with null, so that all turns have the same keys.
     """
     if isinstance(text_or_turns, str):
         return text_or_turns
@@ -102,7 +102,7 @@ def _given(values: dict) -> dict:
 
 
 def shared_turns(answers: Answers, columns: dict) -> list[dict]:
-    """Return the shared first turns of `chosen` and `rejected`, which are the prompt."""
+    """Return the prompt: the first turns, which `chosen` and `rejected` share."""
     conversations = [answers[name] for name in ("chosen", "rejected") if isinstance(answers.get(name), list)]
     if len(conversations) < 2:
         name = next((name for name in PROMPTS if name in columns), "problem")
@@ -122,17 +122,17 @@ def shared_turns(answers: Answers, columns: dict) -> list[dict]:
 
 
 def column_of(answer: str, place: str) -> str:
-    """Return the column of an answer, such as `completion`, or `messages` for prompt and answer in one column."""
+    """Return the column with an answer: its own, or `messages` for prompt and answer in one column."""
     return place if (answer, place) == ("completion", "messages") else answer
 
 
 def take_images(answer: list[dict], media: list[Media]) -> list[dict]:
-    """Move images from the end of `media` into the image parts of an answer."""
+    """Move the last images in `media` into the image parts of an answer."""
     parts = shown_parts_of(answer)
     if any(part_kind(part) == "video" for part in parts):
         raise UserError("a video after the first assistant turn is not supported; move it into the prompt")
     for part in reversed(parts):
-        part["image"] = media.pop()  # RowFile.load turns this Media into a function that loads the image
+        part["image"] = media.pop()  # a Media; RowFile.load converts it to a function that loads the image
     return answer
 
 

@@ -20,7 +20,7 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
     Templates may change whitespace and order, and escape tool call arguments as JSON.
 
     Args:
-        history: number of leading messages whose reasoning templates may drop.
+        history: number of first messages in which templates may drop reasoning.
     Returns:
         End of an error message, such as "message 2 completely: the text 'Hi' of the role 'user' is missing or changed",
         or None.
@@ -60,14 +60,14 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
         if not found:
             missing.append(index)
         elif text:
-            compact = f"{before} {after}"  # the space prevents matches across the gap
+            compact = f"{before} {after}"  # the space prevents matches across removed text
     return sorted(missing)
 
 
 def _written_texts(message: dict, is_history: bool) -> Iterator[str]:
     parts = content_parts(message)
     texts = [part["text"] for part in parts if part_kind(part) == "text"]
-    skipped = 0  # length of leading reasoning in characters
+    skipped = 0  # characters of reasoning at the start
     if message["role"] == "assistant":
         if not is_history:
             yield from (message[key] for key in THOUGHT_KEYS if isinstance(message.get(key), str))
@@ -83,7 +83,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
     if isinstance(calls, dict):
         for key, value in calls.items():
             if value is None:
-                continue  # missing key in parquet
+                continue  # None = key missing in Parquet
             if key in ("function", "name", "arguments"):
                 yield from _call_texts(value)
             elif key not in ("id", "type", "index"):
@@ -94,7 +94,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
             yield from _call_texts(value)
     elif isinstance(calls, str):
         with contextlib.suppress(ValueError):
-            parsed = json.loads(calls)  # arguments as a JSON string
+            parsed = json.loads(calls)  # tool call arguments as a JSON string
             if isinstance(parsed, dict):
                 yield from _call_texts(parsed)
                 return
@@ -102,7 +102,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
 
 
 def _json_forms(text: str) -> list[str]:
-    """Return a string unchanged, and escaped as JSON once and twice."""
+    """Return a string in three forms: plain, escaped as JSON, and escaped twice."""
     forms = [text]
     for ensure_ascii in (False, True):
         escaped = json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]

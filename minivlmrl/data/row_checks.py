@@ -72,7 +72,7 @@ def checked_row(
     """Check and read a row; see read_row.
 
     Args:
-        required: required columns; "problem" = any prompt column.
+        required: columns that need a value; "problem" = any prompt column.
         known: columns read by a stage, a reward or data.columns.
     Raises:
         UserError: invalid row.
@@ -89,19 +89,19 @@ def checked_row(
     except LayoutError:
         raise
     except ValueError:
-        # clearer error for misspelled columns
+        # raises a clearer error if a column name is misspelled
         check_unread(columns, listed, folder, known)
         raise
     check_required(row, required)
     shown = [*media, *(part["image"] for part in answer_image_parts(row))]
-    if shown:  # columns in data.columns may contain images for a reward
+    if shown:  # columns renamed by data.columns may contain images that only rewards read
         known = {*known, *options.columns.values()}
     check_unread(columns, shown, folder, known)
     return row, media
 
 
 def check_columns(columns: dict, known: Collection[str]):
-    """Raise UserError for invalid turns and wrong types."""
+    """Raise UserError for columns with invalid turns or a wrong type."""
     for name, value in columns.items():
         if value is None:
             continue
@@ -127,12 +127,12 @@ def check_columns(columns: dict, known: Collection[str]):
 
 
 def check_prompts(columns: dict, template: str):
-    """Raise UserError for several prompts, or any prompt if data.prompt_template has no {problem}."""
+    """Raise UserError if a row has two prompts, or one although data.prompt_template is a fixed question."""
     given = [name for name in PROMPTS if columns.get(name) is not None]
     if "{problem}" not in template:
         expected = f"a string that contains {{problem}}, because the row has {given}"
         require(not given, "data.prompt_template", template, expected)
-    # `messages` may contain prompt and answer
+    # column `messages` may contain prompt and answer
     is_answered = given == ["messages"] and columns["messages"][-1]["role"] == "assistant"
     if is_answered and columns.get("completion") is not None:
         given.append("completion")
@@ -143,7 +143,7 @@ def check_prompts(columns: dict, template: str):
 
 
 def check_turns(turns: list[dict], is_prompt: bool = False):
-    """Raise UserError for an invalid turn, or an ignored key or image.
+    """Raise UserError for an invalid turn, or a key or image that would be ignored.
 
     Args:
         is_prompt: True for column `prompt`, which has no loss.
@@ -167,7 +167,7 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
 
 
 def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
-    """Raise UserError for an unknown key, or a loss key with a wrong value or in the wrong turn."""
+    """Raise UserError for an unknown key, or a key such as "loss" with a wrong value or in a user turn."""
     try:
         check_keys(turn, TURN_KEYS[turn["role"]], f"{name} of the role {turn['role']}")
     except ValueError as error:  # `minivlmrl convert` removes unknown keys
@@ -186,7 +186,7 @@ def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
 
 
 def check_parts(turn: dict, name: str):
-    """Raise UserError for ignored content in a message part or tool call."""
+    """Raise UserError for content in a message part or tool call that would be ignored."""
     if encoded := ENCODED.match(text_of(turn)):
         raise UserError(
             f"a text seems to contain an image that the model would not see: {truncate(encoded[0], 60)}. Write it as a "
@@ -203,14 +203,14 @@ def check_parts(turn: dict, name: str):
 
 
 def check_call(call: dict, turn_name: str):
-    """Raise UserError for an unknown key, or a tool call rendered as invalid JSON."""
+    """Raise UserError for a tool call with unknown keys, or one that templates render as invalid JSON."""
     name = f"a tool call of {turn_name}"
     check_keys(call, CALL_KEYS, name)
     function = call.get("function", call)
     if function is not call:
         check_keys(function, ("name", "arguments"), f"the function of {name}")
     called, arguments = function.get("name"), function.get("arguments")
-    # chat templates write function names between quotes, without escaping
+    # chat templates do not escape quotes in function names
     is_plain = isinstance(called, str) and json.dumps(called, ensure_ascii=False) == f'"{called}"'
     is_name = is_plain and called.strip() != ""
     require(is_name, f"the function name in {name}", called, "a string without quotes, backslashes and line breaks")
@@ -223,7 +223,7 @@ def check_call(call: dict, turn_name: str):
 
 
 def check_texts(columns: dict):
-    """Raise LayoutError for a list or conversation in a string, or another project's tags."""
+    """Raise LayoutError for a list or conversation written as a string, or tags from other projects."""
     texts = {name: columns[name] for name in TEXTS if columns.get(name) is not None}
     for name in (*texts, *MEDIA):
         value = columns.get(name)
@@ -262,7 +262,7 @@ def parse_literal(text: str) -> Plain:
 
 
 def is_list_text(text: str, column: str) -> bool:
-    """Return True for a list of turns or images, or a prompt list with one string."""
+    """Return True for a string with a list of turns or images, or a prompt '["What is it?"]'."""
     items = literal_list(text)
     if column in MEDIA:
         return items is not None
@@ -286,9 +286,9 @@ def check_question(columns: dict, media: Sequence[Media]):
 
 
 def check_answers(row: Row, columns: dict):
-    """Raise UserError for an empty answer, an answer without loss, or a pair of identical answers."""
+    """Raise UserError for an empty answer, an answer without loss, or identical `chosen` and `rejected`."""
     place = next((name for name in PROMPTS if columns.get(name) is not None), "chosen")
-    contents = {}  # {answer column: turns with joined text parts}
+    contents = {}  # {answer column: turns with all text parts joined}
     for name in ANSWERS:
         answer = getattr(row, name)
         if answer is None:
@@ -298,7 +298,7 @@ def check_answers(row: Row, columns: dict):
         with error_context(f"column {column_of(name, place)!r}"):
             try:
                 check_ends(turns)
-            except ValueError as error:  # maybe a whole conversation, which `minivlmrl convert` reads
+            except ValueError as error:  # the answer may be a whole conversation, for `minivlmrl convert`
                 raise LayoutError(error) from error
             for turn in turns:
                 if turn["role"] == "assistant" and not text_of(turn).strip() and not turn.get("tool_calls"):
@@ -336,7 +336,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 
     Args:
         media: images and videos in the prompt and answers.
-        known: columns with other images, for a stage or reward.
+        known: columns that stages or rewards read; they may contain other images.
     """
     sources = [source for item in media for source in item.sources]
     for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:
@@ -358,7 +358,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 
 def _leaves(value: Plain) -> Iterator[str | bytes]:
     if isinstance(value, dict):
-        # one Hugging Face image: {"bytes": ..., "path": ...}
+        # {"bytes": ..., "path": ...} is one image (Hugging Face)
         value = [value["bytes"]] if isinstance(value.get("bytes"), str | bytes) else [*value.values()]
     if isinstance(value, list):
         for item in value:
@@ -374,7 +374,7 @@ def _unread_kind(item: str | bytes, folder: Path) -> str | None:
     if encoded := ENCODED.match(item):
         return encoded[1] if encoded[1] in SUFFIXES else "image"
     for kind, pattern in FILE_NAMES.items():
-        # file names with spaces must exist: "Describe cat.png" is a question
+        # a name with spaces must be an existing file: "Describe cat.png" is a question
         if pattern.fullmatch(item) and (" " not in item or os.path.isfile(join(folder, item))):
             return kind
     return None

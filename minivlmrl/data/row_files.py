@@ -18,11 +18,11 @@ from minivlmrl.config.types import Plain
 from minivlmrl.errors import UserError, error_context, optional_dependency, require, truncate
 from minivlmrl.json_files import check_downloaded, check_surrogates, parse_json, unique_keys
 
-# parquet types that JSON lacks, whose values are converted to strings
+# Parquet types that become strings, because JSON has no such types
 NO_JSON_TYPES = date, time, timedelta, Decimal
 # names of files written by `minivlmrl convert`
 CONVERTED = re.compile(r"rows(_.+)?_(converted|trl|ms-swift|verl)\.\w+")
-SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # start, separator or end of a JSON list
+SEPARATOR = re.compile(r"\s*([\[,\]])\s*")  # bracket or comma between JSON list items
 # JSON decoder that rejects repeated keys, and converts NaN and Infinity to None
 ROW_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=lambda name: None)
 
@@ -31,7 +31,7 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
     """Open a data file, a folder, or one split in a folder, such as "folder@train".
 
     Raises:
-        UserError: missing or unreadable file, or several data files in the folder.
+        UserError: the file is missing or unreadable, or the folder has several data files.
     """
     path, split = split_of(path)
     if isdir(path):  # use os.path, because pathlib raises OSError for long names
@@ -75,7 +75,7 @@ def convert_advice(path: str | Path, format: str | None = None, columns: Mapping
 
 def _for_shell(text: str) -> str:
     quoted = shlex.quote(text)
-    # escape long paths with backslashes, because messages truncate long quoted strings
+    # backslashes instead of quotes: error messages truncate long quoted strings
     return quoted if len(quoted) < 80 else re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
 
@@ -87,7 +87,7 @@ def _open_folder(folder: Path, split: str | None) -> "Lines | Arrow":
             f"{folder}: the folder has the configurations {', '.join(path.name for path in inner)}; choose one of "
             f"them, as in {inner[0]}{f'@{split}' if split else ''}"
         )
-    # {file: split}, such as "train" for train-00000-of-00002.parquet
+    # {file: split}, such as {"train-00000-of-00002.parquet": "train"}
     splits = {path: re.sub(r"(^|-)\d.*", "", path.stem) for path in parquet_files}
     names = sorted({*splits.values()})
     if split is not None:
@@ -127,7 +127,7 @@ def read_text(path: Path) -> str:
 
 
 def find_coco(text: str) -> dict:
-    """Return the content of a COCO file, {} for other files."""
+    """Parse a COCO file (object detection); return {} for others."""
     try:
         content = ROW_DECODER.decode(text.strip())
     except (ValueError, RecursionError):
@@ -203,9 +203,9 @@ class Arrow:
             import pyarrow.parquet as pq
         self.path = paths[0]
         self.folder = paths[0].parent
-        # per row group: (path, first row index in file, open file, group index in file)
+        # per row group: (path, first row in the file, open file, group number in the file)
         self.groups = []
-        self.starts = [0]  # first row index of each group, then the number of rows
+        self.starts = [0]  # first row of each group over all files, then the total number of rows
         for path in paths:
             file_start = self.starts[-1]
             check_downloaded(path)
@@ -239,13 +239,13 @@ class Arrow:
             try:
                 table = self.read_group(file, group)
                 [row] = table.slice(index - self.starts[number], 1).to_pylist()
-            except (OverflowError, OSError) as error:  # for example, years that Python does not support
+            except (OverflowError, OSError) as error:  # such as dates with years that Python does not support
                 raise UserError(f"the row cannot be read ({error})") from error
             return map_nested(row, str, NO_JSON_TYPES)
 
 
 def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = str) -> Plain:
-    """Copy nested lists and dicts, applying `change` to values of the given types."""
+    """Copy nested lists and dicts, with `change(value)` for values of the given types."""
     if isinstance(value, types):
         return change(value)
     if isinstance(value, list):

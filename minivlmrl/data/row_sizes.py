@@ -1,7 +1,7 @@
 """Measure rows in tokens, and find rows that are too long.
 
-RowFacts give an upper bound on the tokens in a row. Rows are tokenized, without decoding images, only if this bound
-exceeds the limit.
+Text lengths and image sizes give an upper bound on the tokens in a row. Rows are tokenized, without decoding images,
+only if this bound exceeds the limit.
 """
 
 import math
@@ -28,10 +28,10 @@ class RowSize:
 
     text_tokens: int = 200  # text tokens in the prompt
     image_tokens: int = 1000  # image tokens in the prompt, after merging patches
-    frames: int = 1  # images plus video frame pairs, assumed equally large
-    answer_tokens: int | None = None  # tokens in the longest given answer, None = no answer
-    longest: int = 0  # tokens in the longest training sequence
-    # for error messages: file and line, image and video sizes
+    frames: int = 1  # images plus video frame pairs; estimates treat them as equally large
+    answer_tokens: int | None = None  # tokens in the longest answer in the row, None = no answer
+    longest: int = 0  # tokens in the longest sequence (prompt and answer)
+    # for error messages: where = file and line, media = image sizes
     where: str = ""
     media: str = ""
     has_videos: bool = False
@@ -111,7 +111,7 @@ def measure(rows: Dataset, index: int, processor: Processor, answers: Sequence[s
         file.processor = processor
         file.sizes = {}
     sizes = file.sizes.setdefault(facts.line, {})
-    if not answers and sizes:  # the row was already measured with answers
+    if not answers and sizes:  # row already measured with answers: prompt size is known
         size = next(iter(sizes.values()))
         return replace(size, answer_tokens=None, longest=size.prompt_tokens)
     if tuple(answers) not in sizes:
@@ -128,10 +128,10 @@ def row_sizes(
     answers: Sequence[str] = (),
     unreadable: list[str] | None = None,
 ) -> Iterator[RowSize]:
-    """Yield row sizes, in the order of `indices`.
+    """Yield the sizes of rows with these indices, in order.
 
     Args:
-        unreadable: list that collects errors for unreadable rows, None = raise them.
+        unreadable: list that collects errors, None = raise them.
     """
     for index in indices:
         try:
@@ -143,12 +143,12 @@ def row_sizes(
 
 
 def image_tokens(facts: RowFacts, counter: PatchCounter) -> float:
-    """Return the number of image tokens in a row, or inf if the row must be read first."""
+    """Return the image tokens in a row; inf (unknown) with videos or unreadable images."""
     if facts.num_videos or any(size is None for size, _ in facts.images):
         return math.inf
     try:
         return sum(counter.tokens(size, options) for size, options in facts.images if size is not None)
-    except ValueError:  # training on the invalid image raises the error again
+    except ValueError:  # unknown size; training on this row raises the error again
         return math.inf
 
 
@@ -165,7 +165,7 @@ def long_rows(
     Unreadable rows raise UserError unless skip_unreadable is True.
     """
     if not isinstance(rows, FileDataset):
-        return  # rows from data.task have similar lengths
+        return  # generated rows (data.task) have similar lengths
     counter = patch_counter(processor)
     indices = []
     for index, facts in enumerate(rows.facts):

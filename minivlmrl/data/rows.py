@@ -28,18 +28,18 @@ class Prompt:
     vision_embeds: Tensor | None = None
 
     def __post_init__(self):
-        # not a dataclass field, because FSDP2 would then copy the row in every forward pass
+        # no dataclass field: FSDP2 copies all fields in every forward pass
         self.row: Row | None = None
 
 
 @dataclass
 class ToolUse:
-    """A sampled completion's environment and tool call counts."""
+    """Tool calls in a sampled completion: counts and environment."""
 
     environment: Any = None  # an Environment; see extras/agents/environment.py
     num_calls: int = 0
     num_failed: int = 0
-    cut: bool = False  # whether a too long tool result ended the completion
+    cut: bool = False  # whether the completion ended because a tool result was too long
 
     @property
     def counts(self) -> tuple[int, int, bool]:
@@ -48,9 +48,9 @@ class ToolUse:
 
 @dataclass
 class Completion:
-    """A sampled or demonstrated answer.
+    """Token ids of a sampled answer, or of a demonstration.
 
-    Token ids are kept, because tokenizing decoded text can give other ids.
+    Token ids are kept, because tokenizing decoded text can give others.
     """
 
     ids: Tensor  # (C,) int64 token ids, including the stop token
@@ -60,13 +60,13 @@ class Completion:
     stopped: bool = True
     # (C,) bool, False for tokens from a tool or user; None if the policy generated all tokens
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # (counts, ids) of tokens kept by top_k, top_p and min_p: counts per position, all ids concatenated
+    # tokens kept by top_k, top_p and min_p: (number per position, all their ids concatenated)
     sampling_mask: tuple[Tensor, Tensor] | None = None
-    pictures: Sequence[tuple] = ()  # per image in the completion: (image, patches, patch grid) or (image,)
+    pictures: Sequence[tuple] = ()  # one tuple per image in the completion: (image, patches, patch grid) or (image,)
     tool_use: ToolUse = field(default_factory=ToolUse)
     extra: dict = field(default_factory=dict)  # values logged with log_extra, as in TRL
-    turns: "Sequence[Completion]" = ()  # one Completion per assistant turn, if each turn has its own prompt
-    prompt: Prompt | None = None  # prompt of this turn, only for a Completion in `turns`
+    turns: "Sequence[Completion]" = ()  # one Completion per assistant turn, if every turn has its own prompt
+    prompt: Prompt | None = None  # for a Completion in `turns`: the prompt of this turn
 
     def __post_init__(self):
         if self.policy_mask is None:
@@ -74,7 +74,7 @@ class Completion:
 
     @property
     def sampled_logps(self) -> Tensor:
-        """Log-probs (C,) of a sampled completion; AssertionError for a demonstration, which has none."""
+        """Log-probs (C,) of a sampled completion; AssertionError for a demonstration."""
         assert self.logps is not None, "a demonstrated answer has no log-probabilities"
         return self.logps
 
@@ -84,10 +84,10 @@ class Row:
     """A training example: prompt, images, videos, columns and answers."""
 
     messages: list[dict]  # prompt messages; see data/messages.py
-    images: Sequence[PIL.Image.Image]  # images, one per image part in the prompt
+    images: Sequence[PIL.Image.Image]  # images in the prompt, one per image part
     # data columns such as problem and solution, which are passed to reward functions
     columns: dict = field(default_factory=dict)
-    # demonstration for SFT, a string or turns; images in turns are functions that decode the file
+    # demonstration for SFT: string or turns; images in turns are functions that decode the file
     completion: str | list[dict] | None = None
     chosen: str | list[dict] | None = None  # better answer in a preference pair
     rejected: str | list[dict] | None = None  # worse answer in a preference pair
@@ -104,10 +104,10 @@ class Row:
         return self.where or f"row {self.index}"
 
     def prompt(self, processor: Callable[..., Prompt]) -> Prompt:
-        """Return the prompt as tensors, computed now unless a loader thread has done so.
+        """Return the prompt as tensors, from a loader thread or computed now.
 
         Args:
-            processor: (messages, images, videos) -> Prompt, such as a Processor.
+            processor: function (messages, images, videos) -> Prompt, such as a Processor.
         Raises:
             UserError: the prompt is invalid; the message begins with file and line.
         """
@@ -116,7 +116,7 @@ class Row:
         try:
             prompt = processor(self.messages, self.images, self.videos)
         except ValueError as error:
-            if not self.where or str(error).startswith(self.where):  # errors about images already name the row
+            if not self.where or str(error).startswith(self.where):  # already names the row, as image errors do
                 raise
             raise UserError(f"{self.where}: {error}") from error
         prompt.row = self
@@ -130,7 +130,7 @@ def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: i
     """Return random numbers in [0, 1) for sampling.
 
     Args:
-        keys: seed string per prompt, so that completions do not depend on batches or ranks.
+        keys: seed per prompt; completions do not depend on batches or ranks.
     Returns:
         (keys * num_generations, max_new_tokens) float64, one number per token.
     """

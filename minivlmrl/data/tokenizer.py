@@ -17,7 +17,7 @@ SPECIAL_TOKENS = (
     "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
-# control tokens for chat templates only: turn and document boundaries, and placeholders
+# control tokens that only chat templates write: turn and document boundaries, placeholders
 STRUCTURE = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
@@ -27,7 +27,7 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# files besides tokenizer.json with added tokens
+# other files with added tokens
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKEN_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 SPECIAL_FIELDS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
@@ -36,19 +36,19 @@ PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍�
 
 
 class SpecialToken(str):
-    """Control token such as <|im_end|>; a str with the same characters is ordinary text."""
+    """Control token such as <|im_end|>; a plain str "<|im_end|>" is ordinary text."""
 
 
 class Tokenizer:
     """Convert text to token ids and back.
 
-    `special_tokens` maps all control tokens to ids. Text never produces control tokens in `structure`: "<|im_end|>" in
-    text becomes ordinary characters. Other control tokens, such as "<tool_call>", may be in text, as in transformers.
+    `special_tokens` maps all control tokens to ids. Text never becomes control tokens in `structure`:
+    "<|im_end|>" in text stays ordinary characters. Text may contain others, such as "<tool_call>", as in transformers.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self.backend = backend
-        self.files: dict[str, bytes] = {}  # {file name: content}, to save with the model
+        self.files: dict[str, bytes] = {}  # {file name: content}, saved with the model
         # disable truncation and padding set in tokenizer.json
         backend.no_truncation()
         backend.no_padding()
@@ -63,7 +63,7 @@ class Tokenizer:
         self.reserve(STRUCTURE)
 
     def reserve(self, names: Iterable[str]):
-        """Set the control tokens for chat templates only."""
+        """Set the control tokens that only chat templates may write."""
         self.structure = frozenset(names)
         self.backend = with_special_tokens(self.backend, self.structure)
         # encode "<|im_end|>" in text as ordinary characters
@@ -97,7 +97,7 @@ def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -
     added_tokens = backend.get_added_tokens_decoder().values()
     if all(token.special == (token.content in names) for token in added_tokens):
         return backend
-    # rebuild from JSON: `tokenizers` cannot change the flag `special`
+    # a new tokenizer, because `tokenizers` cannot change the flag `special`
     content = json.loads(backend.to_str())
     for token in content["added_tokens"]:
         token["special"] = token["content"] in names
@@ -111,7 +111,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise UserError(f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, {advice}")
     listed = listed_tokens(Path(path).parent)
     try:
-        read_json(Path(path))  # clear errors for Git LFS pointers and invalid JSON
+        read_json(Path(path))  # raises clear errors for Git LFS pointers and invalid JSON
         backend = tokenizers.Tokenizer.from_file(str(path))
         vocabulary = backend.get_vocab()
         unknown = [token.content for token in listed if token.content not in vocabulary]
@@ -127,7 +127,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             raise UserError(f"encoding and decoding changes {PROBE[:40]!r} to {decoded[:40]!r}")
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic in Rust code is a BaseException
+    except BaseException as error:  # `tokenizers`: a Rust panic is a BaseException
         raise UserError(
             f"{path}: the file is not a usable tokenizer.json of Qwen2 ({error}); use the file of "
             "the model's original checkpoint"

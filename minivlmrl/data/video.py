@@ -16,8 +16,8 @@ from minivlmrl.data.media import MAX_IMAGE_PIXELS, Source, fetch_image, open_ima
 from minivlmrl.errors import UserError
 from minivlmrl.load_extra import load_extra
 
-FRAME_FACTOR = 2  # sampled frame counts are multiples of 2
-TOTAL_TOKENS = 115_200  # default maximum per video, in tokens of 28 * 28 pixels
+FRAME_FACTOR = 2  # sample a multiple of 2 frames
+TOTAL_TOKENS = 115_200  # default total_pixels, in tokens of 28 * 28 pixels
 # maximum pixels in all sampled frames: 6 GiB as RGB
 MAX_VIDEO_PIXELS = 2**31
 
@@ -56,8 +56,8 @@ class Video:
         frames are resized like images in transformers.
 
         Returns:
-            pixel_values, image_grid_thw (see image.patchify), and seconds between temporal patches. With timestamps in
-            prompts, seconds are a list of times per temporal patch.
+            pixel_values, image_grid_thw (see image.patchify), and seconds between temporal patches. For Qwen3-VL,
+            whose prompts have timestamps, a list of times per temporal patch instead.
         """
         depth = processor.temporal_patch_size
         num_frames = len(self.frames)
@@ -74,9 +74,9 @@ class Video:
 
 @dataclass
 class VideoFile:
-    """Video file that is read when the processor is known, because model families sample different frames."""
+    """Video file, read later: the sampled frames depend on the model family."""
 
-    load: Callable[..., Video]  # load_video with fixed source and options; arguments: frame_factor, defaults
+    load: Callable[..., Video]  # load_video for this file; arguments: frame_factor, defaults
 
     def read(self, processor: ImageProcessor) -> Video:
         if processor.videos is None:
@@ -117,7 +117,7 @@ def load_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, de
 
 
 def outline_video(source: Source | list, folder=None, frame_factor=FRAME_FACTOR, defaults=None, **sampling) -> Video:
-    """Return a video with blank frames, reading only the file header; arguments as in load_video."""
+    """Return a video with blank frames of the right size, reading only the file header."""
     sampling = check_options("video", sampling)
     if isinstance(source, list | tuple):
         with open_image(source[0], folder) as image:
@@ -148,9 +148,9 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
 
     Args:
         options: min_pixels and max_pixels bound the area of a frame in pixels (default: 128 and 768 tokens).
-            total_pixels bounds the area of all frames (default: 115200 tokens). A frame may use twice its share of
-            total_pixels, because two frames form one temporal patch. resized_height and resized_width set a fixed
-            size, as for images.
+            total_pixels bounds the area of all frames (default: 115200 tokens). A frame may have
+            2 * total_pixels / nframes pixels, because two frames form one temporal patch. resized_height and
+            resized_width set a fixed size, as for images.
 
     Source: fetch_video in qwen-vl-utils, for a video file. Lists of frames are resized once here, but twice in
     qwen-vl-utils 0.0.14.
