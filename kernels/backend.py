@@ -107,14 +107,14 @@ def is_before_ampere(device: torch.device) -> bool:
 def _compiler_obstacle() -> str | None:
     try:
         triton.runtime.driver.active.get_current_target()
-    except Exception as error:  # any error, because a kernel launch would raise the same error
+    except Exception as error:  # catch any error, because a kernel launch would raise it
         cause = " ".join(str(error).split())
         return f"Triton cannot compile a kernel ({cause:.200}); install gcc and python3-dev"
     return None
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor to a device; to a GPU through pinned memory, to not make the CPU wait."""
+    """Copy a tensor to a device; copies to a GPU use pinned memory, so that the CPU does not wait."""
     is_upload = torch.device(device).type == "cuda" and not x.is_cuda
     if is_upload:
         try:
@@ -125,5 +125,5 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 def is_half_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True for 16-bit dtypes on a GPU, or on the meta device: a GPU in memory estimates."""
+    """Return True for 16-bit dtypes on a GPU, or on the meta device, which stands for a GPU in memory estimates."""
     return device.type in ("cuda", "meta") and dtype in (torch.float16, torch.bfloat16)

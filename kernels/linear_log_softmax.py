@@ -42,7 +42,7 @@ class Pieces:
     """Compute logits from hidden states (M, D) and head (V, D), in blocks.
 
     Args:
-        mask: sampling mask; (2, 0) allows all ids.
+        mask: sampling mask as in linear_log_softmax; an empty mask (2, 0) allows all ids.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float):
@@ -116,7 +116,7 @@ def tile_width(rows: int, vocab: int) -> int:
 
 
 def slices(count: int, size: int) -> list[slice]:
-    """Divide range(count) into slices of at most `size` elements; an empty range is one slice."""
+    """Divide range(count) into slices of at most `size` elements; range(0) gives one empty slice."""
     return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
 
@@ -180,7 +180,7 @@ def _linear_log_softmax_backward(
     """Return gradients of hidden states and head; empty for a frozen head."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
-    # skip tokens without gradient; not on a GPU, where the CPU would wait, and not with a mask of token indices
+    # skip tokens without gradient, except on a GPU (the CPU would wait) or with a mask (it contains token indices)
     if not hidden.is_cuda and not mask.numel():
         rows = has_gradient(g, e).nonzero()[:, 0]
     h = hidden[rows]
@@ -238,7 +238,8 @@ def linear_log_softmax(
         ids: (M,) int64 tokens to score.
         temperature: logit divisor, above 0.
         sampling_mask: (2, K) int64, pairs (token index 0..M-1, id that could be sampled there, for example after
-            top-k). A token's softmax is over its ids, which must include the token itself. None = whole vocabulary.
+            top-k). The softmax for a token is over its ids in the mask, including the token itself. None = softmax
+            over the whole vocabulary.
     Returns:
         Log-probabilities and entropies, both (M,), in nats, float32 (float64 for float64 inputs), differentiable.
     Source: TRL's selective_log_softmax and entropy_from_logits, applied to logits / temperature; the mask is

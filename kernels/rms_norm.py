@@ -1,6 +1,6 @@
 """RMSNorm: x / sqrt(mean(x^2) + eps) * weight over the last axis, with statistics in float32.
 
-Derivation of backward. With r = (mean(x^2) + eps)^-1/2, n = x r, and the upstream gradient g,
+Derivation. With r = (mean(x^2) + eps)^-1/2, n = x r, and upstream gradient g, the gradients are
 
     dweight = sum over rows of g n          dx = r (g weight - n mean(g weight n))
 

@@ -12,11 +12,11 @@ c1 = (top1 - top) / T (and likewise c2), because exp(d + c1) = exp(d) exp(c1):
 
     s = s1 exp c1 + s2 exp c2          t = (t1 + c1 s1) exp c1 + (t2 + c2 s2) exp c2
 
-Backward pass. From the derivatives
+Backward pass. The derivatives are
 
     d logp / dz_j = ([j = y] - p_j) / T          dH / dz_j = -p_j (log p_j + H) / T
 
-and the upstream gradients g (for logp) and e (for H) follows
+With upstream gradients g (for logp) and e (for H), the gradient of the logits is
 
     dz_j = g [j = y] / T + exp(d_j) (a + b d_j)
     a = -(g + e (H - log s)) / (T s)        b = -e / (T s)

@@ -152,7 +152,7 @@ def main(device: str = "cuda:0", *kernels: str) -> int:
     for kernel in kernels or CHECKS:
         try:
             print(kernel, largest_error(kernel, device), flush=True)
-        except Exception as error:  # any error, such as one from CUDA
+        except Exception as error:  # catch any error, such as a CUDA error
             # drop three lines of advice after CUDA's messages
             message = str(error).partition("\n")[0]
             print(f"{type(error).__name__}: {message}", flush=True)

@@ -35,7 +35,7 @@ class PromptSlots:
         counts = prompt_index.bincount(minlength=prompts)
         first_row = counts.cumsum(0) - counts  # per prompt
         self.prompts = prompts
-        self.slots = int(counts.max())  # completions per prompt, at most
+        self.slots = int(counts.max())  # maximum completions per prompt
         self.prompt_index = to_device(prompt_index, device)
         rows_before = torch.arange(len(prompt_index)) - first_row[prompt_index]
         self.slot = to_device(prompt_index * self.slots + rows_before, device)
@@ -64,8 +64,8 @@ def completion_attention(
 ) -> Tensor:
     """Compute attention from completions to their whole prompt, and causally to their own tokens.
 
-    Small inputs on a CPU use grouped_attention, others PyTorch's fused kernel. Where it is missing (float32 on a GPU),
-    prompt keys are copied per completion.
+    Small inputs on a CPU use grouped_attention, others PyTorch's fused kernel. Without a fused kernel (float32 on a
+    GPU), prompt keys are copied for every completion.
 
     Args:
         q: (R, H, C, D) completion queries.
@@ -88,11 +88,12 @@ def completion_attention(
 class JoinedAttention(torch.autograd.Function):
     """Compute completion attention in two calls to PyTorch's fused kernel, without copies or masks.
 
-    Call 1 attends to prompt keys, call 2 causally to completion keys. With outputs o_j and log-sum-exps e_j,
+    Call 1 attends to prompt keys, call 2 causally to completion keys. With outputs o_j and log-sum-exps e_j, attention
+    over all keys is
 
         e = log(exp(e_1) + exp(e_2))        out = exp(e_1 - e) o_1 + exp(e_2 - e) o_2
 
-    is attention over all keys. Backward calls the fused backward kernel twice, with `out` and e.
+    Backward calls the fused backward kernel twice, with `out` and e.
 
     Source: Hydragen (Juravsky et al., 2024) forward, Ring Attention (Liu et al., 2023) backward.
     """

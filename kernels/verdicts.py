@@ -1,8 +1,8 @@
 """Check the Triton kernels on a GPU before their first use, and store the results on disk.
 
 self_test.py checks each kernel in its own process, because a wrong kernel can break CUDA for the rest of a process.
-Triton's cache folder has one file per GPU model, driver, torch version, Triton version and kernel source. One process
-per host runs the checks; others wait for its file lock.
+Results are files in Triton's cache folder, one per GPU model, driver, torch version, Triton version and kernel source.
+One process per host runs the checks; others wait for its file lock.
 """
 
 import hashlib

@@ -4,7 +4,7 @@ Derivation. For a segment with queries, keys and values q_s, k_s, v_s (L, H, D),
 
     S = c q_s k_s^T (L, L)      P = softmax(S) over the last axis      o_s = P v_s (L, D)
 
-Let do_s be the gradient of o_s. Because a row's softmax has the Jacobian diag(p) - p p^T,
+Let do_s be the gradient of o_s. The softmax of a row has the Jacobian diag(p) - p p^T, so the gradients are
 
     dv_s = P^T do_s              dP = do_s v_s^T
     dS = P * (dP - sum_j P_ij dP_ij)
@@ -14,8 +14,8 @@ Triton's backward recomputes attention weights in registers, so only q, k and v 
 in one segment with at most 64 tokens. Head dimension 80 is padded to 128, not to 64 + 16, because of a compiler bug in
 Triton 3.6 and 3.7 (triton-lang/triton#11366).
 
-Windows in eight photographs, forward and backward on an H200: 1 ms in one varlen_attn call, 39 ms in 128 calls to
-scaled_dot_product_attention.
+Time for the windows in eight photographs, forward and backward on an H200: 1 ms in one varlen_attn call, 39 ms in 128
+calls to scaled_dot_product_attention.
 """
 
 import math
@@ -28,12 +28,12 @@ from torch import Tensor
 from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, to_device, triton
 from minivlmrl.kernels.dense_attention import Reorder, dense_attention, has_flash_attention
 
-# limits of Triton's registers; float32 uses torch
+# maximum sizes for the Triton kernel, limited by registers; float32 inputs use torch
 MAX_TOKENS, MAX_HEAD_DIM = 64, 128
 TILE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
 # Adjacent segments of equal length share an attention call. On a CPU, a call costs as much as sorting 128 tokens, so
-# segments are sorted by length if calls would have fewer tokens.
+# segments are sorted by length if calls would have fewer than 128 tokens on average.
 TOKENS_PER_CALL = 128
 
 
@@ -166,7 +166,7 @@ def _backward_kernel(
 
 
 def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
-    """Return padded tokens and head dimension: (60, 80) -> (64, 128)."""
+    """Round segment length and head dimension up to powers of two: (60, 80) -> (64, 128)."""
     # at least 16 rows and columns, as tl.dot requires
     rows, columns = (max(16, 1 << (size - 1).bit_length()) for size in (longest, head_dim))
     return rows, columns
@@ -226,8 +226,8 @@ _window_attention.register_autograd(
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """Compute attention inside segments, with scores scaled by D^-1/2.
 
-    Triton: float16 and bfloat16, up to 64 tokens per segment and 128 elements per head. Otherwise varlen_attn, for
-    mixed lengths up to 64 tokens on an NVIDIA GPU, or one call per run of equal lengths.
+    The Triton kernel supports float16 and bfloat16, up to 64 tokens per segment and 128 elements per head. Otherwise,
+    mixed lengths up to 64 tokens on an NVIDIA GPU use varlen_attn, and other inputs one call per run of equal lengths.
 
     Args:
         q, k, v: (T, H, D), same dtype.

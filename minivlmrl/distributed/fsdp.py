@@ -1,11 +1,11 @@
 """Shard weights, gradients and optimizer state over ranks with FSDP2, without any code in the models.
 
-An FSDP unit gathers its weights before the forward pass and frees them afterwards. Units: vision blocks, decoder
+An FSDP unit gathers its weights before the forward pass and frees them afterwards. FSDP units: vision blocks, decoder
 layers, untied embedding and head, and the root with all other weights.
 
-Gathering waits for all ranks, so ranks must run the same units in the same order: they have equal numbers of prompts,
-micro-batches and decode steps (in_lockstep), and encode a black image if only other ranks have images
-(DummyVisionForward).
+Gathering waits for all ranks, so ranks must run the same units in the same order. All ranks have equal numbers of
+prompts, micro-batches and decode steps (in_lockstep). A rank without images encodes a black image if other ranks have
+images (DummyVisionForward).
 """
 
 from collections.abc import Callable
@@ -61,15 +61,15 @@ class Sharding:
             self.mesh = init_device_mesh(device_type, (n,), mesh_dim_names=("shard",))
         else:
             ranks = torch.arange(world.size).view(-1, n)  # (replicas, shards)
-            limit = timedelta(seconds=world.timeout)  # init_device_mesh uses PyTorch's default
-            # replicate groups (ranks with the same shard), then shard groups
+            limit = timedelta(seconds=world.timeout)  # init_device_mesh would use PyTorch's default timeout
+            # process groups: ranks with the same shard (replicate), ranks in the same replica (shard)
             groups = [dist.new_subgroups_by_enumeration(x.tolist(), timeout=limit)[0] for x in (ranks.T, ranks)]
             names = "replicate", "shard"
             self.mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)  # pyright: ignore[reportArgumentType]
         self.recompute = recompute
         self.once_per_step = section.once_per_step
         self.compute_dtype = compute_dtype or dtype
-        # keep inputs such as rotary angles in float32
+        # cast_forward_inputs=False keeps inputs such as rotary angles in float32
         gradient_dtype = torch.promote_types(dtype, torch.float32)
         self.precision = MixedPrecisionPolicy(compute_dtype, gradient_dtype, cast_forward_inputs=False)
         self.offload = CPUOffloadPolicy(world.device.type == "cuda") if section.cpu_offload else OffloadPolicy()
@@ -91,7 +91,7 @@ class Sharding:
         if model.lm_head.weight is not model.model.embed_tokens.weight:
             untied = [self.make_unit(x, self.precision) for x in (model.model.embed_tokens, model.lm_head)]
         root = self.shard_alone(model, self.precision)
-        # prefetching order: FSDP's default depends on the forward passes so far, which may differ between ranks
+        # set the prefetching order: FSDP's default follows earlier forward passes, which may differ between ranks
         root.set_modules_to_backward_prefetch(layers[-1:])
         for blocks in (vision_blocks, layers):
             for previous_block, block in zip([blocks[0], *blocks], blocks, strict=False):
@@ -105,9 +105,9 @@ class Sharding:
             unit.set_reshard_after_forward(False)  # keep weights gathered, because decode steps use them again
             communication_of(unit).all_reduces_once = True
         if untied:
-            # The model reads both weights without calling the modules, so FSDP does not gather them. One unit for both
-            # would need 4.4 GB for float32 gradients of a 7B model. The hooks must run after FSDP's, which initialize
-            # FSDP.
+            # The model reads the embedding and head weights without calling the modules, so FSDP does not gather them.
+            # One unit for both would need 4.4 GB for float32 gradients in a 7B model. The hooks must run after FSDP's,
+            # which initialize FSDP.
             embedding, head = untied
             model.register_forward_pre_hook(lambda *_: embedding.unshard())
             model.register_forward_hook(lambda *_: head.unshard())
@@ -189,7 +189,7 @@ class DummyVisionForward:
             self.zero = 0 * model.visual(black_patches, torch.tensor([[1, merge_size, merge_size]])).sum()
 
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
-        """Add the tower output, times 0, to the decoder input, to run the same backward pass as other ranks."""
+        """Add 0 times the vision tower output to the decoder input, so that backward runs the tower on all ranks."""
         zero, self.zero = self.zero, None  # free the autograd graph of the black image
         if zero is None:
             return None
@@ -198,14 +198,14 @@ class DummyVisionForward:
 
 
 def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLanguageModel, world: World) -> Callable:
-    """Wrap sample_token: a rank with finished completions decodes a dummy token until all ranks have finished."""
+    """Wrap sample_token so that a finished rank decodes dummy tokens until all ranks have finished."""
 
     def sample_together(logits: Tensor, rows: Tensor, counts: Tensor):
         ids, logps, ends = sample_token(logits, rows, counts)
         if not (ends | (counts + 1 == max_new_tokens)).all():
             world.sum(1)
             return ids, logps, ends
-        device = world.device  # not the device of the weights, which may be the CPU
+        device = world.device  # compute device; offloaded weights are on the CPU
         zeros = torch.zeros(3, 1, dtype=torch.long, device=device)
         attention = GroupAttention(PackedLayout([1], [[]], device))
         while world.sum(0)[0]:

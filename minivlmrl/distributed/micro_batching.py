@@ -76,7 +76,7 @@ def sample_in_micro_batches(
 ) -> list[list[Completion]]:
     """Sample completions in micro-batches of at most sampling.max_batch_tokens tokens.
 
-    Every completion counts as max_new_tokens tokens. Completions for the same prompt stay together.
+    Before sampling, every completion counts as max_new_tokens tokens. Completions for the same prompt stay together.
 
     Args:
         sample: (prompts, num_generations, keys) -> completions for a micro-batch.

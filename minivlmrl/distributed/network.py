@@ -1,4 +1,4 @@
-"""Connect the ranks first, so that wrong network settings fail early."""
+"""Connect all ranks at the start, so that wrong network settings fail early."""
 
 import os
 import socket
@@ -21,8 +21,8 @@ CONNECT_SECONDS = 60.0  # timeout for connecting, after all ranks have started
 def attempt_store(limit: timedelta) -> Store:
     """Return the torch.distributed store in which ranks look up each other's addresses.
 
-    The key prefix is the restart count, because older keys contain addresses of dead processes (pytorch 135712). With
-    several hosts it is 0, because a host may not know the restart count (docs/many_gpus.md).
+    Keys begin with torchrun's restart count, because older keys contain addresses of dead processes (pytorch 135712).
+    With several hosts, keys begin with 0, because a host may not know the restart count (docs/many_gpus.md).
     """
     try:
         store, _, _ = next(rendezvous("env://", timeout=limit))
@@ -81,7 +81,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        if "by peer" in str(error):  # gloo's "Connection closed by peer" or "reset by peer"
+        if "by peer" in str(error):  # gloo messages: "Connection closed by peer", "reset by peer"
             time.sleep(1)  # torchrun shows the first error: let the failed rank report first
             raise UserError(
                 f"rank {rank} on {hosts[rank]} has lost the connection to another rank; look for an earlier error of "

@@ -34,7 +34,7 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    # raises after a signal such as SIGTERM; called often in slow work
+    # function that raises after a signal such as SIGTERM; slow work calls it often
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # timeout of collective operations, in seconds
     max_wait: float | None = None  # timeout of `barrier`, in seconds; None = no limit
@@ -55,7 +55,7 @@ class World:
     def shard_evenly(self, items: Sequence[Value]) -> tuple[list[Value], int]:
         """Return every N-th item, with N ranks; all ranks get the same number, as FSDP requires.
 
-        From [0, 1, 2], rank 0 gets [0, 2] and rank 1 gets [1, 0].
+        Example: from [0, 1, 2], rank 0 gets [0, 2] and rank 1 gets [1, 0].
 
         Returns:
             this rank's items, and how many of them are not repeats.
@@ -124,7 +124,7 @@ class World:
         torchrun kills all ranks when one exits.
 
         Args:
-            work: saves, called with a World of the saving ranks.
+            work: function that saves, called with a World of the saving ranks.
             alone: whether a single rank can run `work`.
         """
         if self.size == 1:
@@ -136,9 +136,9 @@ class World:
         errors = [f"error of rank {rank}" for rank in range(self.size)]
         own = str(self.rank)
         store.set(errors[self.rank], "")
-        # rank 0 stops waiting first and saves, because only rank 0 knows the log file lengths
+        # rank 0 waits a second less, and thus saves, because only rank 0 knows the log file lengths
         limit = timedelta(seconds=LAST_ERRORS + min(self.rank, 1))
-        with suppress(dist.DistError):  # no error of another rank within `limit`
+        with suppress(dist.DistError):  # timeout: some rank has no error
             store.wait(errors, limit)
             own = "all"
         workers = store.compare_set("ranks that save", "", own).decode()  # the first rank decides which ranks save
@@ -170,11 +170,11 @@ class World:
         return future.result()
 
     def run_on_rank_zero(self, work: Callable[[], Value], name: str = "do its part") -> Value | None:
-        """Return the result of `work` on rank 0, None on others, and raise its error on all; all must call this."""
+        """Run `work` on rank 0, and return None on other ranks; all ranks must call this, and all raise its error."""
         return self.run_on_all_ranks(work if self.is_main else lambda: None, name)
 
     def compute_on_rank_zero(self, work: Callable[[], Value], name: str = "do its part") -> Value:
-        """Return the picklable result of `work` on rank 0, or raise its error, on all ranks; all must call this."""
+        """Run `work` on rank 0; all ranks must call this, and all return its picklable result or raise its error."""
         result = self.run_on_rank_zero(work, name)
         return self.gather_objects(result)[0]  # pyright: ignore[reportReturnType] (None only if work returned None)
 
@@ -186,7 +186,7 @@ class World:
         num_ranks = self.sum(*(parameter.grad is not None for parameter in parameters))
         gradients = []
         for parameter, n in zip(parameters, num_ranks, strict=True):
-            if not n:  # stays None: with zeros, AdamW would apply weight decay
+            if not n:  # gradient stays None: with zeros, AdamW would apply weight decay
                 continue
             if parameter.grad is None:  # vision weights have no gradient on a rank without images
                 parameter.grad = torch.zeros_like(parameter)

@@ -34,8 +34,8 @@ def save_model(
     Adapters are merged, and also saved in adapter/ in PEFT format. An existing folder is replaced only after all files
     are written. Weights are saved in model.save_dtype, None = their own dtype.
 
-    All ranks must call this function. Weights are gathered one file at a time, because the full model may not fit on
-    rank 0, which writes all files; its errors are raised on all ranks.
+    All ranks must call this function. Rank 0 writes the files, and its errors are raised on all ranks. Weights are
+    gathered one file at a time, because the full model may not fit in memory on rank 0.
 
     Args:
         world: ranks, or None for a single process.
@@ -55,7 +55,7 @@ def save_model(
         shapes = {name: on_meta(weight) for name, weight in weights.items()}
         sizes = {name: x.to(model.save_dtype or x.dtype).nbytes for name, x in shapes.items()}
         sizes |= {name: tensor.nbytes for name, tensor in unused.items()}
-        # only rank 0 has read the unused tensors
+        # take the result from rank 0, because only rank 0 has read the unused tensors
         files = world.gather_objects(divide(sizes, max_shard_size))[0]
         new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder)), f"open {folder}")
         new_folder = new_folder or Path(folder)

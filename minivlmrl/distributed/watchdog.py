@@ -52,7 +52,7 @@ def hang_watchdog(max_wait: float | None, size: int) -> Iterator[None]:
 
 
 def restart_watchdog(max_wait: float | None, size: int):
-    """Restart the timer to end this process if it hangs.
+    """Restart the timer that ends this process if it hangs.
 
     Args:
         max_wait: seconds, None = no limit; doubled with several ranks, to let waiting ranks save a checkpoint.

@@ -49,7 +49,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def is_part(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Return True for a DTensor, with only some rows on each rank."""
+    """Return True for a DTensor, whose rows are sharded over the ranks."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -61,7 +61,7 @@ def reshard(module: nn.Module):
 
 @dataclass
 class Communication:
-    """Settings for when an FSDP unit gathers weights and reduces gradients."""
+    """Options for an FSDP unit: when to gather weights and when to reduce gradients."""
 
     once_per_step: bool
     # vision block or decoder layer, whose weights are freed after the forward pass
@@ -79,7 +79,8 @@ def communication_of(unit: "FSDPModule") -> Communication:
 def begin_micro_batch(module: nn.Module, is_last: bool):
     """Set whether FSDP gathers weights and reduces gradients in the next micro-batch.
 
-    Every micro-batch gathers and reduces; with sharding.once_per_step, the first gathers and the last reduces.
+    With sharding.once_per_step, the first micro-batch gathers weights, and the last one reduces gradients; without,
+    every micro-batch does both.
     """
     for unit in units(module):
         communication = communication_of(unit)
@@ -117,7 +118,7 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
 
     Args:
         gather_weights: if True, gather all weights first; ranks may then run different numbers of forward passes. If
-            False, gather single layers; all ranks must run the same number (fsdp.in_lockstep).
+            False, gather one layer at a time; all ranks must run equally many forward passes (fsdp.in_lockstep).
     """
     if model.sharding is None:
         with adapter_copies(model), torch.inference_mode():

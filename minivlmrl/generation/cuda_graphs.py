@@ -42,7 +42,7 @@ class StaticDecodeAttention(DecodeAttention):
         self.longest += growth
         if self.num_row_keys < min(self.longest, self.capacity):
             self.num_row_keys = min(max(2 * self.num_row_keys, self.longest), self.capacity)
-            # layer by layer: only one layer's KV cache is in memory twice
+            # one layer at a time, so that only one layer's KV cache is in memory twice
             for layer in self.row_kv:
                 layer[:] = [F.pad(x, (0, 0, 0, self.num_row_keys - x.shape[2])) for x in layer]
 
@@ -66,7 +66,7 @@ class CapturedDecode(Decode):
         self.graph = None
 
     def __call__(self, model, ids: Tensor, attention) -> Tensor:
-        # other prompts or a larger KV cache change tensor addresses
+        # capture again for other prompts or a larger KV cache, because tensor addresses change
         graph_key = attention.slots, attention.num_row_keys
         is_new = graph_key != self.graph_key
         if is_new:

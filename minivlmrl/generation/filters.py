@@ -49,7 +49,7 @@ class Filters:
     def record_masks(self, completions: Iterable[Completion]):
         """Store the ids that top_k, top_p and min_p kept, for the softmax in training."""
         for allowed_of_row, completion in zip(self.allowed_ids, completions, strict=True):
-            # no entries after the end of the completion
+            # drop entries after the end of the completion
             allowed_ids = allowed_of_row[: len(completion.ids)]
             if allowed_ids:
                 counts = torch.tensor([len(ids) for ids in allowed_ids])

@@ -139,7 +139,7 @@ class Sampler:
     ) -> list[list[Completion]]:
         """Sample with `model`, the gathered or sharded policy."""
         num_patches = [int(prompt.image_grid_thw.prod(-1).sum()) for prompt in prompts]
-        if self.keeps_vision and any(num_patches):  # later forward passes then skip the vision tower
+        if self.keeps_vision and any(num_patches):  # encode images once; later forward passes skip the vision tower
             pixel_values = to_device(torch.cat([prompt.pixel_values for prompt in prompts]), self.device)
             image_grid_thw = torch.cat([prompt.image_grid_thw for prompt in prompts])
             vision_embeds = model.visual(pixel_values, image_grid_thw)
@@ -204,7 +204,7 @@ class Sampler:
 
         Args:
             rows: dataset row per prompt, for error messages.
-            max_logp_mismatch: factor for the tolerance.
+            max_logp_mismatch: factor on the allowed difference.
         """
 
 

@@ -72,8 +72,8 @@ def vespo_term(
     W is the product of token ratios in a completion. Negative advantages use vespo_k_neg and vespo_lambda_neg.
 
     Args:
-        importance_sampling_ratio: (B, T) or (B, 1), trainer probability / sampler probability. VESPO multiplies W
-            by this ratio, while other losses multiply the loss term.
+        importance_sampling_ratio: (B, T) or (B, 1), trainer probability / sampler probability. This ratio is a factor
+            of W in VESPO, but of the token loss in other losses.
     Source: VESPO (arXiv 2602.10693).
     """
     advantages = inputs.advantages
@@ -103,7 +103,7 @@ TERMS |= {
     "vespo": vespo_term,
 }
 AVERAGES |= {
-    # as in TRL: mean over tokens in a micro-batch, so the gradient depends on the micro-batch size
+    # BNPO as in TRL: mean over tokens in a micro-batch, so the gradient depends on the micro-batch size
     "bnpo": lambda terms, mask, normalizer: terms.sum() / mask.sum().clamp(min=1) * (len(mask) / normalizer.sequences),
     # LUSPO (arXiv 2602.05261): sum over tokens, then mean over completions, so long completions weigh more
     "luspo": lambda terms, mask, normalizer: terms.sum() / normalizer.sequences,

@@ -159,7 +159,7 @@ def dpo_loss(
     u, v = log_ratio.unbind(1)
     scores = f_score(log_ratio, f_divergence_type, f_alpha_divergence_coef)
     mean_scores = scores / lengths  # (B, 2)
-    # times num_pairs / B, because sft_loss is summed over all B pairs and then divided by num_pairs
+    # num_pairs / B cancels in the DPO loss, which sums sft_loss over B pairs and divides by num_pairs
     sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
     pairs = Pairs(
         logps, ref_logps, u, v,

@@ -66,9 +66,9 @@ class PackedLayout:
             self.prompt_spans.append(prompt)
             self.completion_spans.append(spans)
         self.num_tokens = end
-        # (B,) index of the last prompt token
+        # (B,) index of the last token in each prompt
         self.last_index = index_tensor([span[-1] for span in self.prompt_spans], device)
-        # (M,) index of the token that predicts a completion token
+        # (M,) per completion token: index of the token that predicts it
         self.predict_index = index_tensor(predicting, device)
         # (M,) index of completion tokens in a flattened (R, T) tensor
         self.row_index = index_tensor([row * T + i for row, i in cells], device)
@@ -82,7 +82,7 @@ class PackedLayout:
         self.inverse = to_device(inverse, device)
 
     def pad_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
-        """Arrange token indices in padded matrices, by prompt length.
+        """Group prompts by length, and pad their token indices to matrices.
 
         Returns:
             Per prompt length: token indices (prompts, P) and (completions, C), -1 at padding; and PromptSlots, None if
@@ -157,7 +157,7 @@ class DecodeAttention:
     """
 
     check_every = 1  # decode steps between checks for finished rows
-    # a recurrent layer runs once per (rows, their new tokens)
+    # recurrent layers run once per pair (rows, new tokens in these rows)
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):
@@ -203,7 +203,7 @@ class DecodeAttention:
         prompts, self.prompt_index = self.prompt_index[rows].unique_consecutive(return_inverse=True)
         self.slots = PromptSlots(self.prompt_index, len(prompts), self.device)
         rows = to_device(rows, self.device)
-        # layer by layer: a second copy of the cache may not fit in memory
+        # one layer at a time: a second copy of the KV cache may not fit in memory
         for layer in (*self.row_kv, *self.layer_states.values()):
             layer[:] = [x[rows] for x in layer]
         if len(prompts) < len(self.prompt_bias):
@@ -218,7 +218,7 @@ class DecodeAttention:
         return rows
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
-        """Advance the KV cache positions.
+        """Advance the KV cache position of each row's newest token.
 
         Args:
             tokens: new tokens per row, one number or (R,).
@@ -227,7 +227,7 @@ class DecodeAttention:
         self.num_row_keys += growth
         self.masks_rows = self.masks_rows or isinstance(tokens, Tensor) or tokens != growth
         capacity = self.row_bias.shape[-1]
-        # clamp: a finished row may outgrow the cache before it is dropped
+        # clamp to the KV cache size: finished rows advance until they are dropped
         self.newest.add_(tokens).clamp_(max=capacity - 1)
         if not self.masks_rows:
             return

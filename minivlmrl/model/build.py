@@ -20,7 +20,7 @@ from minivlmrl.model.families.registry import CONTROL_TOKENS, find_family
 
 # name suffixes of layers that write to the residual stream
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
-# {ImageProcessor field: equal VisionConfig field}
+# {ImageProcessor field: VisionConfig field with the same value}
 PATCHES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
 
 
@@ -87,7 +87,7 @@ def initialize(model: VisionLanguageModel, generator: torch.Generator):
 
 
 def assign(model: VisionLanguageModel, weights: dict[str, Tensor]):
-    """Replace parameters on the meta device with the weights of the same name."""
+    """Load weights by name into a model on the meta device."""
     model.load_state_dict(weights, assign=True, strict=False)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight

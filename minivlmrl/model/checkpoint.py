@@ -31,7 +31,7 @@ from minivlmrl.model.plain_weights import Weight, base_weights, plain_name, plai
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# ModelConfig fields that determine the inputs
+# ModelConfig fields that determine token ids and image patches
 INPUT_FIELDS = (
     "model_type", "vision_config.patch_dim", "vision_config.spatial_merge_size", "vision_config.tokens_per_second",
 )  # fmt: skip
@@ -72,7 +72,7 @@ def load_model(
         # take_shard: (tensor in a file, parameter) -> this rank's shard
         take_shard = sharding.take_shard if sharding else lambda x, like: x.to(device, like.dtype, copy=True)
         assign(model, _read_weights(folder, files, model, take_shard, device))
-    model.folder = folder.resolve()  # where save_model finds tensors that minivlmrl does not use
+    model.folder = folder.resolve()  # save_model copies unused tensors from this folder
     return model
 
 
@@ -85,7 +85,7 @@ def _read_weights(
     folder: Path, files: list[Path], model: VisionLanguageModel, take_shard: Callable, device: torch.device | str
 ) -> dict[str, Tensor]:
     """Read weights from files, and return {parameter name: this rank's shard}."""
-    expected = base_weights(model)  # excludes an LM head that is tied to the embedding
+    expected = base_weights(model)  # without a tied LM head
     is_tied = model.config.tie_word_embeddings
     family = family_of(model)
     weights: dict[str, Tensor] = {}
@@ -198,7 +198,7 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
                 value, expected = getattr(config.vision_config, field), getattr(images, name)
                 require(value == expected, f"vision_config.{field}", value, f"{expected} as in {image_file.name}")
             require(
-                config.vocab_size >= len(tokenizer),  # the embedding may have unused rows
+                config.vocab_size >= len(tokenizer),  # more embedding rows than tokens are allowed
                 "vocab_size",
                 config.vocab_size,
                 f"at least {len(tokenizer)}, the tokenizer's number of tokens; if you have added tokens, call "
@@ -246,11 +246,11 @@ def end_token_ids(folder: Path) -> list[int]:
 
 
 def carried_files(folder: Path, names: re.Pattern = CARRIED) -> dict[str, bytes]:
-    """Read the files for checkpoints, because the model folder may be deleted during the run."""
+    """Read files to copy into checkpoints now, because the model folder may be deleted during the run."""
     files = {}
     for file in sorted(folder.iterdir()):
         if names.fullmatch(file.name) and file.is_file():
-            if file.resolve().parent.name != "blobs":  # a hub cache contains links to blobs/
+            if file.resolve().parent.name != "blobs":  # in a hub cache, files are links to blobs/
                 file_inside(folder, file.name)
             files[file.name] = file.read_bytes()
     return files
@@ -285,7 +285,7 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
     template = processor.template
     if template.text in (DEFAULT, DEFAULT_QWEN3):
         (folder / "chat_template.jinja").write_bytes(template.text.encode())
-    # files of the loaded folder replace these
+    # overwrite with files from the loaded model folder
     for name, content in tokenizer.files.items():
         (folder / name).write_bytes(content)
     images = processor.image_processor

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 Size = Annotated[int, "[1, 1e9]"]
 TokenId = Annotated[int, "[0, 1e9]"]
-# layers: building a million by mistake would take minutes
+# number of layers, limited because building a million would take minutes
 Depth = Annotated[int, "[1, 1000]"]
 
 

@@ -91,7 +91,7 @@ class TextModel(nn.Module):
         vision_index: Tensor | None = None,
         deep: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Run all layers and the final norm; the last MLP, after all attention, only for selected tokens.
+        """Run all layers and the final norm, but the last layer's MLP only for selected tokens.
 
         Args:
             x: (N, hidden_size) token embeddings.

@@ -148,8 +148,8 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """Yield 16-bit copies of float32 adapters, used inside a `with` block on a GPU with a 16-bit base.
 
-    With few tokens, a float32 adapter takes longer than its 16-bit base layer. Merging adapters would round away most
-    small updates. The copies stay at fixed addresses, as CUDA graphs require.
+    With few tokens, a float32 adapter takes longer than its 16-bit base layer. Merging adapters into 16-bit weights
+    would round away most small updates. The copies stay at fixed addresses, as CUDA graphs require.
     """
     layers = [x for x in adapters(model).values() if is_half_on_gpu(x.lora_A.device, x.dtype)]
     originals = [(layer, layer.lora_A, layer.lora_B) for layer in layers]
@@ -164,7 +164,7 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 @torch.no_grad()
 def merge_note(model: nn.Module) -> str:
-    """Return a message on updates that survive rounding to 16 bits; all ranks must call this."""
+    """Return a message on how many adapter updates survive rounding to 16 bits; all ranks must call this."""
     layers = adapters(model).values()
     if not any(layer.dtype.itemsize == 2 for layer in layers):
         return ""

@@ -93,7 +93,7 @@ def pack(
     masks = [x.sampling_mask for x in all_completions if x.sampling_mask]
     pixel_values = torch.cat([patches for segment in segments for patches in segment.pixel_values])
     vision_embeds = None
-    # only if every image is in a prompt with cached outputs
+    # use cached vision tower outputs only if they cover all images
     embeds = [prompt.vision_embeds for prompt in prompts if prompt.vision_embeds is not None]
     if len(embeds) == len(prompts) and not any(completion.pictures for completion in all_completions):
         vision_embeds = torch.cat(embeds)
@@ -140,7 +140,7 @@ class Segment:
     """One prompt or completion."""
 
     ids: Tensor  # (n,)
-    # (n,) token ids, -1 for sampled tokens: a sampled image placeholder has no image
+    # (n,) token ids, but -1 for sampled tokens, because a sampled image placeholder has no image
     image_ids: Tensor
     position_ids: Tensor  # (3, n)
     pixel_values: Sequence[Tensor] = ()  # tensors (patches, patch_dim)
@@ -148,7 +148,7 @@ class Segment:
 
 
 def pack_group(prompt: Prompt, group: Sequence[Completion], model_config: ModelConfig) -> Iterator[Segment]:
-    """Yield segments for a prompt and its completions, whose positions continue after the prompt."""
+    """Yield one segment for a prompt, then one per completion, with positions that continue after the prompt."""
     ids = prompt.input_ids
     grids = prompt.image_grid_thw
     position_ids = get_rope_index(ids, grids, model_config, prompt.second_per_grid_ts)  # (3, P)

@@ -20,7 +20,7 @@ PARTS: dict[Part, str | tuple[str, ...]] = {
 
 @runtime_checkable
 class Stacked(Protocol):
-    """Protocol for several weights that files store as one tensor."""
+    """Protocol for weights that weight files stack into one tensor."""
 
     def stack(self, full: Callable) -> Tensor: ...
 

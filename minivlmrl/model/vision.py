@@ -111,7 +111,7 @@ class VisionLayout:
 
 # cached: policy and reference process the same images
 @lru_cache(maxsize=8)
-# training also uses the cached tensors, and autograd rejects inference tensors
+# no inference mode: training reuses the cached tensors, and autograd rejects inference tensors
 @torch.inference_mode(False)
 def vision_layout(
     grids: tuple[tuple[int, int, int], ...], vision_config: VisionConfig, device: torch.device

@@ -39,7 +39,7 @@ class MicroBatch:
     ref_per_token_logps: Tensor | None = None  # (R, T) reference log-probabilities, in nats
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
-        """Return metric weights for averages over micro-batches: {metric: token count}."""
+        """Return weights for averaging metrics over micro-batches: {metric: token count}."""
         return dict.fromkeys(names, float(self.loss_mask.sum()))
 
     def mean(self, per_token: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class MicroBatch:
 class Sample:
     """Sampled completion with prompt and rewards."""
 
-    index: int  # sample index over all ranks, rank 0 first
+    index: int  # index among the samples on all ranks, rank 0 first
     row: Row
     prompt: Prompt
     completion: Completion
@@ -67,7 +67,7 @@ class SampledBatch(MicroBatch):
 
     @property
     def completion_index(self) -> Tensor:
-        """Return sample indices over all ranks: (samples,)."""
+        """Return `index` for all samples: (samples,)."""
         return torch.tensor([sample.index for sample in self.samples])
 
     def completion_advantages(self) -> list[float]:
@@ -114,9 +114,9 @@ class Step:
 
     micro_batches: Sequence[MicroBatch]
     metrics: dict[str, float] = field(default_factory=dict)  # {metric: value}, identical on all ranks
-    ends_rollout: bool = True  # last step on a rollout, when a checkpoint can be saved
+    ends_rollout: bool = True  # last step on a rollout; only then can a checkpoint be saved
     rollout: Rollout | None = None
-    groups: Sequence[list[Sample]] = ()  # sampled on this rank; other ranks may train on them
+    groups: Sequence[list[Sample]] = ()  # groups sampled on this rank, but maybe trained on others
 
 
 class Trainer:
@@ -135,7 +135,7 @@ class Trainer:
     needs = "prompts"  # kind of rows to train on, a key in NEEDS (run/datasets.py)
     answers: tuple[str, ...] = ()  # Row fields with answers to train on
     samples_completions = False
-    trains_policy = True  # False if the stage trains another model
+    trains_policy = True  # False if the stage trains a model other than the policy
     trained: nn.Module  # module to optimize
 
     def __init__(
@@ -148,7 +148,7 @@ class Trainer:
         self.trained = model
         self.processor = processor
         self.timer = PhaseTimer(world.device)
-        # an earlier stage may have frozen parameters
+        # set requires_grad again, because an earlier stage may have frozen parameters
         select_trained(model, config.model.freeze)
         self.reference = None
         if self.has_reference(self.options):
@@ -167,7 +167,7 @@ class Trainer:
 
     @staticmethod
     def columns(options) -> tuple[str, ...]:
-        """Return optional dataset columns of the stage."""
+        """Return optional dataset columns for the stage."""
         return ()
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
@@ -206,7 +206,7 @@ class Trainer:
         return checked_loss(f"the method loss of the stage {self.stage}", self.loss(batch))
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return the modules in a checkpoint."""
+        """Return modules to save in checkpoints, by name."""
         modules: dict[str, nn.Module] = {"policy": self.policy}
         if self.reference is not None:
             modules["reference"] = self.reference.model

@@ -32,7 +32,7 @@ def sample_until_groups_differ(trainer: "GRPOTrainer", rows: Sequence[Row]) -> R
     groups.sort(key=lambda pair: not pair[1])
     chosen = [group for group, _ in groups[:count]]
     per_step = count // options.steps_per_rollout
-    local = []  # this rank's groups, in optimizer-step order
+    local = []  # groups for this rank, ordered by optimizer step
     for start in range(0, count, per_step):
         local += world.share(chosen[start : start + per_step])
     for number, group in enumerate(local, world.rank * len(local)):

@@ -77,7 +77,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @torch.no_grad()
     def build_micro_batches(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[GRPOBatch]]:
-        """Compute advantages, and pack micro-batches; `parts`: groups per optimizer step."""
+        """Compute advantages, and pack micro-batches; `parts` has the groups for each optimizer step."""
         options = self.options
         rewards = self.world.all_gather(rollout.rewards)  # (n * world.size, K)
         totals = self.world.all_gather(self.total_rewards(rollout.samples))  # (n * world.size,)
@@ -226,8 +226,8 @@ class GRPOTrainer(RolloutTrainer):
             num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
             loss = loss - options.entropy_coef * mean_entropy(padded_entropies, kept, batch.normalizer, num_tokens)
         old_logps = padded_logps.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
-        # As in TRL, clip ratios are shares of the step's tokens (GSPO, RLOO: completions), to be summed over
-        # micro-batches. Completions with advantage 0, which kept_samples drops, are never clipped.
+        # As in TRL, weight clip ratios by this micro-batch's share of tokens in the step (GSPO, RLOO: completions), and
+        # sum them over micro-batches. Completions with advantage 0, which kept_samples drops, are never clipped.
         share = batch.loss_mask.sum().double() / batch.normalizer.tokens  # float64: sums over batches must be exact
         if options.importance_sampling_level == "sequence" or options.loss_type == "rloo":
             share = len(batch.loss_mask) / batch.normalizer.sequences

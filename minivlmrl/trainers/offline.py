@@ -24,7 +24,7 @@ class AnswerBatch(MicroBatch):
     """Micro-batch with dataset answers; chosen and rejected answers alternate."""
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
-        """Return metric weights as in TRL: answer counts, but token counts for the entropy."""
+        """Return metric weights as in TRL: token count for the entropy, answer count for other metrics."""
         num_tokens = float(self.loss_mask.sum())
         return {name: num_tokens if name == "entropy" else len(self.loss_mask) for name in names}
 
@@ -60,7 +60,7 @@ class OfflineTrainer(Trainer):
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
-        """Pack prompts and answers into a micro-batch; the method `step` replaces its normalizer."""
+        """Pack prompts and answers into a micro-batch, whose normalizer the method `step` replaces."""
         group = pack_turns(prompts, answers, self.policy.config, self.world.device)
         mask = group.completion_mask
         ref_logps = None if self.reference is None else self.reference.logps(group)

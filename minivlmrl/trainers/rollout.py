@@ -99,7 +99,7 @@ class RolloutTrainer(Trainer):
     def build_micro_batches(
         self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]
     ) -> list[Sequence[MicroBatch]]:
-        """Compute rollout metrics, and pack each part for one step."""
+        """Compute rollout metrics, and pack the micro-batches for each optimizer step."""
         raise NotImplementedError
 
     def steps(self, batches: Batches) -> Iterator[Step]:
@@ -130,7 +130,7 @@ class RolloutTrainer(Trainer):
         longest = [Completion(prompt.input_ids[-1:].repeat(length), torch.zeros(length)) for prompt in prompts]
         completions = [[completion] * self.options.num_generations for completion in longest]
         num_samples = len(rows) * self.options.num_generations
-        # rewards 0 and 1 in every group: groups with equal rewards may be dropped
+        # give rewards 0 and 1 in every group, because groups with equal rewards may be dropped
         zeros_and_ones = (torch.arange(num_samples) % 2).float()
         rewards = zeros_and_ones[:, None].expand(-1, len(self.reward_weights))
         rollout = Rollout.join(rows, prompts, completions, rewards, self.world.rank * num_samples)

@@ -11,9 +11,9 @@ from minivlmrl.errors import UserError
 from minivlmrl.losses.advantages import group_std, nanstd
 from minivlmrl.rewards.registry import RewardLog
 
-# metrics to sum over micro-batches; see GRPOTrainer.over_step
-# names of metrics that steps add
+# metrics added in every optimizer step
 STEP_METRICS = "stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"
+# metrics to sum over micro-batches; see GRPOTrainer.loss
 CLIP_RATIOS = "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio"
 
 

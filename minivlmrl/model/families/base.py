@@ -74,24 +74,24 @@ class Family:
         return tensors
 
     def stack_tensors(self, weights: dict[str, Weight], model_config: ModelConfig):
-        """Stack, in place, parameters in `weights` that weight files store as one tensor."""
+        """In `weights`, stack parameters that weight files store as one tensor."""
 
     def uses_every_parameter(self, model_config: ModelConfig, index: int) -> bool:
         """Check whether layer `index` uses all its parameters for every token, unlike mixture-of-experts layers."""
         return True
 
     def share_counts(self, model: VisionLanguageModel, sum_counts: Callable[[list[int]], list[int]]):
-        """Let expert layers in a sharded model sum token counts over all ranks.
+        """Give the expert layers in a sharded model a function that sums token counts over all ranks.
 
         If one rank uses an expert, all ranks must run it, because FSDP gathers its weights on all ranks.
         """
 
     def read_videos(self, settings: dict, where: str, images: ImageProcessor) -> Any:
-        """Parse video_preprocessor_config.json, or return None for Qwen2.5-VL's video resizing."""
+        """Parse video_preprocessor_config.json; None means to resize videos as in Qwen2.5-VL."""
         return None
 
     def write_videos(self, images: ImageProcessor, options: dict) -> dict:
-        """Return video_preprocessor_config.json, or {} to copy the loaded file.
+        """Return contents for video_preprocessor_config.json, or {} to copy the loaded file.
 
         Args:
             options: section data.video of the recipe.
