@@ -24,16 +24,14 @@ class Environment(Protocol):
     """
 
     def reset(self, **columns) -> None:
-        """Start a completion; the row's columns are passed as keyword arguments."""
+        """Start a completion, with the dataset columns as keyword arguments."""
 
 
 @dataclass
 class Settings:
-    """Settings of a tool environment."""
-
     # declare the tools in the system message
     declare_tools: bool = True
-    # maximum tool calls per completion, others are ignored
+    # maximum tool calls per completion; further calls are ignored
     max_tool_calls: Annotated[int, ">= 0"] = 8
     # time limit per tool call, in seconds
     max_tool_seconds: Annotated[float, "(0, inf)"] = 30.0
@@ -47,7 +45,7 @@ def get_environment(name: str) -> Callable[[], Environment]:
     """Resolve an environment name, such as "my_tools.py:Turn(step=45)", to its constructor."""
     kind, options = resolve_object("sampling.environment", name, {})
     with error_context(f"sampling.environment {name}"):
-        if not inspect.isclass(kind):  # functions become tools
+        if not inspect.isclass(kind):  # plain functions: tools of a new class
             functions = kind if isinstance(kind, list) else [kind]
             if not all(map(inspect.isfunction, functions)):
                 raise UserError(f"expected a class, a function or a list of functions, but found {truncate(kind, 60)}")
@@ -75,7 +73,7 @@ class Stateless:
 
 
 def with_tools(processor: Processor, name: str) -> Processor:
-    """Return a Processor with the environment's tools in its chat template."""
+    """Copy a processor, with the tools of an environment declared in its chat template."""
     environment = get_environment(name)()
     template = processor.template
     tools = tools_of(environment)
@@ -92,7 +90,7 @@ def with_tools(processor: Processor, name: str) -> Processor:
 
 
 def environment_reward(environments: Sequence[Any], turn_texts: list[list[str]], **columns) -> list[float | None]:
-    """Score completions with get_reward, as in TRL; sum rewards of turns."""
+    """Score completions with get_reward, as in TRL; rewards per turn are summed."""
     rewards = []
     for environment, texts in zip(environments, turn_texts, strict=True):
         with error_context("reward environment"):
@@ -108,7 +106,7 @@ def environment_reward(environments: Sequence[Any], turn_texts: list[list[str]],
 
 
 def check_reward(name: str | None, rewards: Iterable[str]):
-    """Raise UserError unless the reward `environment` and a method get_reward come together."""
+    """Raise UserError for the reward `environment` without a method get_reward, or vice versa."""
     has_reward = name is not None and hasattr(get_environment(name)(), "get_reward")
     if has_reward != ("environment" in rewards):
         raise UserError(
@@ -117,13 +115,13 @@ def check_reward(name: str | None, rewards: Iterable[str]):
 
 
 def settings_of(environment: Environment) -> Settings:
-    """Read Settings from an environment's attributes."""
+    """Read attributes such as max_tool_calls."""
     names = [field.name for field in fields(Settings) if hasattr(environment, field.name)]
     return build(Settings, {name: getattr(environment, name) for name in names}, type(environment).__name__)
 
 
 def tools_of(environment: Environment) -> dict[str, Callable]:
-    """Return an environment's tools as {name: bound method}."""
+    """Return tools as {name: bound method of the environment}."""
     tools = {}
     for name, member in inspect.getmembers(type(environment)):
         function = inspect.unwrap(getattr(member, "__func__", member))  # include class methods and cached methods
@@ -133,7 +131,7 @@ def tools_of(environment: Environment) -> dict[str, Callable]:
 
 
 def arguments_of(tool: Callable) -> type:
-    """Create a dataclass for validating a tool's arguments."""
+    """Create a dataclass to validate arguments."""
     arguments = []
     with error_context(f"tool {tool.__name__}"):
         if inspect.iscoroutinefunction(tool) or inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):

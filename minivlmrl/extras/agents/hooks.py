@@ -1,4 +1,4 @@
-"""Functions for the training code, imported if `sampling.environment` is set."""
+"""Functions imported by the training code if `sampling.environment` is set."""
 
 from minivlmrl.extras.agents.environment import check_reward, with_tools
 from minivlmrl.extras.agents.tool_calls import begin_with_row

@@ -76,13 +76,13 @@ def answer_call(
             require(size <= limit, f"the answer's number of {unit}", size, f"{limit} or less")
         return parts, [(image, *processor.image_processor(image)) for image in images], True
     except FAILURES as error:
-        # memory addresses differ between runs
+        # hide memory addresses: they differ between runs
         text = f"error: {ADDRESS.sub('0x', str(error)) or type(error).__name__}"
         return [part(text[: settings.max_tool_characters])], [], False
 
 
 def begin(make: Callable[[], Environment], columns: dict) -> Environment:
-    """Create an environment, and pass the row's columns to its `reset`."""
+    """Create an environment, and call `reset`."""
     environment = make()
     text = call_method(environment, "reset", **columns)
     if text is not None:
@@ -100,7 +100,7 @@ def begin_with_row(name: str, row: Row) -> Environment:
 
 
 def call_method(environment: Environment, name: str, /, *arguments, **columns):
-    """Call `reset` or `observe`."""
+    """Call `reset` or `observe`, within the time limit for tools."""
     try:
         with time_limit(settings_of(environment).max_tool_seconds):
             return getattr(environment, name)(*arguments, **columns)
@@ -119,7 +119,7 @@ def call(tools: dict[str, Callable], name: str, inside: str):
         if name not in tools:
             raise UserError(f"there is no tool {name!r}; the tools are {', '.join(tools)}")
     values = vars(build(arguments_of(tools[name]), arguments, name))
-    with error_context(name):  # infinities and lone surrogates could crash get_reward
+    with error_context(name):  # reject infinities and lone surrogates: they could crash get_reward
         json.dumps(values, allow_nan=False, ensure_ascii=False, default=str).encode()
     return tools[name](**values)
 
@@ -165,11 +165,11 @@ def read_parameter(hint, text: str):
         with suppress(ValueError):
             read_value(hint, choice, "", json=True)
             return choice
-    return value  # later validation reports wrong types
+    return value  # a wrong type is reported later, by `build`
 
 
 def part(result) -> dict:
-    """Convert a tool result, such as a PIL image or TRL's message part, to a message part."""
+    """Convert a tool result, such as a string or a PIL image, to a message part."""
     kind = part_kind(result)
     shown = result.get("image") if kind == "image" else result
     if isinstance(shown, Image):
@@ -183,7 +183,7 @@ def valid_text(value: Any) -> Any:
 
 
 def turn_opening(processor: Processor) -> list[str]:
-    """Return the chat template's text between a user turn and the assistant text."""
+    """Return what the chat template writes between a user turn and the assistant text."""
     pieces = processor.template.render([{"role": "user", "content": "?"}])
     last_end = len(pieces) - pieces[::-1].index(END)
     return pieces[last_end:]
@@ -194,7 +194,7 @@ def render_answers(answers: list[list[dict]], opening: Sequence[str] = ()) -> li
 
     Args:
         answers: message parts, one list per tool result.
-        opening: result of `turn_opening`; "" = write <result>...</result> into the assistant turn.
+        opening: result of `turn_opening`; () = write <result>...</result> into the assistant turn.
     """
     text, start, end = "<result>{}</result>", "", ""
     if opening:

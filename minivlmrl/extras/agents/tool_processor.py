@@ -12,8 +12,6 @@ from minivlmrl.errors import UserError
 
 @dataclass
 class ToolProcessor(Processor):
-    """Processor for runs with tool calls."""
-
     tools: Sequence[str] = ()
 
     def join_turns(self, turns: list[dict]) -> list[dict]:
@@ -45,7 +43,7 @@ class ToolProcessor(Processor):
         return joined
 
     def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Mark <result>...</result> after a tag such as </zoom> as not written by the assistant."""
+        """Exclude <result>...</result> after a tag such as </zoom> from the text to train on."""
         tag_ends = "|".join(["^", *(f"(?<=</{name}>)" for name in ("result", *self.tools))])
         answer = re.compile(rf"((?:{tag_ends})\s*<result>.*?</result>)", re.DOTALL)
         cut_pieces = []

@@ -56,14 +56,14 @@ class ToolEpisode:
         self.ids: list[int] = []  # completion ids, including tool results
         self.policy_mask: list[bool] = []  # True for sampled tokens, False for tool results
         self.pictures: list[tuple] = []  # images returned by tools
-        self.unread: list[Prompt] = []  # tool result to prefill
+        self.unread: list[Prompt] = []  # tool result, if not yet prefilled
         self.ended = False
 
     def step(self, token: int, turn_ends: bool, text_ends: bool, max_new_tokens: int) -> bool:
         """Append a sampled token, and run the tool calls it completes.
 
         Args:
-            turn_ends: whether the token is a stop token.
+            turn_ends: whether the token is a stop token, such as <|im_end|>.
             text_ends: whether the token completes a stop string.
         Returns:
             whether the completion ends for a reason other than max_new_tokens
@@ -73,7 +73,7 @@ class ToolEpisode:
         self.policy_mask.append(True)
         self.ids.append(token)
         tokens_left = max_new_tokens - len(self.policy_mask)
-        # a closing tag may span several tokens
+        # also search before this token: a closing tag may span several tokens
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += token_bytes(self.processor.tokenizer, token, NO_TEXT)
         is_finished = turn_ends or text_ends
@@ -86,7 +86,7 @@ class ToolEpisode:
         return is_finished
 
     def closes_a_call(self, searched_from: int) -> bool:
-        """Return whether a tag such as </zoom> ends after byte `searched_from`."""
+        """Return whether the text has a tag such as </zoom> after byte `searched_from`."""
         return self.closing_tag.search(self.text, searched_from) is not None
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int) -> bool:
@@ -97,7 +97,7 @@ class ToolEpisode:
         """
         _, answer, pictures = self.call_tools(calls, turn_ended)
         ids = answer.input_ids.tolist()
-        # a too long result ends the completion: images cannot be truncated
+        # a result that is too long ends the completion: images cannot be truncated
         self.tool_use.cut = not self.done and len(ids) >= tokens_left
         if self.done or self.tool_use.cut:
             return True
@@ -109,9 +109,9 @@ class ToolEpisode:
         return False
 
     def call_tools(self, calls: list[Call], turn_ended: bool) -> tuple[list[list[dict]], Prompt, list[Picture]]:
-        """Run tool calls; return results as message parts and as a Prompt, and their images.
+        """Run tool calls; return results as message parts, as a Prompt, and as images.
 
-        Results are a user turn if the turn has ended, else text in the assistant turn.
+        Results become a user turn if the assistant turn has ended, else they continue the assistant turn.
         """
         answers = []
         pictures = []
@@ -135,7 +135,7 @@ class ToolEpisode:
         return bool(getattr(self.environment, "done", False))
 
     def finish(self, completion: Completion):
-        """Insert tool results, with log-probability 0, and tool-use counts into a sampled completion."""
+        """Add tool results (with log-probability 0) and tool-use counts to a sampled completion."""
         completion.stopped &= not self.tool_use.cut
         completion.tool_use = self.tool_use
         policy_mask = torch.tensor(self.policy_mask)
@@ -150,7 +150,7 @@ class ToolEpisode:
 
 
 def copy_on_write(image: Image) -> Image:
-    """Copy an image lazily: PIL copies the pixels once they are modified."""
+    """Copy an image lazily: PIL copies its pixels only before a change."""
     image.load()
     image = image._new(image.im)
     image.readonly = 1
@@ -163,15 +163,15 @@ class AnswerAttention(DecodeAttention):
     Tokens attend to their prompt and to all earlier tokens in their completion.
 
     Args:
-        rows: decoding-batch row for each result.
-        lengths: number of tokens in each result.
+        rows: row in the decoding batch, per tool result.
+        lengths: number of tokens, per tool result.
     """
 
     def __init__(self, decoding: DecodeAttention, rows: list[int], lengths: list[int]):
         self.decoding = decoding
         self.layer_states = decoding.layer_states
-        self.spans = []  # (batch row, packed tokens) of every result
-        self.places = []  # (prompt index, prompt length, KV cache positions) of every result
+        self.spans = []  # (row in the decoding batch, packed tokens) per tool result
+        self.places = []  # (prompt index, prompt length, KV cache positions) per tool result
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()
         newest = decoding.newest.cpu()  # newest cache position per row
         for row, length, end in zip(rows, lengths, accumulate(lengths), strict=True):
@@ -194,7 +194,7 @@ class AnswerAttention(DecodeAttention):
             keys_and_values = []
             for row_cache, prompts, new in zip(row_kv, prompt_kv, (k, v), strict=True):
                 row_cache[row, :, cached] = new[tokens].transpose(0, 1)
-                # prompt without padding, then the row up to the end of the result
+                # cached prompt without padding, then cached completion up to the end of this result
                 seen = prompts[prompt, None, :, :prompt_length], row_cache[row, :, : cached.stop]
                 keys_and_values.append(torch.cat(seen, dim=2))
             # queries: (1, heads, tokens, D)
@@ -225,7 +225,7 @@ class ReadingDecode(Decode):
         start = attention.start[index] + attention.newest[index] + 1
         batch.position_ids += start.repeat_interleave(repeats)
         hidden = model(batch, AnswerAttention(attention, rows, lengths), batch.layout.last_index)
-        # 10 x 10 image tokens: 100 cache positions, 10 position ids (M-RoPE)
+        # an image of 10 x 10 tokens has 100 cache positions, but only 10 position ids (M-RoPE)
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
         self.sampler.record_tokens(attention.rows[index].repeat_interleave(repeats), batch.input_ids)
@@ -234,8 +234,6 @@ class ReadingDecode(Decode):
 
 
 class ToolSampler(Sampler):
-    """Sampler for completions with tool calls, using sampling.environment."""
-
     episode_type: type[ToolEpisode] = ToolEpisode
 
     def __init__(self, *arguments, **options):
@@ -280,14 +278,14 @@ class ToolSampler(Sampler):
 
 
 def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
-    """Return the keyword arguments of `reset`.
+    """Return the keyword arguments for `reset`.
 
-    `extents` has (width, height) in box units per image.
+    `extents`: image sizes (width, height), in the units of box coordinates.
     """
     images = list(row.images)  # list() loads lazy images
     space = row.columns.get("box_space") or processor.box_space
     patch_size = processor.image_processor.patch_size
-    # videos have second_per_grid_ts > 0
+    # image grids: videos have second_per_grid_ts > 0
     grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
     extents = [
         box_scale(space, image.size, (patch_size * columns, patch_size * rows))

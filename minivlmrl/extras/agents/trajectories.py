@@ -1,9 +1,8 @@
-"""Sample trajectories: multi-turn completions where each turn has its own context window.
+"""Sample trajectories: multi-turn completions where every turn has its own prompt, the context window.
 
-A context window is one turn's prompt. The first window is the row's prompt. Later windows hold messages returned by
-`observe(rounds)` or, with sampling.history=K, all text so far and the images from the newest K rounds. A round is a
-turn with its tool results. A turn without a tool call, or `done = True`, ends the trajectory. The loss treats all turns
-as one completion.
+The first window is the prompt in the dataset. Later windows hold messages returned by `observe(rounds)` or, with
+sampling.history=K, all text so far and the images from the newest K rounds. A round is a turn with its tool results. A
+turn without a tool call, or `done = True`, ends the trajectory. The loss treats all turns as one completion.
 """
 
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ def find_sampler(name: str, history: int | None) -> type[Sampler]:
 
 
 def has_windows(name: str, history: int | None) -> bool:
-    """Return whether each turn has its own prompt."""
+    """Return whether later turns get new prompts, from `observe` or sampling.history."""
     observes = hasattr(get_environment(name)(), "observe")
     if observes and history is not None:
         raise UserError(
@@ -57,8 +56,6 @@ class Round:
 
 
 class Episode(ToolEpisode):
-    """State of one trajectory while sampling."""
-
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.turns: list[Completion] = []
@@ -88,7 +85,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate all turns into one Completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
-        # logs show the last image of later prompts
+        # logs show only the last image in later prompts
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),
@@ -101,9 +98,9 @@ class Episode(ToolEpisode):
 
 
 class TrajectorySampler(ToolSampler):
-    """Sampler for multi-turn trajectories.
+    """Sampler that gathers sharded weights before the first turn.
 
-    Sharded weights are gathered before the first turn: gathering needs all ranks, and some may have no later turns.
+    Gathering needs all ranks, and some may have no later turns.
     """
 
     episode_type = Episode
@@ -131,7 +128,7 @@ class TrajectorySampler(ToolSampler):
         return groups
 
     def decode(self) -> Decode:
-        return Sampler.decode(self)  # no ReadingDecode: the next window contains the tool results
+        return Sampler.decode(self)  # no prefill of tool results: the next prompt contains them
 
     def window(self, episode: Episode) -> Prompt:
         with error_context(f"{episode.row.name}: turn {len(episode.turns)}"):
@@ -150,11 +147,11 @@ class TrajectorySampler(ToolSampler):
 
 
 def observed_window(episode: Episode, processor: Processor) -> Prompt:
-    """Build the next prompt from the messages of `observe`."""
+    """Build the next prompt from the messages that `observe` returns."""
     messages = call_method(episode.environment, "observe", [(past.text, past.parts) for past in episode.rounds])
     require(isinstance(messages, list) and bool(messages), "the result of observe", messages, "a list of messages")
     check_messages(messages)
-    messages = valid_text(messages)  # generated text may have lone surrogates
+    messages = valid_text(messages)  # replace lone surrogates, possible in generated text
     images: list[Any] = [part.get("image") for part in shown_parts_of(messages)]
     for image in images:
         require(isinstance(image, PIL.Image.Image), "an image part from observe", image, "a PIL image")
@@ -171,7 +168,7 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
     for number, (prompt, turn_ids) in enumerate(zip(shown, written, strict=True)):
         is_new = number >= len(shown) - history
         ids.append(prompt.input_ids if is_new else without_ids(prompt.input_ids, vision_ids))
-        # sampled vision tokens have no image
+        # drop sampled vision tokens: they have no image
         ids.append(without_ids(turn_ids, vision_ids))
     names = ("pixel_values", "image_grid_thw", "second_per_grid_ts")
     media = (torch.cat([getattr(prompt, name) for prompt in shown[-history:]]) for name in names)
