@@ -1,7 +1,7 @@
 """Mixture-of-experts (MoE) layers for Qwen3-VL-MoE and Qwen3.5-MoE.
 
 A router selects k of E small MLPs per token. Experts are plain MLPs, so LoRA, NF4 and FSDP need no special code.
-Weight files stack the experts of a layer in two tensors: `split_tensors`, `stack_tensors`.
+Weight files stack all experts of a layer in two tensors; `split_tensors` and `stack_tensors` convert them.
 
 Dimension letters: k experts per token, N tokens, D hidden_size, E experts.
 Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py in transformers 5.23.
@@ -66,10 +66,10 @@ class Experts(nn.Module):
             self.shared_expert_gate = nn.Linear(width, 1, bias=False)
 
     def forward(self, x: Tensor, sum_over_ranks: Callable | None = None) -> Tensor:
-        """Map x (N, D) to outputs (N, D), without index_add: not deterministic on GPUs.
+        """Map x (N, D) to outputs (N, D), without index_add, which is not deterministic on GPUs.
 
         Args:
-            sum_over_ranks: sums token counts over ranks, for sharded weights (distributed/fsdp.py).
+            sum_over_ranks: function to sum token counts over ranks, for sharded weights (distributed/fsdp.py).
         """
         logits = self.gate(x)
         wide = torch.promote_types(logits.dtype, torch.float32)
@@ -77,11 +77,11 @@ class Experts(nn.Module):
         weights = (weights / weights.sum(-1, keepdim=True)).to(logits.dtype)
         order = ids.flatten().argsort(stable=True)  # (N k,) indices sorted by expert, then by token
         back = order.argsort()
-        copies = Reorder.apply(x.repeat_interleave(self.top_k, 0), order, back)  # sorted tokens, (N k, D)
+        copies = Reorder.apply(x.repeat_interleave(self.top_k, 0), order, back)  # token copies by expert, (N k, D)
         counts = self.counts(ids)
         used = counts
         if sum_over_ranks is not None and torch.is_grad_enabled():
-            # FSDP reduces gradients over ranks: an expert runs on all ranks or none
+            # FSDP reduces gradients over ranks, so an expert must run on all ranks or none
             used = sum_over_ranks(counts)
         parts = []
         for expert, tokens, uses in zip(self.experts, copies.split(counts), used, strict=True):
@@ -89,31 +89,31 @@ class Experts(nn.Module):
                 parts.append(expert(tokens))
         per_rank = Reorder.apply(torch.cat(parts), back, order).view(*ids.shape, -1)  # expert outputs (N, k, D)
         out = per_rank[:, 0] * weights[:, :1]
-        for rank in range(1, self.top_k):  # most probable experts first
+        for rank in range(1, self.top_k):  # add the most probable experts first
             out = out + per_rank[:, rank] * weights[:, rank, None]
         if self.shared_expert is not None:
             out = out + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return out
 
     def counts(self, ids: Tensor) -> list[int]:
-        if ids.is_meta:  # memory estimate: all tokens to the first expert
+        if ids.is_meta:  # memory estimate: send all tokens to the first expert
             return [ids.numel()] + [0] * (len(self.experts) - 1)
         return ids.flatten().bincount(minlength=len(self.experts)).tolist()
 
 
 def place_experts(layer: DecoderLayer, model_config: ExpertsConfig, index: int):
-    """Use experts instead of the MLP if the config has experts at this index."""
+    """Replace the MLP by experts if the config has experts in layer `index`."""
     if model_config.has_experts(index):
         layer.mlp = Experts(model_config, index)
 
 
-# {stacked tensor in weight files: weights}
+# {stacked tensor in weight files: weights it contains}
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 @dataclass
 class StackedExperts:
-    """Expert weights of a layer, one tensor in weight files."""
+    """Expert weights in a layer, stacked in one tensor in weight files."""
 
     experts: list[list[Weight]]  # weights per expert, such as [gate_proj, up_proj]
     transposed: bool
@@ -125,8 +125,6 @@ class StackedExperts:
 
 
 class ExpertsFamily(Family):
-    """Base class of families with experts."""
-
     transposed: ClassVar[bool]  # files may have transposed weights, as for Qwen3-VL-MoE
 
     # adapter.target=experts selects experts and routers
@@ -134,11 +132,11 @@ class ExpertsFamily(Family):
         "experts": re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
     }
     not_quantized = (".mlp.gate",)  # NF4 skips routers
-    in_cuda_graphs = False  # CUDA graphs need fixed shapes
+    in_cuda_graphs = False  # CUDA graphs need fixed shapes, but token counts per expert vary
     in_vllm = False
 
     def read_text(self, text: dict) -> dict:
-        """Accept num_local_experts, num_experts in transformers 5."""
+        """Accept num_local_experts, the name for num_experts in transformers 5."""
         text = dict(text)
         count = text.pop("num_local_experts", None)
         if text.get("num_experts") is None:
@@ -148,7 +146,7 @@ class ExpertsFamily(Family):
     def split_tensors(
         self, tensors: Iterable[tuple[str, Tensor]], model_config: ExpertsConfig, file: Path
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a weight file, with split experts."""
+        """Yield tensors from a weight file, with stacked experts split into single ones."""
         for name, tensor in tensors:
             layer_name, _, kind = name.rpartition(".")
             if kind not in FUSED:
@@ -187,7 +185,7 @@ class ExpertsFamily(Family):
         return not model_config.has_experts(index)
 
     def share_counts(self, model: nn.Module, sum_counts: Callable):
-        """Let MoE layers of a sharded model sum token counts over ranks."""
+        """Let MoE layers in a sharded model sum token counts over ranks."""
         for module in model.modules():
             if isinstance(module, Experts):
                 module.forward = partial(module.forward, sum_over_ranks=sum_counts)

@@ -1,7 +1,7 @@
 """The gated delta rule, Qwen3.5's linear attention.
 
-Each head keeps a state matrix S (K, V). A token decays S by a, corrects the predicted value of its key, and reads S
-with its query:
+Each head keeps a state matrix S (K, V). A token multiplies S by its decay a, corrects the value predicted for its key,
+and reads S with its query:
 
     S <- a S        u = beta (v - S^T k)        S <- S + k u^T        o = S^T q        a = e^g
 
@@ -73,7 +73,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
     # (b, H, chunks, C, C): decay from an earlier to a later token in the chunk
     decay = (G[..., None] - G[..., None, :]).masked_fill(later, -math.inf).exp()
     since = G.exp()[..., None]  # (b, H, chunks, C, 1): decay since the chunk start
-    until = (G[..., -1:] - G).exp()[..., None]  # decay until the chunk end
+    until = (G[..., -1:] - G).exp()[..., None]  # decay from a token to the chunk end
     X, Y = solve_chunks(k, v, beta, decay, since)
     queries = q * since
     M = (q @ k.mT) * decay
@@ -97,7 +97,7 @@ def in_chunks(x: Tensor, size: int) -> Tensor:
 
 
 def solve_chunks(k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, since: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve the triangular systems for X and Y."""
+    """Solve for X and Y, as in the derivation above."""
     right = torch.cat([beta * v, beta * since * k], dim=-1)
     lower = beta * (k @ k.mT) * decay  # L in the derivation; solve_triangular ignores its diagonal
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)

@@ -1,7 +1,7 @@
 """Qwen3.5, where three out of four decoder layers are recurrent and need no KV cache.
 
-Recurrent layers run over a prompt once. Completions start with a copy of its state: recurrent matrices and last
-convolution inputs. Norms scale by 1 + weight. Vision tower: Qwen3-VL's without DeepStack.
+Recurrent layers run over a prompt once. Completions start with a copy of the prompt's final state: recurrent matrices
+and last convolution inputs. The vision tower is that of Qwen3-VL, without DeepStack.
 
 Dimension letters: b rows with T tokens, N packed tokens, H heads, V value width, K query and key width, W convolution
 channels, D head_dim.
@@ -38,7 +38,7 @@ class Qwen3_5Config(Qwen3VLConfig):
     partial_rotary_factor: Annotated[float, "(0, 1]"] = 0.25
     # every n-th layer has full attention
     full_attention_interval: Size = 4
-    # () = from full_attention_interval
+    # (): computed from full_attention_interval
     layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()
     linear_num_key_heads: Size = 16
     linear_num_value_heads: Size = 32
@@ -96,7 +96,7 @@ class Layer(DecoderLayer):
         super().__init__(model_config, index)
         if model_config.layer_types[index] == "linear_attention":
             self.linear_attn = GatedDeltaNet(model_config, index)
-        else:  # index in the KV cache, only for attention layers
+        else:  # index in the KV cache, which contains only attention layers
             key_index = model_config.layer_types[:index].count("full_attention")
             self.self_attn = GatedAttention(model_config, key_index)
 
@@ -172,7 +172,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj((self.norm(out) * gate).flatten(1))
 
     def initial_state(self, rows: Tensor) -> list[Tensor]:
-        """Return zeros: convolution inputs (b, taps - 1, W), recurrent states (b, H, K, V) in float32 or wider."""
+        """Return a zero state: convolution inputs (b, taps - 1, W), recurrent states (b, H, K, V)."""
         wide = torch.promote_types(rows.dtype, torch.float32)
         taps = self.conv1d.kernel_size[0]
         last_inputs = rows.new_zeros(len(rows), taps - 1, sum(self.sizes))
@@ -200,7 +200,7 @@ class GatedDeltaNet(nn.Module):
         q = (q * self.k_dim**-0.5).repeat_interleave(repeat, dim=2)  # queries (b, T, H, K)
         k = k.repeat_interleave(repeat, dim=2)
         v = v.unflatten(-1, (self.v_heads, -1))  # values (b, T, H, V)
-        beta = b.sigmoid().to(wide)  # (b, T, H) fraction of the error to correct
+        beta = b.sigmoid().to(wide)  # (b, T, H) fraction of the prediction error to correct
         rate = F.softplus(a.to(wide) + self.dt_bias.to(wide))
         log_decay = -self.A_log.to(wide).exp() * rate  # (b, T, H)
         out, state = gated_delta_rule(q, k, v, beta, log_decay, state)
@@ -212,7 +212,7 @@ def unit_length(x: Tensor) -> Tensor:
 
 
 def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], scan: Callable) -> Tensor:
-    """Run a recurrent layer over a packed sequence, or new tokens in decoding; return (N, ...).
+    """Run a recurrent layer over packed prompts and completions, or over new tokens in decoding; return (N, ...).
 
     Args:
         index: layer index in attention.layer_states.
@@ -262,7 +262,7 @@ class Qwen3_5(Qwen3VL):
         "attn_output_gate": (True,),
         "output_gate_type": ("swish", "silu"),
     }
-    # multi-token prediction is not used
+    # ignore weights for multi-token prediction
     unused_prefixes = ("mtp.",)
     in_vllm = False
 

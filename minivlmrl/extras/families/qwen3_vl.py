@@ -1,8 +1,8 @@
 """Qwen3-VL: vision tower, video preprocessing and configuration files.
 
-The vision tower has learned position embeddings and 2-D rotary embeddings, no windowed attention. DeepStack adds merged
-outputs of intermediate blocks to image tokens after the first decoder layers. The decoder (decoder.py) has q and k
-norms, no biases, and interleaved M-RoPE.
+The vision tower has learned position embeddings and 2-D rotary embeddings, but no windowed attention. DeepStack adds
+outputs from intermediate vision blocks to image tokens after the first decoder layers. The decoder (decoder.py) has q
+and k norms, no biases, and interleaved M-RoPE.
 
 Dimension letters: P patches in all images, E hidden_size, M merged tokens (P / 4).
 Source: the Qwen3-VL report; modeling_qwen3_vl.py in transformers.
@@ -45,13 +45,11 @@ class Qwen3VLConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class Qwen3VisionConfig(VisionConfig):
-    """Vision config for Qwen3-VL and Qwen3.5."""
-
     depth: Depth = 27
     hidden_size: Size = 1152
     intermediate_size: Size = 4304
     patch_size: Size = 16
-    # number of cells in a square grid
+    # position embeddings in a square grid, 48 x 48
     num_position_embeddings: Size = 2304
 
     def __post_init__(self):
@@ -62,8 +60,6 @@ class Qwen3VisionConfig(VisionConfig):
 
 @dataclass(frozen=True)
 class DeepStackVisionConfig(Qwen3VisionConfig):
-    """Vision config of Qwen3-VL, with DeepStack."""
-
     deepstack_visual_indexes: tuple[TokenId, ...] = (8, 16, 24)
 
     def __post_init__(self):
@@ -145,7 +141,7 @@ class Qwen3VisionTransformer(VisionTower):
         row_weights = interpolation_weights(h, side).to(table)  # (h, side)
         column_weights = interpolation_weights(w, side).to(table)  # (w, side)
         grid = torch.einsum("hi,wj,ije->hwe", row_weights, column_weights, table)
-        # contiguous 2 x 2 patches of a token
+        # make the 2 x 2 patches of a token contiguous
         blocks = grid.view(h // merge, merge, w // merge, merge, -1).transpose(1, 2)
         return blocks.reshape(h * w, -1).repeat(t, 1)
 
@@ -153,7 +149,7 @@ class Qwen3VisionTransformer(VisionTower):
 def interpolation_weights(count: int, side: int) -> Tensor:
     """Return float64 weights (count, side) for linear interpolation from `side` to `count` points.
 
-    Example: from 2 to 3 points, (1, 0), (.5, .5) and (0, 1).
+    Example: weights from 2 to 3 points are (1, 0), (.5, .5) and (0, 1).
     """
     positions = torch.arange(count, dtype=torch.float64) * (side - 1) / max(count - 1, 1)
     distances = (positions[:, None] - torch.arange(side)).abs()
@@ -246,7 +242,7 @@ class Qwen3VL(Family):
     vision_hidden_act = "gelu_pytorch_tanh"
     files_have_module_names = True
     template = DEFAULT_QWEN3
-    # 64 to 16,384 tokens of 32 x 32 pixels
+    # image sizes: 64 to 16,384 tokens of 32 x 32 pixels
     images: ClassVar[dict[str, Any]] = {
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
@@ -285,7 +281,7 @@ class Qwen3VL(Family):
             return replace(videos, sampling=read_sampling(settings))
 
     def write_videos(self, images: ImageProcessor, options: dict) -> dict:
-        """Return video_preprocessor_config.json for data.video, with limits per video instead of per frame."""
+        """Convert data.video to video_preprocessor_config.json, with limits per video instead of per frame."""
         videos = images.videos
         if not isinstance(videos, Videos):
             return {}
