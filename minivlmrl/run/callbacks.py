@@ -29,7 +29,7 @@ class Callback:
     """Base class for callbacks; methods do nothing unless overridden."""
 
     def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
-        """Check the recipe before the ranks connect."""
+        """Check the recipe before ranks connect."""
 
     def on_setup(self, config: RunConfig, world: World):
         """Check the recipe before rows and weights are loaded; raise UserError to reject it."""
@@ -60,12 +60,10 @@ class Callback:
         """Run code after sampling, before the weight update."""
 
     def after_step(self, trainer: Trainer, number: int):
-        """Update other state, such as a moving reference model, after the weights and before any checkpoint.
-
-        Checkpoints contain weights and other state after the same step.
+        """Update state that depends on the weights, such as a moving reference model, before a checkpoint is saved.
 
         Args:
-            number: step in the stage, from 0.
+            number: optimizer step in this stage, from 0.
         """
 
     def on_step_end(self, trainer: Trainer, step: Step, number: int, values: dict):
@@ -83,7 +81,7 @@ class Callback:
 
 
 class Callbacks(list[Callback]):
-    """List of callbacks; calling a method calls it on each callback and returns a list of results."""
+    """List of callbacks; a method call is passed to all callbacks, and returns a list of their results."""
 
     def __getattr__(self, method: str) -> Callable[..., list]:
         return lambda *arguments: [getattr(callback, method)(*arguments) for callback in self]
@@ -132,7 +130,7 @@ WATCHERS = {  # monitoring callbacks: {name: class in extras/}
 
 
 def default_callbacks(config: RunConfig) -> Callbacks:
-    """Build the monitoring callbacks, if extras/ exists, and those that recipe options need."""
+    """Build the monitoring callbacks, and callbacks for recipe options such as reference.sync_ref_model."""
     names = dict(WATCHERS) if has_extras() else {}
     if not (config.check_memory and config.model.path):
         names.pop("memory", None)

@@ -17,14 +17,14 @@ from minivlmrl.errors import require
 from minivlmrl.files import flush_file, save_tensors
 from minivlmrl.model.checkpoint import check_finite
 
-BLOCK = 2**16  # bytes per hashed block
-FILE_SIZE = 2**30  # approximate size of a checkpoint file in bytes
+BLOCK = 2**16  # bytes per block
+FILE_SIZE = 2**30  # approximate checkpoint file size, in bytes
 
 
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
-    """Yield blocks to hash: the whole file, or 1,024 evenly spaced ones above 64 MiB.
+    """Yield file blocks for a checksum: all, or 1,024 evenly spaced blocks above 64 MiB.
 
-    Training changes values in every block.
+    1,024 blocks are enough, because training changes all blocks.
     """
     for file in files:
         size = file.stat().st_size
@@ -35,7 +35,7 @@ def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's rows of a tensor, and the first row index."""
+    """Return the tensor rows on this rank, and the index of the first row."""
     if not is_part(tensor):
         return tensor.detach().reshape(tensor.shape or (1,)), 0
     rows = shard_rows(tensor.device_mesh, len(tensor))
@@ -43,7 +43,7 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def writes(tensor: Tensor, number: int, world: World) -> bool:
-    """Return True if this rank writes its rows; only one rank writes replicated rows."""
+    """Return True if this rank writes the tensor; only one rank writes replicated rows."""
     if is_part(tensor):
         mesh = tensor.device_mesh
         in_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
@@ -83,7 +83,7 @@ def find_shards(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
 
 
 def read_rows(name: str, shards: list[tuple[int, int, Path]], start: int, end: int) -> Tensor:
-    """Read rows `start` to `end` (exclusive) of a tensor."""
+    """Read tensor rows `start` to `end` (exclusive) from checkpoint files."""
     parts = []
     for first, num_rows, file in shards:
         low = max(start, first)

@@ -40,7 +40,7 @@ from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
 from minivlmrl.trainers.base import Trainer
 
 COMPLETE = "complete.json"
-UPDATE = "optimizer"  # training phase: weights may be partly updated after an error
+UPDATE = "optimizer"  # error phase in which weights may be partly updated
 NUM_KEPT_STATES = 2  # checkpoints to keep: two, in case the newest is damaged
 
 
@@ -48,7 +48,7 @@ def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return {name: tensor} with weights and optimizer moments."""
     modules = nn.ModuleDict(trainer.modules())
     reshard(modules)
-    # without LoRA's frozen base weights: a resumed run builds them again
+    # skip LoRA's frozen base weights, which a resumed run builds again
     base_ids = shared_base(trainer.policy)
     named_tensors: dict[str, Tensor] = {
         plain_name(name): parameter for name, parameter in modules.named_parameters() if id(parameter) not in base_ids
@@ -74,7 +74,7 @@ def remove_state(folder: Path):
 
 
 def check_resume(config: RunConfig) -> list[Path]:
-    """Return output_dir's checkpoints, oldest first; raise UserError if --resume is missing or wrong."""
+    """Return the checkpoints in output_dir, oldest first; raise UserError if --resume is missing or wrong."""
     folder = Path(config.output_dir) / "states"
     resume = config.resume
     is_allowed = resume in ("auto", "never")
@@ -96,7 +96,7 @@ def check_resume(config: RunConfig) -> list[Path]:
 
 
 class Resumed(NamedTuple):
-    """Starting point of a new or resumed run."""
+    """Where a run starts: a checkpoint, or step 0."""
 
     folder: Path | None  # checkpoint to load, None for a new run
     state: TrainerState
@@ -106,10 +106,10 @@ class Resumed(NamedTuple):
 
 def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> Resumed:
     """Select the checkpoint to resume from, and compare its recipe and files with this run."""
-    media = datasets if world.is_main else {}  # only rank 0 has checked image and video files
+    media = datasets if world.is_main else {}  # only rank 0 knows image and video file sizes
     files = fingerprints(config, media)
     new = TrainerState(config.seed, config.stage_names, recipe=recipe_options(config), files=files)
-    # rank 0's list: on a shared file system, ranks may see different checkpoints
+    # list from rank 0: ranks on a network file system may see different checkpoints
     saved = world.gather_objects(state_folders(Path(config.output_dir) / "states"))[0]
     folder, state, stamps = select_checkpoint(config.resume, saved, world)
     if state is None:
@@ -123,7 +123,7 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
     if world.is_main:
         stage = new.stages[state.stage]
         print(f"resuming from {folder}: {pluralize(state.step, 'step')} of {stage} done", flush=True)
-    # --resume=auto requires the same rows, --resume=FOLDER does not
+    # --resume=auto rejects changed rows, --resume=FOLDER accepts them
     same_rows = config.resume == "auto"
     if not same_rows:
         state.rows = 0
@@ -151,7 +151,7 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
 def select_checkpoint(
     resume: str | None, saved: list[Path], world: World
 ) -> tuple[Path, TrainerState, dict] | tuple[None, None, dict]:
-    """Return the newest undamaged checkpoint to resume from, its TrainerState and file stamps."""
+    """Return the newest undamaged checkpoint, its TrainerState, and file sizes and times."""
     candidates = [] if resume in (None, "never") else [Path(resume)]
     if resume == "auto":
         candidates = saved[::-1]
@@ -207,7 +207,7 @@ def load_checkpoint(folder: Path, stamps: dict, trainer: Trainer, optimizer: Opt
     """Copy a checkpoint's tensors into weights and optimizer.
 
     Args:
-        stamps: {file: size and times}, older than the checksum test, to detect later changes.
+        stamps: {file: size and times} before checksums were tested, to detect files changed since.
     """
     what = f"{folder}: this checkpoint was saved with a different model or recipe"
     with unchanged(folder, since=stamps), error_context(what):
@@ -275,8 +275,8 @@ class CheckpointManager:
         self.callbacks = callbacks
         self.saved_steps = self.state.steps if resumed.saved else 0
         self.saved_time = clock()
-        self.can_save = True  # no saving between updates on the same rollout: checkpoints contain no completions
-        self.trainer: Trainer | None = None  # of the current stage, as the optimizer
+        self.can_save = True  # False between updates on one rollout, because checkpoints contain no completions
+        self.trainer: Trainer | None = None  # trainer and optimizer in the current stage
         self.optimizer: Optimizer
 
     def after_step(self):
@@ -317,7 +317,7 @@ class CheckpointManager:
 
     @contextmanager
     def saved_on_error(self) -> Iterator[None]:
-        """Save a checkpoint after an error between weight updates, and say how to continue."""
+        """Save a checkpoint after an error outside a weight update; the message says how to continue."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -334,7 +334,7 @@ class CheckpointManager:
             raise
 
     def try_to_save(self, error: BaseException) -> bool:
-        """Save a checkpoint after an error, from all ranks with FSDP, else from one; return True on success."""
+        """Save a checkpoint after an error, with FSDP from all ranks, otherwise from one; return True on success."""
         try:
             return self.world.run_after_error(self.ensure_saved, alone=not self.config.uses_fsdp)
         except Exception as failure:
@@ -344,7 +344,7 @@ class CheckpointManager:
 
 
 def is_in_update(error: BaseException) -> bool:
-    """Return True if the error or a cause was raised during a weight update."""
+    """Return True if the error, or one that caused it, occurred during a weight update."""
     cause: BaseException | None = error
     while cause is not None:
         if getattr(cause, "phase", "") == UPDATE:

@@ -37,11 +37,11 @@ def load_datasets(
 ) -> dict[str, Dataset]:
     """Return {stage: dataset}, with any held-out rows under "eval".
 
-    Only rank 0 looks for missing image and video files; all ranks raise the error.
+    Only rank 0 checks if image and video files exist; all ranks raise its error.
 
     Args:
         stages: {stage: kind of training rows}, such as {"dpo": "pairs"}.
-        reward_columns: required by training rewards; ignored for data.train files with their own rewards.
+        reward_columns: columns required by training rewards, except for data.train files with other rewards.
         reads: columns to read, None = all.
     """
     world = world or World()
@@ -53,7 +53,7 @@ def columns_read(config: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[
     """Return the columns to read.
 
     Returns:
-        column names, or None (all columns) with an environment, a user-defined stage or a reward with **columns
+        Column names; None (all) if there is an environment, a user-defined stage or a reward with **columns.
     """
     is_scored = any(trainer.needs == "prompts" for trainer in stages.values())
     rewards = [
@@ -94,11 +94,11 @@ def _load_datasets(
         path: str, columns: Iterable[str], limit: int | None = None, rewards: Sequence[RewardName] = (), **changed: str
     ) -> FileDataset:
         required = ("problem", *sorted(columns))
-        # constant, to ignore a data column named row_rewards
+        # overrides a data column named row_rewards
         constants = {"row_rewards": rewards or None}
         return FileDataset(path, required, limit, constants, checks_files, reads, **row_options | changed)
 
-    # stages with the same file share one dataset: parse a file once
+    # parse a file once: stages with the same file share a dataset
     shared: dict[str | None, list[str]] = {}
     for stage in stages:
         shared.setdefault(options.files.get(stage, options.train_file), []).append(stage)
@@ -118,7 +118,7 @@ def _load_datasets(
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(options.eval_file, eval_columns, options.eval_rows)
-    if stages:  # evaluation-only files may already have the renamed columns
+    if stages:  # without training, the file may already have the new column names
         _check_renamed(options.columns, datasets)
     return {name: datasets[name] for name in [*stages, "eval"] if name in datasets}
 
@@ -136,7 +136,7 @@ def _check_renamed(renamed: Mapping[str, str], datasets: Mapping[str, Dataset]):
 
 
 def load_task(config: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset]:
-    """Generate training and held-out rows of a built-in task."""
+    """Generate training and held-out rows for data.task."""
     assert config.data.task is not None
     training, held_out = get_task(config.data.task).datasets(config.data, config.seed)
     datasets = {}
@@ -158,7 +158,7 @@ def _open_section(
     """Open a file listed in data.train.
 
     Args:
-        scores: columns required by the recipe's rewards, empty if no stage uses rewards.
+        scores: columns that rewards in the recipe require, empty if no stage uses rewards.
     """
     for name in section.rewards:
         if name not in config.rewards:
@@ -174,7 +174,7 @@ def _open_section(
 
 
 def mix(parts: Sequence[FileDataset], sections: Sequence[FileOptions]) -> FileDataset:
-    """Concatenate data files, repeated according to `weight`."""
+    """Concatenate data files; a file with weight 2 occurs twice."""
     facts = []
     for rows, section in zip(parts, sections, strict=True):
         with error_context(section.file):

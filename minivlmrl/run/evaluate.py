@@ -1,4 +1,4 @@
-"""Evaluate a model on held-out rows: mean rewards of sampled and greedy answers."""
+"""Evaluate a model on held-out rows: mean rewards for sampled and greedy answers."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ from minivlmrl.trainers.offline import split
 BATCH_SIZE = 64  # maximum rows per rank and batch
 BATCH_TOKENS = 16384  # maximum sampling.max_batch_tokens in evaluations
 UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # full distribution
-# {kind of training rows: metric without sampling}
+# {kind of training rows: metric on given answers, without sampling}
 ANSWER_METRICS = {"demonstrations": "eval/loss", "pairs": "eval/pair_accuracy"}
 
 
@@ -37,7 +37,7 @@ def evaluate(
 
     eval/accuracy_sampled: mean `accuracy` reward at temperature 1; eval/accuracy_greedy: at temperature 0.
     data.eval_without_images adds eval/accuracy_gray_image (gray images) and eval/accuracy_swapped_image (another row's
-    images). Means skip rewards that are None.
+    images). Rewards with value None are left out.
 
     Args:
         steps: global_step and max_steps for reward functions.
@@ -62,13 +62,13 @@ def evaluate(
 
 
 def evaluation_sampling(sampling: SamplingOptions) -> SamplingOptions:
-    """Return evaluation options: built-in sampler, at most 16,384 tokens per batch."""
+    """Return sampling options for evaluations: built-in sampler, at most 16,384 tokens per batch."""
     max_batch_tokens = min(sampling.max_batch_tokens or BATCH_TOKENS, BATCH_TOKENS)
     return replace(sampling, engine="native", max_batch_tokens=max_batch_tokens)
 
 
 def metrics_by_name(rewards: Sequence[str], means: dict[str, list]) -> dict[str, float]:
-    """Convert means {"greedy": [mean per reward], "sampled": ...} to metrics."""
+    """Convert mean rewards {"greedy": [...], "sampled": [...]} to metrics such as "eval/accuracy_greedy"."""
     values = {f"eval/{rewards[0]}_{way}": mean[0] for way, mean in means.items()}
     for k, reward in enumerate(rewards[1:], start=1):
         values[f"eval/{reward}_sampled"] = means["sampled"][k]
@@ -79,14 +79,14 @@ def metrics_by_name(rewards: Sequence[str], means: dict[str, list]) -> dict[str,
 
 def noise(before: float, after: float, num_rows: int) -> float:
     """Return two standard errors of the difference between two means in [0, 1]."""
-    # Bound: variance of a Bernoulli variable with the same mean. One more correct and one more wrong answer make it
-    # nonzero for 0 correct out of 30.
+    # Upper bound: Bernoulli variance for this mean. One more correct and one more wrong answer, so that the error is
+    # not 0 if all answers are wrong.
     means = [(value * num_rows + 1) / (num_rows + 2) for value in (before, after)]
     return 2 * math.sqrt(sum(mean * (1 - mean) for mean in means) / num_rows)
 
 
 def lowered_metrics(config: RunConfig) -> set[str]:
-    """Return metrics to minimize: the loss, and rewards with a negative weight."""
+    """Return metrics for which lower is better: the loss, and rewards with a negative weight."""
     lowered = [name for name, weight in config.rewards.items() if weight < 0]
     return {"eval/loss", *(f"eval/{name}_{way}" for name in lowered for way in ("sampled", "greedy", *IMAGE_ABLATIONS))}
 
@@ -97,9 +97,9 @@ def gray_images(row: Row, _rows: Dataset) -> dict[str, list]:
 
 
 def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
-    """Replace images and videos by those of the next row with any.
+    """Return images and videos from the next row with any, for eval/accuracy_swapped_image.
 
-    Images are resized to this row's image sizes, so box coordinates keep their units.
+    They are resized to this row's image sizes, so box coordinates keep their units.
     """
     others = {}
     for name in ("images", "videos"):
@@ -110,7 +110,7 @@ def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
     return others
 
 
-# {metric suffix: function (row, rows) -> replacement images and videos}
+# {metric suffix: function (row, all rows) -> other images and videos}
 IMAGE_ABLATIONS = {"gray_image": gray_images, "swapped_image": images_of_next_row}
 
 
@@ -125,16 +125,16 @@ def generate_for_rows(
 ) -> Iterator[list]:
     """Sample completions for all rows, and yield results per batch.
 
-    Ranks share the rows, and every rank yields all results.
+    Each rank samples for some rows, but yields results for all.
 
     Args:
         key: sampling seed, combined with the row index.
-        describe: (row, completions, rewards) -> result for the row; `rewards` has a list of numbers per completion.
+        describe: function (row, completions, rewards) -> result; `rewards` has a list of numbers per completion.
         images: function in IMAGE_ABLATIONS, None = keep the images.
     """
     world = sample.world
     bar = ProgressBar("answers", len(rows), world.is_main, leave=False)
-    # None for columns missing in held-out rows
+    # reward columns missing in held-out rows are None
     no_columns = dict.fromkeys(required_columns(rewards))
     for numbers in split(range(len(rows)), BATCH_SIZE * world.size):
         world.stop_if_preempted()

@@ -9,7 +9,7 @@ from uuid import uuid4
 from minivlmrl.errors import UserError
 from minivlmrl.kernels.file_lock import lock_file
 
-NO_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS  # error codes of file systems without locks
+NO_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS  # error codes if the file system has no locks
 
 
 @contextmanager
@@ -17,7 +17,7 @@ def locked(folder: str | Path, world) -> Iterator[None]:
     """Create and lock the output folder (file .lock), and check that all ranks see it.
 
     Raises:
-        UserError: on all ranks, if another run holds the lock or a rank does not see rank 0's folder.
+        UserError: on all ranks, if another run has locked the folder, or a rank cannot see it.
     """
     path = Path(folder) / ".lock"
     with ExitStack() as closing:
@@ -33,7 +33,7 @@ def locked(folder: str | Path, world) -> Iterator[None]:
                     "choose another folder."
                 ) from error
             except OSError as error:
-                if error.errno not in NO_LOCKS:  # without lock support, other runs cannot be detected
+                if error.errno not in NO_LOCKS:  # a file system without locks cannot detect other runs
                     raise
             if world.size == 1:
                 return ""

@@ -50,12 +50,12 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
         with notify_on_error(callbacks):
             with error_phase("load"):
                 model, processor, datasets = prepare(config, trainers, world, callbacks)
-            # last check: its error tells users to delete earlier results
+            # last, because its error message tells users to delete earlier results
             check_output_dir(config)
 
         # open the output folder
         resumed = resume(config, datasets, world)
-        if world.is_main:  # a run that fails earlier leaves no files
+        if world.is_main:  # not earlier: a run with an invalid recipe writes no files
             hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
             print(f"output: {config.output_dir}; {hint}", flush=True)
         with MetricsLog(config, world, resumed.state) as log:
@@ -81,13 +81,13 @@ def train_stages(
     for stage in config.stage_names[state.stage :]:
         is_first = trainer is None
         if trainer is not None:
-            # reward model: all weights, because later stages load it
+            # save a reward model with all weights, because later stages load it
             trainer.save(results.folder, merge=config.save != "adapter" or not trainer.trains_policy)
             results.world.barrier()  # the next stage may read the saved files
         with error_phase("load"):
             steps_done = state.step if is_first else 0
             trainer = trainers[stage](config, results.model, results.processor, results.world, steps_done)
-        if not is_first:  # after loading: an out-of-memory error must lose no step
+        if not is_first:  # begin the next stage after loading, so that an out-of-memory error loses no step
             state.stage += 1
             state.step = 0
             state.batches_consumed = 0
@@ -115,14 +115,14 @@ def train_stages(
 
 
 def begin_run(results: Results, resumed: Resumed):
-    """Replace an earlier run's files, and evaluate the initial model unless the run is resumed."""
+    """Delete files from an earlier run, and evaluate the initial model if the run is new."""
     log = results.log
     if log.world.is_main:
         newer = [folder for folder in resumed.saved if not resumed.folder or int(folder.name) > results.state.steps]
         for folder in (*newer, *results.folder.glob("states/*.partial")):
             remove_state(folder)
     log.open_files(resumed.folder)
-    # ignore the best evaluation if its weights are missing
+    # forget the best evaluation so far if its weights were deleted
     if not log.world.compute_on_rank_zero((results.folder / BEST).is_dir):
         results.state.best = None
     results.write_config()
@@ -136,7 +136,7 @@ def begin_run(results: Results, resumed: Resumed):
 
 @contextmanager
 def notify_on_error(callbacks: Callbacks) -> Iterator[None]:
-    """Pass errors in a `with` block to the callbacks."""
+    """Call Callback.on_error for errors in a `with` block."""
     try:
         yield
     except Exception as error:
@@ -151,11 +151,11 @@ def train_stage(
     stage, options = trainer.stage, trainer.options
     log, state, callbacks = results.log, results.state, results.callbacks
     batches = Batches(rows, trainer, state.batches_consumed)
-    steps = trainer.steps(batches)  # lazy: samples completions for the requested step
+    steps = trainer.steps(batches)  # generator: samples completions when the step is requested
     callbacks.on_stage_begin(trainer, optimizer, state)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
     for number in range(state.step, options.max_steps):
-        # after saving a checkpoint: a killed evaluation loses no step
+        # after a checkpoint, so that a killed evaluation loses no step
         if number > 0:
             results.evaluate_if_due(trainer, number)
         try:
@@ -163,7 +163,7 @@ def train_stage(
                 step = next(steps)
             callbacks.on_step_begin(trainer, optimizer, step, number, batches)
             metrics = optimizer_step(trainer, step, optimizer, number)
-            with error_phase(UPDATE):  # after an error, weights and callbacks may disagree
+            with error_phase(UPDATE):  # after an error here, callbacks may lack the last update
                 callbacks.after_step(trainer, number)
         except FloatingPointError as error:
             raise UserError(
@@ -172,7 +172,7 @@ def train_stage(
         state.step += 1
         state.steps += 1
         state.batches_consumed = batches.batches_consumed
-        # no checkpoint before the next update on the same rollout
+        # no checkpoint if more updates on this rollout follow
         checkpoints.can_save = step.ends_rollout or checkpoints.stage_ends
         values = log.step(number, metrics, step)
         callbacks.on_step_end(trainer, step, number, values)
@@ -189,7 +189,7 @@ def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: i
 
     Raises:
         FloatingPointError: loss or gradient norm not finite.
-        UserError: log-probabilities of sampler and trainer differ.
+        UserError: sampler and trainer compute different log-probabilities.
     """
     metrics = run_micro_batches(trainer, step.micro_batches, number)
     with trainer.phase("update"):
@@ -210,7 +210,7 @@ def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: i
 def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: int) -> dict[str, float]:
     """Accumulate gradients over micro-batches, and average metrics over ranks."""
     world = trainer.world
-    values, counts = [], []  # metrics, and token or answer counts, per micro-batch
+    values, counts = [], []  # per micro-batch: metrics, and token or answer counts
     # with a trained vision tower alone, micro-batches without images have no gradient
     trains_texts = any(p.requires_grad and "visual." not in name for name, p in trainer.trained.named_parameters())
 
@@ -218,8 +218,8 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
         return trains_texts or len(batch.group.image_grid_thw) > 0
 
     if world.size > 1 and is_sharded(trainer.trained):
-        # Sharded ranks wait for each other in every layer, so run similar lengths together. Micro-batches without
-        # gradients come first: FSDP may reduce all gradients in the last backward pass.
+        # FSDP ranks wait for each other in every layer, so sort micro-batches by length. Those without gradients come
+        # first, because FSDP may reduce gradients only in the last backward pass.
         batches = sorted(batches, key=lambda batch: (not has_gradient(batch), num_tokens(batch)), reverse=True)
     for index, batch in enumerate(batches):
         world.stop_if_preempted()
@@ -234,7 +234,7 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
                         f"{trainer.stage} step {number}: the loss has no gradient, so nothing would be learned. "
                         "Compute it from the log-probabilities without detach() and torch.no_grad()"
                     )
-                if loss.requires_grad:  # with FSDP, also on ranks without images
+                if loss.requires_grad:  # with FSDP, also True on ranks without images
                     loss.backward()
         values.append({"loss": loss.detach(), **metrics})
         counts.append(batch.counts(values[-1]))

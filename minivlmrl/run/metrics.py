@@ -39,9 +39,9 @@ EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 SPEED_STEPS = 10  # steps to average for the printed speed
 MANY_STEPS = 50  # stages with more steps print only every tenth step
-# {metric: reduction over micro-batches}, default: mean
+# {metric: how to combine micro-batches}, default: mean
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum, **dict.fromkeys(CLIP_RATIOS, sum)}
-# {metric: (mean, number of tokens or answers)}
+# {metric: (mean, number of averaged tokens or answers)}
 Means = dict[str, tuple[float, float]]
 
 
@@ -81,7 +81,7 @@ class MetricsLog(ExitStack):
                 self.write(name, line)
 
     def __exit__(self, kind, error, traceback) -> bool | None:
-        """Close callbacks, trackers and files; an error in closing does not hide an earlier error."""
+        """Close callbacks, trackers and files; if this fails after another error, raise the first error."""
         try:
             return super().__exit__(kind, error, traceback)
         except (Exception, SystemExit) as failure:
@@ -95,12 +95,12 @@ class MetricsLog(ExitStack):
 
     def write(self, name: str, line: dict):
         rest = encode(line)
-        while rest:  # unbuffered: closing on a full disk cannot fail again
+        while rest:  # unbuffered files, so closing them cannot fail on a full disk
             rest = rest[self.files[name].write(rest) :]
         self.num_lines[name] += 1
 
     def track(self, values: dict[str, float]):
-        """Send metrics to the trackers, with the step over all stages; drop failing trackers."""
+        """Send metrics to trackers such as wandb, with the step over all stages; remove failing trackers."""
         for name, log in [*self.trackers.items()]:
             try:
                 log(values, self.steps)
@@ -115,7 +115,7 @@ class MetricsLog(ExitStack):
         """Start a stage with a new progress bar.
 
         Args:
-            steps_done, seconds: optimizer steps and training time before a resume.
+            steps_done, seconds: optimizer steps and training time before the run was resumed.
         """
         self.trainer = trainer
         self.name = trainer.stage
@@ -124,25 +124,25 @@ class MetricsLog(ExitStack):
         self.callback(self.bar.close)
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
-        # discard times before the first step, such as the memory check
+        # discard time before the first step, such as the memory check
         trainer.timer.take()
         self.timings = deque(maxlen=SPEED_STEPS)
         self.snapshot_line_counts()
 
     def snapshot_line_counts(self):
-        """Store line counts for the next checkpoint, on all ranks, because any rank may save it after an error."""
+        """Store log file line counts on all ranks, because any rank may save a checkpoint after an error."""
         self.line_counts = self.world.gather_objects({**self.num_lines})[0]
 
     @property
     def seconds(self) -> float:
-        """Return the stage's training time in seconds, without evaluations."""
+        """Training time in this stage, without evaluations."""
         return time.perf_counter() - self.begin_time
 
     def lines_to_keep(self) -> dict[str, int]:
         """Flush the log files, and return {log file: lines} for a checkpoint.
 
-        Later evaluations are not counted: a resumed run repeats them. After an error between update and snapshot, rank
-        0 counts all lines, and other ranks return {}.
+        Later evaluations are not counted, because a resumed run repeats them. After an error between weight
+        update and snapshot, rank 0 counts all lines, and other ranks return {}.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -151,7 +151,7 @@ class MetricsLog(ExitStack):
         return self.num_lines if self.world.is_main else {}
 
     def step(self, number: int, metrics: dict[str, float], step: Step) -> dict:
-        """Log an optimizer step, to files first: trackers may fail."""
+        """Log an optimizer step, to files before trackers, which may fail."""
         self.steps += 1
         self.line_counts = None
         line = {"stage": self.name, "step": number}
@@ -197,7 +197,7 @@ class MetricsLog(ExitStack):
             values.append(f"{short}={metrics[name]:.3f}")
         self.bar.update(values=values[:3])
         done, total = number + 1, self.bar.total
-        # notebooks keep all printed lines
+        # print less in notebooks, which keep all lines
         print_every = 10 if total > MANY_STEPS or "ipykernel" in sys.modules else 1
         if self.bar.hidden and (done in (1, total) or done % print_every == 0):
             print(f"{self.name} {done}/{total}, training batch:", *values, f"{step_time:.2f} s", flush=True)
@@ -239,7 +239,7 @@ def encode(line: dict) -> bytes:
 
 
 def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
-    """Create a log file, or delete lines written after the checkpoint; return the number of lines."""
+    """Create a log file, or delete lines written after the checkpoint; return how many lines remain."""
     if resumed is None:
         path.write_bytes(b"")
         return 0
@@ -247,7 +247,7 @@ def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
     source = folder / path.name
     if folder != path.parent and source.is_file():
         shutil.copyfile(file_inside(folder, path.name), path)
-    # None: keep all lines, if the checkpoint has no count for this file
+    # None (no count in the checkpoint) keeps all lines
     num_lines = state.num_log_lines.get(path.name)
     path.touch()
     with path.open("rb+") as file:
@@ -283,7 +283,7 @@ def check_mismatch(config: RunConfig, metrics: dict[str, float]):
 
 
 def tokens_of(step: Step) -> int:
-    """Count this rank's tokens in a step: a prompt once per group, and all completions, also dropped ones."""
+    """Count this rank's tokens in a step: prompts once per group, and completions, even those without a loss."""
     if not step.groups:
         return sum(len(batch.group.input_ids) for batch in step.micro_batches)
     prompts = sum(len(group[0].prompt.input_ids) for group in step.groups)
@@ -310,7 +310,7 @@ def memory_use() -> dict[str, float]:
 
 
 def describe_speed(timings: Sequence[dict]) -> str:
-    """Format mean times of optimizer steps, and the last step's GPU memory."""
+    """Format mean times per optimizer step, and GPU memory in the last step."""
 
     last = timings[-1]
     text = f"{fmean(timing['step_time'] for timing in timings):.2f} s a step"
@@ -327,7 +327,7 @@ def describe_speed(timings: Sequence[dict]) -> str:
 
 
 def merge(parts: list[Means]) -> Means:
-    """Average metrics over micro-batches or ranks, by tokens or answers."""
+    """Average metrics over micro-batches or ranks, weighted by their tokens or answers."""
     merged = {}
     for name in parts[0]:
         values, counts = zip(*(part[name] for part in parts), strict=True)

@@ -27,7 +27,7 @@ OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.extras.adamw8bit:AdamW8bi
 
 def build_optimizer(model: nn.Module, options: TrainingOptions, section: OptimizerOptions) -> Optimizer:
     """Build the optimizer for all parameters that require gradients."""
-    # free full weights that FSDP may still hold after a forward pass
+    # free gathered weights that FSDP may keep after a forward pass
     reshard(model)
     with error_context(f"optimizer.name {section.name}"):
         factory = with_options(*resolve_object("optimizer", section.name, OPTIMIZERS))
@@ -36,9 +36,9 @@ def build_optimizer(model: nn.Module, options: TrainingOptions, section: Optimiz
 
 
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
-    """Create optimizer state by a step with zero gradients.
+    """Create optimizer state, such as AdamW moments, by a step with zero gradients.
 
-    Weight decay in this step changes the weights, so load checkpoint weights after this call.
+    Weight decay changes the weights in this step, so load checkpoint weights later.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -59,11 +59,11 @@ def check_optimizer(section: OptimizerOptions):
             # the training loop sets group["lr"]
             require("lr" in group, "a parameter group", sorted(group), 'a dictionary with "lr"')
     with error_context(f"optimizer.name {section.name}: checkpoints cannot save its state"):
-        save(state)  # must consist of tensors that share no memory
+        save(state)  # raises an error for tensors with shared memory, or other values
 
 
 def group_numbers(optimizer: Optimizer) -> list[dict[str, float]]:
-    """Return the non-default numbers in optimizer parameter groups, such as a step count."""
+    """Return numbers that differ from the defaults in optimizer parameter groups, such as a step count."""
     defaults = optimizer.defaults
     groups = []
     for group in optimizer.param_groups:
@@ -84,7 +84,7 @@ def learning_rate(step: int, options: TrainingOptions) -> float:
     """Return the learning rate for a step, counted from 0.
 
     The rate rises linearly over warmup_steps, then decays to min_lr_ratio * learning_rate at max_steps. In warmup, step
-    k has the rate of TRL's step k + 1, because TRL's first rate is 0. After warmup, rates equal those of TRL.
+    k has the rate of TRL's step k + 1, because TRL's first rate is 0. After warmup, rates are the same.
 
     Example: learning_rate 1, warmup_steps 2, max_steps 6 and linear decay give 0.5, 1, 1, 0.75, 0.5 and 0.25.
     """

@@ -28,7 +28,7 @@ def report_user_error(message: str):
 
 
 def lost_ranks(error: RuntimeError) -> str:
-    """Return a message naming the rank that ended or hangs after a failed collective, "" if all ranks respond."""
+    """After a failed collective, return a message with the rank that ended or hangs, "" if all ranks respond."""
     failures = []
 
     def ask():
@@ -40,11 +40,11 @@ def lost_ranks(error: RuntimeError) -> str:
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(6)
-    if asking.is_alive():  # if rank 0 does not respond, other ranks hang in the barrier
+    if asking.is_alive():  # the barrier hangs only if rank 0 does not respond
         failures.append("Rank 0 failed to pass")
     if not failures:
         return ""
-    # let the failed rank report first, because torchrun shows the first reported error
+    # wait, so that the failed rank reports first: torchrun shows only the first error
     time.sleep(3)
     named = re.search(r"Ranks? ([\d, ]*\d) failed to pass", f"{error}\n{failures[0]}")
     name = f"rank {named[1]}" if named else "a rank"
@@ -57,7 +57,7 @@ def lost_ranks(error: RuntimeError) -> str:
 def run_rank(work: Callable[[], int]):
     """Call `work` on one rank, and exit with the returned code.
 
-    Exit code 2: an error that the user can correct; 1: a bug or a lost rank.
+    Exit codes: 2 for an error that the user can correct, 1 for a bug or a lost rank.
     """
 
     @record

@@ -11,7 +11,7 @@ SECONDS = 0.5  # minimum time between updates, in seconds
 
 
 def cut(line: str, width: int) -> str:
-    """Truncate a line between words, because a truncated number would be wrong."""
+    """Truncate a line between words, so that no number loses digits."""
     match = re.match(rf".{{,{width}}}(?=[ ,]|$)", line)
     return match[0].rstrip(",") if match else ""
 
@@ -77,7 +77,7 @@ class ProgressBar:
     def _replace(self, line: str, end: str):
         """Overwrite the bar with a line, truncated between words to the terminal width."""
         if not self.hidden:
-            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # some terminals report 0 columns
+            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # some terminals report a width of 0
             print(f"\r{cut(line, width - 1):{width - 1}}", end=end, file=sys.stderr, flush=True)
 
     def __enter__(self):

@@ -1,4 +1,4 @@
-"""Compare a resumed run with its checkpoint: options, and contents of files that the recipe names."""
+"""Compare a resumed run with its checkpoint: recipe options, and files named in the recipe."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -23,14 +23,14 @@ from minivlmrl.json_files import json_text, parse_json
 from minivlmrl.run.checkpoint_files import sampled_blocks
 from minivlmrl.run.trainer_state import Fingerprints, TrainerState
 
-# stage options that determine the rows per batch
+# stage options that determine how many rows a batch has
 BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-# options for weights that checkpoints contain
+# options that name weights, which checkpoints contain
 WEIGHTS = "model.path", "model.config", "adapter.path", "reference.path", "ppo.critic_path"
-# models to hash: checkpoints contain neither their settings nor reward model weights
+# models whose settings (and reward model weights) are hashed, because checkpoints lack them
 MODELS = "model.path", "model.config", "reference.path", "ppo.critic_path", "reward_model.path"
 BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # changes in these options reset the best evaluation
-# {field of Fingerprints: words for a message}
+# {Fingerprints field: description for a message}
 FILE_KINDS = {
     "models": "model files in",
     "rows": "rows of",
@@ -40,11 +40,11 @@ FILE_KINDS = {
 
 
 class Change(NamedTuple):
-    """Difference between a checkpoint and a resumed run."""
+    """A recipe option or file changed since a checkpoint."""
 
-    text: str  # message for the user
-    moves_rows: bool  # whether the rest of the stage would skip or repeat rows
-    resets_best: bool  # whether later evaluations are not comparable with the best one so far
+    text: str  # description for the user
+    moves_rows: bool  # whether training now skips or repeats rows
+    resets_best: bool  # whether new evaluations are not comparable with the best so far
 
 
 def recipe_options(config: RunConfig) -> dict[str, object]:
@@ -56,7 +56,7 @@ def recipe_options(config: RunConfig) -> dict[str, object]:
 
 
 def fingerprints(config: RunConfig, datasets: Mapping[str, Dataset]) -> Fingerprints:
-    """Hash the files of a run, including image and video files in `datasets`."""
+    """Hash all files that a run reads, including images and videos in `datasets`."""
     found = Fingerprints()
     if config.adapter.r:
         model = config.model
@@ -72,8 +72,8 @@ def fingerprints(config: RunConfig, datasets: Mapping[str, Dataset]) -> Fingerpr
     for option in MODELS:
         name = attrgetter(option)(config)
         path = Path(name or "")
-        if name and path.exists():  # repositories in the Hub's cache do not change
-            parts = []  # names and contents of config.json, or of tokenizer, template and settings in a model folder
+        if name and path.exists():  # a Hub repository in the local cache does not change
+            parts = []  # file names and contents: config.json, or settings and tokenizer in a model folder
             for file in [path] if path.is_file() else sorted(path.glob("*.*")):
                 if file.suffix in (".json", ".jinja", ".txt") and file.name != INDEX:
                     parts += [file.name, file]
@@ -100,7 +100,7 @@ def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterato
             yield Change(text, name in batch_sizes or is_about_rows(name), name in BEST_OPTIONS)
     for kind, words in FILE_KINDS.items():
         before, now = getattr(old.files, kind), getattr(new.files, kind)
-        for name in sorted(before.keys() & now.keys()):  # files in only one run appear as changed options
+        for name in sorted(before.keys() & now.keys()):  # a file in only one run is a changed option, see above
             if before[name] != now[name]:
                 text = f"changed since {saved} was saved: {words} {name}"
                 yield Change(text, kind == "rows" and is_about_rows(name), name in BEST_OPTIONS)

@@ -30,7 +30,7 @@ SUMMARY, BEST = "summary.json", "best"
 
 
 def check_outputs(config: RunConfig, trainers: dict[str, type[Trainer]]):
-    """Raise UserError for an unknown best_metric, or if torchrun may restart ranks without --resume=auto."""
+    """Raise UserError if best_metric is unknown, or torchrun restarts failed ranks but --resume=auto is missing."""
     rewards = config.eval_rewards
     ways = ["sampled", "greedy", *(IMAGE_ABLATIONS if config.data.eval_without_images else ())]
     names = [*metrics_by_name(rewards, dict.fromkeys(ways, [0.0] * len(rewards)))]
@@ -101,7 +101,7 @@ class Results:
     def write_config(self):
         if self.world.is_main:
             rows = f"evaluated on {pluralize(len(self.held_out), 'row')}" if self.held_out else "not evaluated"
-            first_line = f"# {self.config.recipe}; {rows}\n"  # first line of config.yaml, shown in report.html
+            first_line = f"# {self.config.recipe}; {rows}\n"  # first line in config.yaml, shown in report.html
             text = first_line + to_yaml(self.config)
             (self.folder / RUN_CONFIG).write_bytes(text.encode())
 
@@ -154,15 +154,14 @@ class Results:
             if self.state.best is None or score > self.state.best:
                 self.state.best = score
                 self.save(trainer, self.folder / BEST)
-        # only some stages have eval/loss, so the table omits it
+        # not in the table, because only some stages have eval/loss
         values.pop("eval/loss", None)
         return values
 
     def chance(self) -> float | None:
-        """Return the accuracy of guessing without the image, None if the first reward is not `accuracy`.
+        """Return chance accuracy (guessing without the image), None if the first reward is not `accuracy`.
 
-        Guess for rows from a file: the most frequent held-out solution to the question, or overall if the question
-        occurs only once.
+        With data files, guess the most frequent held-out solution to the question, or to any if it occurs once.
         """
         if self.held_out is None or self.config.eval_rewards[0] != "accuracy":
             return None
@@ -180,7 +179,7 @@ class Results:
         return sum(right) / total.total()
 
     def write(self, trainer: Trainer | None = None):
-        """Write summary.json, then the weights: they may fill the disk."""
+        """Write summary.json before the weights, which may fill the disk."""
         if self.world.is_main:
             chance = self.chance()
             results = self.state.results
@@ -204,10 +203,10 @@ class Results:
 
 
 def print_table(results: dict, num_rows: int, chance: float | None):
-    """Print a table of evaluation metrics, with chance accuracy in the first row."""
+    """Print a table with evaluation metrics; the first row is chance accuracy."""
     columns = [*dict.fromkeys(chain.from_iterable(results.values()))]
     titles = [name.removeprefix("eval/") for name in short_names(columns)]
-    # chance is the same for sampled and greedy answers, the first two columns
+    # the first two columns, sampled and greedy accuracy, have the same chance accuracy
     rows = {} if chance is None else {"chance": dict.fromkeys(columns[:2], chance)}
     table = {f"held-out {num_rows}": titles}
     for name, row in (rows | results).items():

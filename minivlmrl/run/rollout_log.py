@@ -48,14 +48,14 @@ LONGEST_SIDE = 384  # maximum side of logged images, in pixels
 
 @dataclass
 class LogLine:
-    """Fields in every line of a log file."""
+    """Fields in every log file line."""
 
     stage: str
     step: int
 
 
 def read_lines(path: Path, form: type) -> list[dict]:
-    """Parse the complete lines of a JSON lines file; [] if it does not exist.
+    """Parse the complete lines in a JSON lines file; [] if it does not exist.
 
     A last line without newline is ignored, because a run may still be writing it.
 
@@ -102,7 +102,7 @@ class CompletionsLog:
         return bool(self.every) and number % self.every == 0 and step.rollout is not None
 
     def step(self, trainer: Trainer, step: Step, number: int):
-        """Log completions of an optimizer step; all ranks must call this."""
+        """Log completions for an optimizer step; all ranks must call this."""
         is_main = self.world.is_main
         num_prompts = self.num_prompts if is_main or self.num_prompts is None else 0
         logged = []
@@ -130,10 +130,10 @@ class CompletionsLog:
 
 
 def folder_of_logs(output: Path, resumed: Path) -> Path:
-    """Return the folder with the log files of the run that saved a checkpoint.
+    """Return the folder with the log files for a checkpoint.
 
     Args:
-        resumed: checkpoint; its folder states/ may be a symbolic link to another disk without the log files.
+        resumed: checkpoint; its folder states/ may be a symbolic link to another disk, which has no log files.
     """
     states = resumed.absolute().parent
     own_states = output / "states"
@@ -151,9 +151,9 @@ def encode_image(image: PIL.Image.Image) -> bytes:
 
 
 def groups(trainer: Trainer, step: Step, limit: int | None = None) -> list[dict]:
-    """Return lines for completions.jsonl from this rank's first `limit` prompts, without `images`.
+    """Return lines for completions.jsonl: first `limit` prompts on this rank, without `images`.
 
-    All ranks must call this, because advantages are gathered.
+    All ranks must call this, because it gathers advantages.
     """
     own = {}  # {sample index: advantage}
     for batch in step.micro_batches:
@@ -182,7 +182,7 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: dict[int, 
             "rewards": dict(zip(trainer.config.rewards, sample.rewards.tolist(), strict=True)),
             "why": extra.pop("why", {}),
             "reward": total,
-            "advantage": advantages.get(sample.index, 0.0),  # 0: dropped from the micro-batches
+            "advantage": advantages.get(sample.index, 0.0),  # 0 for samples without a loss
             "stopped": completion.stopped,
             "tokens": list(tokens(completion, processor)),
             "boxes": boxes(text, answer_extent) if true_boxes else [],
@@ -214,7 +214,7 @@ def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
     """Find boxes [x1, y1, x2, y2] in a text, in fractions of image width and height.
 
     Args:
-        extent: image width and height in the boxes' units; None returns [].
+        extent: image (width, height) in box units; None returns [].
     """
     if extent is None:
         return []
@@ -224,7 +224,7 @@ def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
 
 
 def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, float | None]]:
-    """Yield (text, log-probability in nats) for the tokens of a completion."""
+    """Yield (text, log-probability in nats) per token in a completion."""
     if processor.template.generation_prefix:
         yield processor.template.generation_prefix, None
     stream = DecodeStream(skip_special_tokens=False)
@@ -233,6 +233,6 @@ def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, 
     logps = completion.logps.tolist()
     is_sampled = completion.policy_mask.tolist()
     for token_id, logp, by_policy in zip(token_ids, logps, is_sampled, strict=True):
-        # no text until all tokens of a character are decoded
+        # text is "" until all tokens for a character are decoded
         text = stream.step(processor.tokenizer.backend, token_id) or ""
         yield text, round(logp, 4) if by_policy else None

@@ -51,7 +51,7 @@ def prepare(
     callbacks.on_setup(config, world)
     check_optimizer(config.optimizer)
     for name in config.report_to:
-        find_tracker(name)  # fail early if a package is missing
+        find_tracker(name)  # fail early if a tracker is not installed
     for stage in config.stage_names:
         prompts = getattr(config, stage).prompts_per_step
         expected = f"a multiple of {world.size}, the number of ranks"
@@ -120,9 +120,9 @@ def build_weights(config: RunConfig, world: World, processor: Processor) -> Visi
     """Load or initialize the model, add adapters, and shard it."""
     section = config.model
     dtype = DTYPES[section.dtype]
-    sharding = None  # every rank holds all weights
+    sharding = None  # None = all weights on every rank
     if config.uses_fsdp:
-        # lazy import: takes 40 MiB and half a second
+        # imported only if needed: takes 40 MiB and half a second
         from minivlmrl.distributed.fsdp import Sharding
 
         sharding = Sharding(
@@ -166,7 +166,7 @@ def build_weights(config: RunConfig, world: World, processor: Processor) -> Visi
 
 
 def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
-    """Copy the processor with data options and environment tools."""
+    """Return a processor with options from `data`, and tools from the environment."""
     data = config.data
     image_processor = replace(processor.image_processor, dtype=patch_dtype(config))
     if data.resize_backend:
@@ -192,7 +192,7 @@ def patch_dtype(config: RunConfig) -> torch.dtype:
 
 
 def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
-    """Yield training texts for a tokenizer: prompts and answers of 10,000 rows per stage."""
+    """Yield texts for training a tokenizer: prompts and answers from 10,000 rows per stage."""
     yield "system\nYou are a helpful assistant.\nuser\nassistant\n<think></think><answer></answer>"
     for stage, rows in datasets.items():
         if stage == "eval":
@@ -208,7 +208,7 @@ def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
 
 
 def answers_of(config: RunConfig, name: str) -> tuple[str, ...]:
-    """Return a dataset's answer fields, such as ("chosen", "rejected")."""
+    """Return answer columns in a dataset, such as ("chosen", "rejected")."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
     if name in trainers:
         return trainers[name].answers
@@ -231,7 +231,7 @@ def check_positions(
         num_new = config.sampling.max_new_tokens if is_answered else 0
         most_tokens = max_positions
         bound = f"the model's {max_positions} (max_position_embeddings)"
-        # evaluations of held-out rows do not use vLLM
+        # held-out rows are never sampled with vLLM
         if needs.get(name) == "prompts" and engine_limit < max_positions:
             most_tokens = engine_limit
             bound = f"the limit of {engine_limit} tokens of sampling.engine"
@@ -255,7 +255,7 @@ def filter_long_rows(
         return datasets
     fitted = {**datasets}
     for name, rows in datasets.items():
-        if name == "eval":  # evaluations must stay comparable
+        if name == "eval":  # keep all held-out rows: evaluations must be comparable
             continue
         long = long_rows(rows, processor, max_tokens, config.data.skip_unreadable, answers_of(config, name))
         removed = world.compute_on_rank_zero(partial(list, long), "measure the rows")
@@ -267,7 +267,7 @@ def filter_long_rows(
 
 
 def limit_epochs(config: RunConfig, datasets: dict[str, Dataset]):
-    """Lower max_steps to max_epochs; config.yaml shows the lowered value."""
+    """Lower max_steps to the steps in max_epochs; config.yaml shows the lower value."""
     max_epochs = config.max_epochs or math.inf
     for stage in config.stage_names:
         section = getattr(config, stage)

@@ -11,10 +11,10 @@ from dataclasses import replace
 from minivlmrl.config.time_limit import shorten_limits
 from minivlmrl.distributed.process_group import World
 
-PREEMPTED = 75  # exit code after a stop signal: EX_TEMPFAIL in sysexits.h, retrying may help
-# seconds: signals of scheduler and torchrun count as one
+PREEMPTED = 75  # exit code after a stop signal: EX_TEMPFAIL = try again
+# signals within these seconds count as one: scheduler and torchrun may both send one
 SAME_REQUEST = 5.0
-LAST_CALL = 10.0  # seconds left for a reward or tool after a signal
+LAST_CALL = 10.0  # seconds that a reward or tool may still run after a signal
 
 
 class Preempted(Exception):
@@ -34,8 +34,8 @@ class StopSignals:
     def __init__(self, world: World):
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
         self.first: float | None = None  # time of the first signal
-        self.exit_code = 0  # exit code of the run: PREEMPTED after a signal
-        # only after a rollout's last update: checkpoints contain no rollouts
+        self.exit_code = 0  # exit code for the run: PREEMPTED after a signal
+        # False between updates on one rollout, because checkpoints contain no rollouts
         self.can_stop: Callable[[], bool] = lambda: True
 
     def __enter__(self) -> "StopSignals":
@@ -44,12 +44,12 @@ class StopSignals:
         # Python allows signal handlers only in the main thread
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
-                if signal.getsignal(number) != signal.SIG_IGN:  # leave signals ignored, such as SIGHUP under nohup
+                if signal.getsignal(number) != signal.SIG_IGN:  # skip ignored signals, such as SIGHUP under nohup
                     self.handlers[number] = signal.signal(number, self.on_signal)
         return self
 
     def __exit__(self, _type, error, _traceback) -> bool:
-        """Restore the signal handlers; print Preempted instead of raising it."""
+        """Restore the signal handlers; print Preempted, but do not raise it again."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         shorten_limits(math.inf)
@@ -81,7 +81,7 @@ class StopSignals:
             os.kill(os.getpid(), number)
 
     def stop_if_preempted(self):
-        """Raise Preempted on all ranks after a signal, if a checkpoint can be saved; all ranks must call this."""
+        """Raise Preempted on all ranks if any got a signal and a checkpoint can be saved; all ranks must call this."""
         [signaled] = self.world.sum(self.first is not None)
         if signaled and self.can_stop():
             raise Preempted("preempted")

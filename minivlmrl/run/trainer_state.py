@@ -1,4 +1,4 @@
-"""Progress of a run, saved as run.json in checkpoints."""
+"""Training progress, saved as run.json in checkpoints."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +12,11 @@ RUN = "run.json"
 
 @dataclass
 class Fingerprints:
-    """Hashes of files that a run reads."""
+    """Hashes of files that a run reads, to detect changes after a resume."""
 
-    base: str | None = None  # hash of an adapter's base weights, which are not in checkpoints
-    models: dict[str, str] = field(default_factory=dict)  # {model option: hash of the model's settings}
-    rows: dict[str, str] = field(default_factory=dict)  # {data option: hash of the file}
+    base: str | None = None  # hash of frozen base weights (LoRA), which checkpoints lack
+    models: dict[str, str] = field(default_factory=dict)  # {model option: hash of model settings}
+    rows: dict[str, str] = field(default_factory=dict)  # {data option: file hash}
     media: dict[str, str] = field(default_factory=dict)  # {stage: hash of image and video file sizes and times}
     code: dict[str, str] = field(default_factory=dict)  # {file with user code: hash}
 
@@ -25,23 +25,23 @@ class Fingerprints:
 class TrainerState:
     seed: int
     stages: list[str]
-    stage: Annotated[int, ">= 0"] = 0  # index of the current stage in `stages`
+    stage: Annotated[int, ">= 0"] = 0  # current stage, as an index in `stages`
     step: Annotated[int, ">= 0"] = 0  # optimizer steps in the current stage
     steps: Annotated[int, ">= 0"] = 0  # optimizer steps in all stages
-    batches_consumed: Annotated[int, ">= 0"] = 0  # batches of rows used in the current stage
-    rows: Annotated[int, ">= 0"] = 0  # number of rows in the current dataset, 0 before the stage begins
+    batches_consumed: Annotated[int, ">= 0"] = 0  # row batches used in the current stage
+    rows: Annotated[int, ">= 0"] = 0  # rows in the current dataset, 0 before the stage begins
     # evaluation metrics, such as {"after_sft": {"eval/accuracy_greedy": 0.4}}
     results: dict[str, dict[str, float]] = field(default_factory=dict)
-    best: float | None = None  # best value of best_metric so far, negated if lower is better
+    best: float | None = None  # best evaluation so far (best_metric), negated if lower is better
     seconds: dict[str, float] = field(default_factory=dict)  # training time per stage, in seconds
     recipe: dict = field(default_factory=dict)  # recipe options; see run/recipe_changes.py
     files: Fingerprints = field(default_factory=Fingerprints)
-    # {log file: number of lines so far}
+    # {log file: lines so far}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(default_factory=dict)
-    # {log file: line for the last step}, which a resumed run adds if an error prevented writing it
+    # {log file: line for the last step}; if it could not be written, a resumed run writes it
     last_lines: dict[str, dict] = field(default_factory=dict)
-    optimizer: list[dict] = field(default_factory=list)  # non-default optimizer numbers per parameter group
-    logs: dict[str, str] = field(default_factory=dict)  # state of callbacks; see Callback.state_dict
+    optimizer: list[dict] = field(default_factory=list)  # numbers per optimizer parameter group, such as a step count
+    logs: dict[str, str] = field(default_factory=dict)  # saved by Callback.state_dict
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
