@@ -53,7 +53,7 @@ def print_options(*names: str):
 def comments_of(section: type) -> dict[str, str]:
     """Return {field: comment above and beside it} for a dataclass."""
     comments = {}
-    above = []  # comment lines since the last statement
+    above = []  # comment lines directly above a field
     for line in inspect.getsource(section).splitlines():
         code, _, comment = line.partition("# ")
         if field := re.match(r"\s+(\w+): ", code):

@@ -8,15 +8,15 @@ import warnings
 def set_up_process():
     """Set up torch, malloc and Pillow, before torch is imported.
 
-    The user's environment variables take precedence.
+    Environment variables set by the user take precedence.
     """
-    # less OpenMP busy waiting, which made training up to 15 times slower beside other processes
+    # less OpenMP busy waiting, which slowed training up to 15 times when other processes ran
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     # less GPU memory fragmentation with varying lengths; on WSL, the first allocation may fail (pytorch issue 192330)
     in_wsl = hasattr(os, "uname") and "microsoft" in os.uname().release.lower()
     if not in_wsl and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    # malloc keeps freed memory: saves 1 to 4 % per step, because Linux zeroes new pages
+    # keep freed memory in malloc: saves 1 to 4 % time per step, because Linux zeroes new pages
     if os.name == "posix":
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
