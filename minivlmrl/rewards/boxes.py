@@ -1,7 +1,7 @@
 """Rewards for object detection: compare predicted with true boxes, matched one to one.
 
-True boxes (column `solution`) are in image file pixels; predicted boxes may have other units, such as thousandths of
-the image size.
+True boxes (column `solution`) are in image file pixels; predicted boxes may have other units, such as 0 to 1000
+across the image.
 """
 
 import json
@@ -98,12 +98,12 @@ def box_format_error(completion: str, extent: tuple[float, float], solution: Any
 
 
 def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
-    """Compute the IoU of two objects, or 0 if their labels differ."""
+    """Compute the IoU between two labeled boxes; 0 if the labels differ."""
     return boxes.iou(a[1], b[1]) if a[0] == b[0] else 0.0
 
 
 def similarities(predicted: Objects, true: Objects) -> list[float]:
-    """Match predicted to true objects; return the IoU of matches, and 0 for unmatched objects."""
+    """Match predicted to true objects; return the IoU per match, and 0 per unmatched object."""
     pairs = boxes.match(predicted, true, overlap)
     num_unmatched = max(len(predicted), len(true)) - len(pairs)
     return [overlap(predicted[i], true[j]) for i, j in pairs] + [0.0] * num_unmatched
@@ -115,12 +115,12 @@ def mean_similarity(predicted: Objects, true: Objects) -> float:
 
 
 def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
-    """Parse boxes in the last <answer>, or in a text without <answer>."""
+    """Parse boxes in the last <answer>; without <answer>, in the whole text."""
     return [("", Box(*four, extent)) for four in boxes.parse_boxes(find_answer(text) or text)]
 
 
 def solution_boxes(solution: Any) -> str:
-    """Convert a solution to text: in <answer> tags, the whole string, or JSON."""
+    """Return solution text: in <answer> tags, else the whole string, or JSON."""
     text = solution if isinstance(solution, str) else json.dumps(solution, default=str)
     return find_answer(text) or text
 
@@ -138,9 +138,9 @@ def score_boxes(
     """Compute n rewards from predicted and true boxes.
 
     Args:
-        measure: (predicted objects, true objects) -> reward.
-        read: (text, image size) -> objects.
-        requirement: end of the message for invalid solutions.
+        measure: function (predicted objects, true objects) -> reward.
+        read: function (text, image size) -> objects.
+        requirement: end of the error message for invalid solutions.
     """
     scored = []  # (reward, reason) per answer
     rows = zip(answer_texts, solutions, image_sizes, answer_extents, strict=True)
@@ -169,7 +169,7 @@ def score_boxes(
 
 
 def check_inside(solution: Any, size: tuple[int, int], num_images: int = 1):
-    """Raise UserError if a box is more than one pixel outside the image, or not in pixels.
+    """Raise UserError if a true box is more than one pixel outside the image, or not in pixels.
 
     Args:
         solution: see mean_iou; solutions without boxes are accepted.

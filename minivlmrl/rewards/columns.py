@@ -17,7 +17,7 @@ Size = tuple[float, float]
 
 @dataclass
 class RewardArguments:
-    """Reward arguments in addition to row columns, one value per completion; None is not passed (docs/rewards.md)."""
+    """Arguments for rewards in addition to row columns (docs/rewards.md): lists with one value per completion."""
 
     completions: list[str]
     prompts: list[list[dict]]
@@ -29,10 +29,10 @@ class RewardArguments:
     image_sizes: list[Size | None]
     answer_extents: list[Size | None]
     environments: list[Any]
-    row_rewards: list[list[str] | None]  # rewards that score the row, None = all
-    extras: list[dict]  # values from log_extra
+    row_rewards: list[list[str] | None]  # names of rewards for the row, None = all
+    extras: list[dict]  # values logged with log_extra
     reward_model_scores: Sequence[float] | None = None
-    # set by Reward.__call__, not lists
+    # not lists, but set by Reward.__call__
     trainer_state: Any = None
     log_metric: Callable[[str, float], None] | None = None
     log_extra: Callable[[str, list], None] | None = None
@@ -51,7 +51,7 @@ def reward_columns(
     """Collect reward arguments for B rows with G completions per row.
 
     Returns:
-        {argument: B * G values}: row columns, None where missing, overridden by RewardArguments.
+        {argument: B * G values}: row columns (None if missing), overridden by RewardArguments.
     """
     flat = []
     row_of_each = []
@@ -82,7 +82,7 @@ def reward_columns(
 
 
 def image_and_box_sizes(row: Row, prompt: Prompt, processor: Processor) -> tuple[Size | None, Size | None]:
-    """Return the first image's size, in file pixels and in predicted box units."""
+    """Return the first image's size in file pixels, and in predicted box units."""
     if not row.images:
         return None, None
     patch_size = processor.image_processor.patch_size

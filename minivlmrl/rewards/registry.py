@@ -31,26 +31,26 @@ REWARDS: dict[str, str | Callable] = {  # {reward name: "module:function" or fun
     "reward_model": "minivlmrl.extras.reward_model:reward_model",
     "environment": "minivlmrl.extras.agents.environment:environment_reward",
 }
-# rewards that find invalid solutions before training
+# rewards that check all solutions before training
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
 QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
 
-# errors from completion[0]["content"] if the completion is a string
+# errors from completion[0]["content"] if completions are strings
 READS_MESSAGES = re.compile(
     "string indices must be integers|'str' object (?:is not a mapping|has no attribute '(?:get|items|keys|pop|values)')"
 )
-# arguments to pass as messages; for conversations, TRL passes both
+# arguments to pass as messages, not strings; for conversations, TRL passes both
 FORMS = (), ("prompts",), ("prompts", "completions")
 
 
 @dataclass
 class RewardLog:
-    """The reward argument `trainer_state`, and the method `log_metric`, as in TRL."""
+    """The reward arguments `trainer_state` (this object) and `log_metric`, as in TRL."""
 
     global_step: int = 1
     max_steps: int = 1
-    metrics: dict[str, list[float]] = field(default_factory=dict)  # this rank's values in the current rollout
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # values on this rank in the current rollout
 
     def log_metric(self, name: str, value: float):
         """Log a number; metrics.jsonl has the mean over the rollout."""
@@ -58,7 +58,7 @@ class RewardLog:
 
 
 class RewardFailed(UserError):
-    """Error in a reward function, raised on all ranks, which then save a checkpoint together."""
+    """Error in a reward function; all ranks raise it, and then save a checkpoint together."""
 
 
 @dataclass(eq=False)
@@ -67,9 +67,9 @@ class Reward:
 
     name: str
     function: Callable
-    world: World = field(default_factory=World)  # ranks that raise RewardFailed together
-    log: RewardLog | None = None  # None in evaluations and commands
-    max_seconds: float | None = None  # time limit per call in seconds, None = no limit
+    world: World = field(default_factory=World)  # ranks which all raise RewardFailed if one fails
+    log: RewardLog | None = None  # None outside training
+    max_seconds: float | None = None  # time limit per call, None = no limit
     form: tuple[str, ...] = ()  # arguments passed as messages, one of FORMS
 
     @property
@@ -86,18 +86,18 @@ class Reward:
 
     @property
     def receives_all(self) -> bool:
-        """True for a user's function with **columns."""
+        """True if a user-defined reward has **columns: it may read all."""
         function = getattr(self.function, "func", self.function)  # a reward with options is a functools.partial
-        # functools.wraps copies __module__ but not __globals__
+        # unlike __module__, not changed by functools.wraps
         module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
         parameters = own_signature(function).parameters.values()
-        # built-in rewards ignore their **columns
+        # built-in rewards ignore **columns
         return not module.startswith("minivlmrl.") and any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
         """Return n rewards, NaN where the function returned None.
 
-        A row with reward names in column `row_rewards` gets NaN from other rewards.
+        If column `row_rewards` names rewards for a row, other rewards return NaN for it.
 
         Raises:
             RewardFailed: the function failed; the message names the row.
@@ -111,7 +111,7 @@ class Reward:
             "log_metric": log.log_metric,
             "log_extra": partial(log_extra, self.name, extras),
         }
-        for name in callbacks.keys() & columns.keys():  # passed by another reward that calls this one
+        for name in callbacks.keys() & columns.keys():  # arguments from another reward that calls this one
             callbacks[name] = columns.pop(name)
         columns["completions"] = completions
         columns = {name: list(compress(values, is_scored)) for name, values in columns.items()}
@@ -119,12 +119,12 @@ class Reward:
         try:
             scored = iter(self.world.run_on_all_ranks(score, f"compute the reward {self.name}"))
         except RewardFailed:
-            self.world.stop_if_preempted()  # a preemption signal shortens the time limit
+            self.world.stop_if_preempted()  # a stop signal may have shortened its time limit
             raise
         return [next(scored) if is_one else math.nan for is_one in is_scored]
 
     def _score(self, columns: dict[str, list], callbacks: dict[str, Any]) -> list[float]:
-        """Call the function, and check its values."""
+        """Call the function, and check returned values."""
         texts = columns["completions"]
         if not texts:
             return []
@@ -144,12 +144,12 @@ class Reward:
         return checked_values(self.name, values, texts, prefixes)
 
     def _call(self, columns: dict[str, list], callbacks: dict[str, Any]) -> Any:
-        """Call the function; if it fails on strings, find the arguments that it expects as messages."""
+        """Call the function; if it fails on strings, try prompts and then completions as messages."""
         try:
             return self._values(columns, callbacks)
         except (AttributeError, IndexError, TypeError):
             former = self.form
-            # no empty strings: completion[0] would fail before ["content"]
+            # no empty strings, where completion[0] would fail before ["content"]
             trial = columns | {"completions": [text or "?" for text in columns["completions"]]}
             for form in (*FORMS, ()):
                 self.form = form
@@ -164,7 +164,7 @@ class Reward:
         return self._values(columns, callbacks)
 
     def _values(self, columns: dict[str, list], callbacks: dict[str, Any]) -> Any:
-        """Call the function, with the arguments in `form` as messages, others as strings."""
+        """Call the function, with arguments in `form` as messages, and others as strings."""
         arguments = columns | callbacks
         for name, role in (("prompts", "user"), ("completions", "assistant")):
             conversations = [as_turns(value, role) for value in columns.get(name, ())]
@@ -173,10 +173,10 @@ class Reward:
             elif conversations:
                 arguments[name] = ["".join(map(text_of, turns[-1:])) for turns in conversations]
         values = self.function(**arguments)
-        return [*values] if isinstance(values, Iterator) else values  # a generator fails only when it is read
+        return [*values] if isinstance(values, Iterator) else values  # a generator fails only when read
 
     def _find_failure(self, columns: dict[str, list], callbacks: dict[str, Any], prefixes: list[str]) -> str:
-        """Call the function per completion, and describe the first failure."""
+        """Call the function with single completions, and describe the first failure."""
         for i, (prefix, text) in enumerate(zip(prefixes, columns["completions"], strict=True)):
             try:
                 self._values({name: [values[i]] for name, values in columns.items()}, callbacks | QUIET)
@@ -203,7 +203,7 @@ def required_columns(rewards: Iterable[Reward]) -> list[str]:
 
 
 def checked_values(name: str, values, completions: list[str], prefixes: list[str]) -> list[float]:
-    """Convert the returned values to floats, None to NaN."""
+    """Convert values returned by a reward to floats, None to NaN."""
     try:
         if isinstance(values, dict | set | str):
             raise TypeError
@@ -236,7 +236,8 @@ def plain_value(value: Any) -> float | str | None:
 def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
     """Log one value per completion, like TRL's log_extra(column, values).
 
-    Column "why" has reasons per reward, such as {"format": "no <answer>"}. Values without a JSON type become strings.
+    Column "why" has one value per reward, such as {"format": "no <answer>"}. Values without a JSON type become
+    strings.
     """
     if len(values) != len(extras):
         raise UserError(

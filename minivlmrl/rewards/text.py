@@ -5,7 +5,7 @@ A reward is a function with TRL's signature, and returns one number per completi
     def brevity(completions, **columns):    # all completions, and their row columns
         return [1.0 if len(c) < 100 else 0.0 for c in completions]
 
-None = not scored: a completion with only None has advantage 0, and does not count in the group mean.
+None = not scored: a completion with None from all rewards has advantage 0, and does not count in the group mean.
 
 log_extra("why", reasons) logs reasons, one string or None per completion.
 """
@@ -61,11 +61,11 @@ def accuracy(
 ) -> list[float | None]:
     """Return 1.0 for answers that equal the solution, else 0.0.
 
-    Case, repeated whitespace and final periods do not count; JSON objects and lists are compared by value. Rows without
+    Case, repeated whitespace and final periods are ignored; JSON objects and lists are compared by value. Rows without
     a solution get None.
 
     Raises:
-        UserError: the solution is an object, or a list with other values than numbers.
+        UserError: the solution is an object, or a list that contains more than numbers.
     """
     rewards = []
     reasons = []
@@ -88,7 +88,7 @@ def accuracy(
 
 
 def same_json(answer: str, expected: str) -> bool:
-    """Return True for the same JSON object or list, in any key order."""
+    """Return True if both are the same JSON object or list, in any key order."""
     try:
         value = read_json(expected)
         return isinstance(value, dict | list) and same_value(read_json(answer), value)
@@ -138,7 +138,7 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
             for its last line.
     """
     if where == "tags":
-        # a regular expression would take quadratic time for many <answer> tags
+        # with many <answer> tags, a regular expression would take quadratic time
         for closed in reversed(completion.split("</answer>")[:-1]):
             _, tag, answer = closed.partition("<answer>")
             if tag:
