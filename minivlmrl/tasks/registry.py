@@ -1,4 +1,4 @@
-"""Registry of tasks, which generate their own datasets; recipes/fashion.py is an example."""
+"""Registry for tasks with generated datasets; recipes/fashion.py is an example."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,19 +7,19 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.errors import error_context, require
 
-# rows per generated dataset, so many that training never repeats a row
+# rows per generated dataset: enough to never repeat a row in training
 FRESH_ROWS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task: generated datasets, tokenizer and chance accuracy."""
+    """A task: functions for datasets and tokenizer, and chance accuracy."""
 
-    # function (recipe section `data`, seed) -> {kind of rows: training rows}, held-out rows (the same for all seeds).
-    # run/datasets.py lists the kinds of rows. Other parameters are task options, such as pairs in "shapes(pairs=8)".
+    # function (recipe section `data`, seed) -> {"demonstrations", "pairs" or "prompts": training rows}, held-out rows
+    # (equal for all seeds). More parameters are task options, such as pairs in "shapes(pairs=8)".
     datasets: Callable[..., tuple[dict[str, Dataset], Dataset]]
     tokenizer: Callable[[], Tokenizer]  # trains a small tokenizer on all text in the task
-    chance: float  # accuracy of guessing without the image
+    chance: float  # accuracy when guessing without the image
 
 
 # {task name: Task or "module:NAME"}; scripts may add tasks

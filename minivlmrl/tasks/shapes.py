@@ -38,9 +38,9 @@ OBJECT_SIZES = (32, 52)  # smallest and largest object width in pixels
 
 @dataclass
 class Shapes(Sequence[Row]):
-    """Dataset that draws images on access, from seed and row index.
+    """Dataset with images drawn on access, from seed and row index.
 
-    Columns `solution` and `chosen` are always correct; make_rejected makes `rejected`.
+    Columns `solution` and `chosen` are always correct; `rejected` is wrong.
     """
 
     size: int
@@ -54,7 +54,7 @@ class Shapes(Sequence[Row]):
         return self.size
 
     def __getitem__(self, index: int) -> Row:
-        index = range(self.size)[index]  # IndexError from range ends iteration over the dataset
+        index = range(self.size)[index]  # range raises IndexError at the end, which stops iteration
         rng = random.Random(f"shapes/{self.seed}/{index}")
         label = rng.choice(LABELS)
         image = draw_picture(label, rng)
@@ -95,7 +95,7 @@ def draw_picture(label: str, rng: random.Random) -> PIL.Image.Image:
     left = rng.randint(0, SIZE - side)
     top = rng.randint(0, SIZE - side)
     color, shape = label.split()
-    right = left + side - 1  # PIL includes the right and bottom pixels
+    right = left + side - 1  # PIL also draws the right and bottom pixels
     bottom = top + side - 1
     pen = PIL.ImageDraw.Draw(image)
     if shape == "triangle":
@@ -121,9 +121,9 @@ def datasets(
     """Build training rows for all stages, and held-out rows.
 
     Args:
-        demonstrations: number of SFT rows.
+        demonstrations: SFT rows.
         wrong_demonstrations: fraction of SFT rows with a random label.
-        pairs: number of DPO and reward model rows.
+        pairs: rows for DPO and the reward model.
     """
     rows = partial(Shapes, prompt_template=data.prompt_template, system_prompt=data.system_prompt)
     training: dict[str, Dataset] = {
