@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     parity: ModuleType  # minivlmrl.extras.parity, if extras/ exists
 
-__version__ = "0.6.0"  # pyproject.toml reads this line
+__version__ = "0.6.0"  # package version, read by pyproject.toml
 __all__ = [
     "LossNormalizer",
     "__version__",

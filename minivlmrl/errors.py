@@ -14,12 +14,12 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent
 # folders with minivlmrl's own code
 OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kernels", "recipes"))
-# folders without UserError: they import only torch, and raise ValueError
+# code that imports only torch, and raises ValueError instead of UserError
 TORCH_ONLY = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in ("minivlmrl/losses", "minivlmrl/kernels", "kernels"))
 # Python files named in recipes as `file.py:name`
 USER_FILES: set[str] = set()
 
-# shortened in messages: quoted strings from 80 characters, words from 500
+# messages shorten quoted strings from 80 characters, and words from 500
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
 
 MAX_MESSAGE = 600  # maximum error message length, in characters
@@ -35,12 +35,12 @@ class UserError(ValueError):
 
 
 class error_context(AbstractContextManager):
-    """Put a file, row or field before a ValueError in the `with` block, as a UserError.
+    """Convert a ValueError in the `with` block to a UserError that begins with a file, row or field.
 
-    Other exceptions get a note.
+    Other exceptions get the place as a note.
     """
 
-    # a class, because contextlib.contextmanager is slower, and every data row needs it
+    # not a contextlib.contextmanager, which is slower: used for every data row
     def __init__(self, where: str | Path):
         self.where = where
 
@@ -53,9 +53,9 @@ class error_context(AbstractContextManager):
 
 
 def user_error_message(error: BaseException) -> str | None:
-    """Return a one-line message, or None for an error with a traceback.
+    """Return a one-line message, or None if the traceback should be printed.
 
-    UserError, OSError and out-of-memory errors need no traceback, unless user code raised them.
+    UserError, OSError and out-of-memory errors have no traceback, unless user code raised them.
     """
     if is_out_of_memory(error):
         size = f" ({truncate_message(str(error).splitlines()[0])})" if str(error) else ""
@@ -69,12 +69,12 @@ def user_error_message(error: BaseException) -> str | None:
         return None
     message = "; ".join([str(error), *getattr(error, "__notes__", ())])
     line = " ".join(message.split())
-    is_path = isinstance(error, OSError) and len(line) < 500  # truncation could drop the file name
+    is_path = isinstance(error, OSError) and len(line) < 500  # truncation could remove the file name
     return line if is_path else truncate_message(line)
 
 
 def user_code(error: BaseException) -> str:
-    """Describe where a user's file raised an error, such as "mine.py:3, in f: return x[0]".
+    """Describe where user code raised an error, such as "mine.py:3, in f: return x[0]".
 
     Return "" if minivlmrl raised the error, even when called from user code.
     """
@@ -111,14 +111,14 @@ def invalid_value(name: str, value: Any, expected: str) -> UserError:
 
 
 def truncate_message(error: str | Exception) -> str:
-    """Shorten long strings in a message, such as base64 images, then the message itself."""
+    """Shorten long strings in a message, such as base64 images; if needed, shorten the message."""
     text = str(error)
     if len(text) > 10**6:  # regular expressions are slow on long strings
         text = f"{text[:500_000]} ... {text[-500_000:]}"
     text = LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", text)
     if len(text) <= MAX_MESSAGE:
         return text
-    # the end says how to fix the error
+    # keep the end, which says how to fix the error
     return f"{text[: MAX_MESSAGE // 2]} ... {text[-MAX_MESSAGE // 2 + 5 :]}"
 
 
@@ -132,7 +132,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @contextmanager
 def error_phase(name: str, rows: Sequence = ()) -> Iterator[None]:
-    """Add a training phase, such as "forward", to errors raised in the `with` block; the innermost phase wins.
+    """Add a training phase, such as "forward", to errors raised in the `with` block; inner blocks take precedence.
 
     Args:
         rows: dataset rows used in the block; the message names the longest row.
@@ -180,6 +180,6 @@ def did_you_mean(name: str, names: Iterable[str], write: Callable[[str], str] = 
     """
     names = [*names]
     near = difflib.get_close_matches(name.lower(), names, 2, SIMILAR)
-    if "_" in name and not near:  # short for a longer name: old_logps for old_per_token_logps
+    if "_" in name and not near:  # also suggest long names: old_per_token_logps for old_logps
         near = [known for known in names if {*name.split("_")} <= {*known.split("_")}][:2]
     return f"; did you mean {' or '.join(map(write, near))}?" if near else ""

@@ -22,7 +22,7 @@ ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD_FILE = "score.safetensors"  # value head weights, in the same folder as the backbone
 ADAPTER_CONFIG = "adapter/adapter_config.json"
 RUN_CONFIG = "config.yaml"  # all run options, saved in output_dir
-# generation options, saved beside the weights
+# generation options, saved with the weights
 INFERENCE_CONFIG = "minivlmrl.yaml"
 
 
@@ -72,7 +72,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path):
     """Write a safetensors file with default permissions; save_file would set 0600."""
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 requires `format`
+    save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 requires the metadata key `format`
     path.chmod(mode)
 
 
@@ -89,7 +89,7 @@ def digest(parts: Iterable) -> str:
 
 
 def file_to_write(path: str | Path) -> Path:
-    """Return the path given as --out, and create its parent folder.
+    """Return the output file given as --out, and create its folder.
 
     Raises:
         UserError: the path is a folder.
@@ -127,7 +127,7 @@ def unchanged(*folders: str | Path, since: dict[Path, tuple[int, ...]] | None = 
     """Raise UserError if files are replaced during the `with` block.
 
     Args:
-        since: earlier result of file_stamps, None = take stamps at block start.
+        since: earlier result of file_stamps, None = from the start of the block.
     """
     since = file_stamps(*folders) if since is None else since
     try:
@@ -143,7 +143,7 @@ def unchanged(*folders: str | Path, since: dict[Path, tuple[int, ...]] | None = 
 
 @contextmanager
 def replacing(folder: str | Path) -> Iterator[Path]:
-    """Yield a new, empty folder that replaces `folder` if the `with` block succeeds.
+    """Yield a new, empty folder, which replaces `folder` if the `with` block succeeds.
 
     Example: a new checkpoint is written to checkpoint.partial. At the end, `checkpoint` becomes checkpoint.replaced,
     and checkpoint.partial becomes `checkpoint`. If a crash leaves no `checkpoint`, checkpoint.replaced is loaded.
@@ -172,7 +172,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
             folder.rename(replaced)
         new.rename(folder)
     except BaseException as error:
-        remove(new)  # free disk space, because the disk may be full
+        remove(new)  # free disk space: the disk may be full
         if replaced.is_dir() and not folder.exists():
             replaced.rename(folder)
         if isinstance(error, OSError | SafetensorError):

@@ -19,20 +19,20 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
     Args:
         decode: function that parses the string, called with `arguments`.
     Raises:
-        UserError: not JSON, or nested too deeply.
+        UserError: invalid JSON, or nested too deeply.
     """
     try:
         return decode(text.decode() if isinstance(text, bytes) else text, *arguments)
     except (ValueError, RecursionError) as error:
-        where = str(error).replace("line 1 column", "column")  # "line 1" would be wrong in JSON lines
+        where = str(error).replace("line 1 column", "column")  # for JSON lines, "line 1" would be wrong
         raise UserError(f"the text is not valid JSON ({where})") from error
 
 
 def check_surrogates(text: str, content: Any):
-    """Raise UserError for an unpaired surrogate such as \\ud800, which is valid JSON but cannot be encoded as UTF-8.
+    """Raise UserError for an unpaired surrogate such as \\ud800, which is valid in JSON but cannot be encoded as UTF-8.
 
     Args:
-        content: parsed value of `text`.
+        content: value parsed from `text`.
     """
     if SURROGATE.search(text):
         parse_json(json.dumps(content, ensure_ascii=False), str.encode)

@@ -1,4 +1,4 @@
-"""Import modules from extras/, a folder that may be deleted."""
+"""Import modules from extras/, a folder that users may delete."""
 
 from importlib import import_module
 from pathlib import Path
