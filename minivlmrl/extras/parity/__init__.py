@@ -1,4 +1,4 @@
-"""Check your loss, or a step of your trainer: `parity` recomputes it and names mistakes.
+"""Check your loss function, or a step recorded from your trainer: `parity` recomputes it and names mistakes.
 
 names.py lists the known mistakes.
 

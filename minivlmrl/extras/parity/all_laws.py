@@ -1,6 +1,6 @@
-"""Check laws, properties of every correct loss, without recorded numbers or a reference loss.
+"""Check a loss function against laws, which hold for any correct loss: "padding changes nothing".
 
-Example: padding changes nothing. Small batches come first, so a finding shows the smallest batch with the error.
+Laws need no reference loss. Small batches come first, so a finding shows the smallest batch with the error.
 
     all losses       NaN, masked tokens, padding, row order, micro-batches       common_laws.py
     policy losses    advantages, ratios and their bounds, averages, KL           policy_laws.py
@@ -24,9 +24,7 @@ NEEDS = POLICY_NEEDS | DPO_NEEDS
 
 @dataclass
 class LawReport:
-    """Result of checking a loss."""
-
-    findings: dict[str, list[Finding]]  # by tested law
+    findings: dict[str, list[Finding]]  # {law: findings}, [] if the law holds
 
     def sentences(self, kind: str) -> list[str]:
         return [finding.says for found in self.findings.values() for finding in found if finding.kind == kind]
@@ -55,7 +53,7 @@ class LawReport:
 
 
 def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options) -> int:
-    """Check a loss against laws; return how many were tested.
+    """Check a loss function against laws; return how many laws were tested.
 
     Args:
         my_loss: loss function, see `check`.
@@ -65,7 +63,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
         options: loss options, such as loss_type="dapo", which also checks its average and bounds.
 
     Raises:
-        AssertionError: laws are broken; the message describes each one with the smallest batch.
+        AssertionError: the loss breaks laws; the message shows them, with the smallest batch for each.
         ValueError: `kind` or an option is unknown, or the loss does not return a scalar tensor.
     """
     __tracebackhide__ = True
@@ -78,7 +76,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
 def examine(
     my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options
 ) -> LawReport:
-    """Like `laws`, but return a report with notes and untested laws."""
+    """Check a loss like `laws`, but return a report, which also has notes and untested laws."""
     if kind not in LAWS:
         raise UserError(f"kind is {kind!r}, but it must be one of {', '.join(LAWS)}")
     for name in options:
@@ -94,6 +92,6 @@ def examine(
     for law in with_bar("laws", [*COMMON_LAWS, *LAWS[kind]]):
         needs = {needed.__name__ for needed in NEEDS.get(law, ())}
         if needs & set(report.laws_with("broken", "not tested")):
-            continue  # an earlier finding already covers this law
+            continue  # skip: a law needed by this one is broken or not tested
         report.findings[law.__name__] = list(law(loss))
     return report

@@ -13,7 +13,7 @@ from minivlmrl.extras.parity.step import read
 
 
 def assert_step(folder):
-    """Assert equal recorded and recomputed numbers for a step.
+    """Assert that the numbers in a recorded step equal recomputed ones.
 
     Raises ValueError if the folder does not contain a step, or nothing could be compared.
     """
@@ -23,26 +23,26 @@ def assert_step(folder):
 
 
 def assert_split_invariant(gradients, rows: int, tolerance: float = 1e-6, sizes=None):
-    """Assert equal gradients for all splits into micro-batches, or ranks.
+    """Assert equal gradients however a step is split into micro-batches, or ranks.
 
     Args:
         gradients: function (list of row indices per part) -> {name: tensor}, accumulated as in your trainer.
         rows: number of rows in the step, at least 2.
         tolerance: maximum difference, relative to the largest gradient of the whole step.
-        sizes: numbers of parts, default 2, rows - 1 and rows.
+        sizes: part counts to test, default 2, rows - 1 and rows.
     """
     __tracebackhide__ = True
     assert rows > 1, f"rows is {rows}, but at least 2 rows are needed to compare different splits"
 
     def split(parts: int) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
-        """Split the rows, as in [[0, 2, 4], [1, 3]]; return the parts and their gradients."""
+        """Split row indices, as in [[0, 2, 4], [1, 3]]; return the parts and the accumulated gradients."""
         indices = [list(range(part, rows, parts)) for part in range(parts)]
         return indices, {name: torch.as_tensor(x).double() for name, x in gradients(indices).items()}
 
     _, whole_gradients = split(1)
     unit = max(gaps(x, 0.0, 1.0).max() for x in whole_gradients.values())
     assert unit > 0, "all gradients are zero, so nothing was compared; use rows with a nonzero loss"
-    # 8 rows in 7 parts: one part has two rows, so equal weights for parts change the gradient
+    # rows - 1 parts: one has two rows, so equal weights for all parts change the gradient
     for size in sizes or (2, rows - 1, rows):
         parts, split_gradients = split(size)
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())
@@ -89,12 +89,12 @@ def accumulated(gradient: Callable, batch: dict[str, torch.Tensor], parts: list[
 
 
 def assert_step_split_invariant(folder, my_loss: Callable, tolerance: float = 1e-6):
-    """Assert equal gradients of a loss for all splits of a recorded GRPO step into micro-batches.
+    """Assert equal loss gradients however a recorded GRPO step is split into micro-batches.
 
-    1, 2, n - 1 and n micro-batches must give the same gradient sum, or the same mean over rows.
+    1, 2, n - 1 and n micro-batches for n rows must give the same gradient sum, or row-weighted mean.
 
     Args:
-        my_loss: loss as in `check`, called with whole_step=False and the totals for the step.
+        my_loss: loss function as in `check`, called with whole_step=False and the token count for the whole step.
     """
     __tracebackhide__ = True
     d = read(folder)

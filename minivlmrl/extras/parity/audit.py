@@ -1,6 +1,6 @@
-"""Recompute a recorded optimizer step, and explain differences with bugs.
+"""Recompute a recorded optimizer step, and explain wrong numbers by known trainer bugs.
 
-The loss is recomputed from recorded advantages, even wrong ones.
+Stages start from recorded numbers: the loss is recomputed from the recorded advantages, even if they are wrong.
 """
 
 import math
@@ -27,22 +27,22 @@ from minivlmrl.extras.parity.search import (
 )
 from minivlmrl.extras.parity.step import DAMAGES, Dump, read
 
-# stages to pass before a stage is compared
+# {stage: skipped if one of these stages differs}
 WITHOUT = {"mask": {"tokens"}, "gradients": {"logps"}}
-SECONDS = 30.0  # search time per stage, for the command `parity`
+SECONDS = 30.0  # time limit for the bug search in a stage
 
 
 @dataclass
 class Finding:
-    """Result for one stage, such as the loss or the gradients."""
+    """Comparison result for one stage, such as the loss."""
 
     stage: str
     error: float
     numbers: int
-    where: Sequence[str] = ()  # number of differences, then examples
+    where: Sequence[str] = ()  # wrong-number counts, then examples
     explained: Sequence[Bug] = ()
-    again: bool = False  # same bug as in an earlier stage
-    groups: int = 0  # rows or groups with wrong numbers
+    again: bool = False  # explained by a bug found in an earlier stage
+    groups: int = 0  # count: rows with wrong numbers; for advantages, groups
     has_ended: bool = False  # search time limit reached
 
     @property
@@ -50,7 +50,7 @@ class Finding:
         return self.error <= TOLERANCE
 
     def doubts(self) -> list[str]:
-        """Return warnings, for example about several bugs with the same numbers."""
+        """Return warnings, for example if several bugs explain the same wrong numbers."""
         if self.ok or self.again:
             return []
         unit = "group of completions" if self.stage == "advantages" else "row"
@@ -66,9 +66,7 @@ class Finding:
 def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
     """Recompute a step stage by stage, and compare with the recorded numbers.
 
-    seconds: search limit per stage, in CPU seconds.
-
-    Raises ValueError if a tensor or field has a wrong type or shape.
+    seconds: time limit for the bug search per stage, in CPU seconds.
     """
     findings = []
     for name, stage in STAGES.items():
@@ -94,15 +92,15 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
         finding.groups = count_groups(name, answer, d)
         look_for_bugs(finding, d, differing, seconds)
         if name == "tokens":
-            d.sampled = None  # token ids differ, so sampled ids cannot be aligned
+            d.sampled = None  # later stages cannot align sampled ids with wrong token ids
     return findings
 
 
 def look_for_bugs(finding: Finding, d: Dump, differing: dict[str, Finding], seconds: float = math.inf):
-    """Search for bugs behind wrong numbers in a stage."""
+    """Search for known bugs that explain wrong numbers in a stage."""
     names = names_of(finding.stage, d)
     for earlier in differing.values():
-        # first bugs from earlier stages: one bug is likelier than two
+        # first try bugs found in earlier stages: one bug is likelier than two
         known = [bug for bug in earlier.explained if names & bug.of.stage_names()]
         finding.explained = [again for bug in known for again in fits(finding.stage, d, bug)]
         if finding.explained:
@@ -115,7 +113,7 @@ def look_for_bugs(finding: Finding, d: Dump, differing: dict[str, Finding], seco
 
 
 def where(answer: dict) -> list[str]:
-    """Describe differences, with at most 4 examples per tensor."""
+    """Count wrong numbers per tensor, and show at most 4 examples."""
     wrong_counts = []
     lines = []
     for name, (theirs, ours, unit) in answer.items():
@@ -134,7 +132,6 @@ def where(answer: dict) -> list[str]:
 
 
 def report(findings: list[Finding], d: Dump) -> str:
-    """Format the findings for the terminal."""
     lines = []
     for finding in findings:
         lines += finding_lines(finding)
@@ -184,7 +181,7 @@ def not_in_step(findings: list[Finding]) -> list[str]:
 def checked(folder, seconds: float = math.inf) -> tuple[list[Finding], Dump]:
     """Read a recorded step from a folder, and compare it with recomputed numbers.
 
-    Raises ValueError if the folder does not contain a valid step, or no number can be compared.
+    Raises ValueError if the step is not valid, or no number can be compared.
     """
     d = read(folder)
     with error_context(folder):
@@ -199,7 +196,7 @@ def checked(folder, seconds: float = math.inf) -> tuple[list[Finding], Dump]:
 
 
 def as_json(findings: list[Finding], d: Dump) -> dict:
-    """Return results by stage as a JSON object; later versions may only add fields."""
+    """Convert findings to a JSON object; later versions may only add fields."""
     stages = []
     for finding in findings:
         explained = []

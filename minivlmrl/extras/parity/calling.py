@@ -11,11 +11,11 @@ from minivlmrl.config.loss_forms import takes_batch
 from minivlmrl.errors import UserError, truncate
 from minivlmrl.losses.grpo import LossNormalizer
 
-OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # case options unknown to grpo_loss
+OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options that grpo_loss does not accept
 
 
 class Arguments(dict):
-    """Dict of loss arguments; `read` collects the names of read arguments."""
+    """Dict for loss arguments; adds the names that the loss uses to `read`."""
 
     def __init__(self, values: dict, read: set[str]):
         super().__init__(values)
@@ -47,11 +47,8 @@ def loss_and_gradient(
     """Return the scalar loss and its gradient with respect to per_token_logps, both detached.
 
     Args:
-        my_loss: loss in a form from config/loss_forms.py.
-        read: collects the names of read tensors and options.
-
-    Raises:
-        ValueError: `my_loss` does not return a scalar tensor.
+        my_loss: function (batch, options), or one like grpo_loss (config/loss_forms.py).
+        read: set; the names used by the loss are added.
     """
     logps = batch["per_token_logps"].detach().requires_grad_()
     # copies: the loss may change its arguments in place
@@ -62,15 +59,15 @@ def loss_and_gradient(
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
         error.add_note(f"my_loss got a batch of kind={options['kind']}: {shapes}; kinds: grpo, dpo, sft (--only kind=)")
         raise
-    # + 0 * logps: autograd would fail for a loss without a gradient
+    # + 0 * logps: autograd would fail for a loss that does not use logps
     [gradient] = torch.autograd.grad(loss + 0 * logps.sum(), logps)
     return loss.detach(), gradient
 
 
 def call(my_loss: Callable, batch: dict, options: dict) -> Any:
-    """Call a loss in a form from config/loss_forms.py, and drop its metrics.
+    """Call a loss function (batch, options), or one like grpo_loss; drop its metrics.
 
-    As in training, a loss like grpo_loss gets only arguments for its parameters.
+    As in training, a loss like grpo_loss gets only the arguments in its signature.
     """
     if "advantages" not in batch or takes_batch(my_loss):
         returned = my_loss(batch, options)
@@ -85,7 +82,7 @@ def call(my_loss: Callable, batch: dict, options: dict) -> Any:
             given["normalizer"] = LossNormalizer(len(batch["mask"]), options["tokens"], length)
         returned = my_loss(batch["per_token_logps"], batch["advantages"], batch["mask"], **given)
     match returned:
-        case [loss, {}]:  # loss and metrics
+        case [loss, {}]:  # my_loss returned (loss, metrics)
             returned = loss
     if getattr(returned, "shape", None) != ():
         raise UserError(f"my_loss returned {truncate(returned, 60)}, but it must return a tensor of shape ()")

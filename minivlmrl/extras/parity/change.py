@@ -9,7 +9,7 @@ from minivlmrl.extras.parity.names import SCOPES
 
 
 class Values:
-    """Argument `s` in formulas such as `lambda s: s.x / 2`, which halves the correct value s.x.
+    """Argument `s` of a bug formula: `lambda s: s.x / 2` halves the correct value s.x.
 
     Attributes are looked up in `values`, `place`, `place.options` and `step`, in this order.
     """
@@ -34,7 +34,7 @@ class Change(dict):
         self.d = d
 
     def __call__(self, name: str, x: Any, place=None, **values) -> Any:
-        """Return the quantity `name` of a trainer with the bug; `x` is the correct value.
+        """Return the value in a trainer with the bug for `name`, such as "rewards"; `x` is the correct value.
 
         Replacements:
             - a value;
@@ -54,7 +54,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, **values)) if callable(deviation) else deviation
 
     def inside(self, use: str) -> "Change":
-        """Return self if the bug applies in the computation `use`, else an empty Change."""
+        """Return self if the bug applies in a computation such as "the KL", else an empty Change."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):
@@ -79,7 +79,7 @@ def composed(first: Any, then: Any) -> Any:
 
 
 def with_number(replacement: Any, c: float) -> Any:
-    """Insert the fitted number c into a value or formula."""
+    """Insert a fitted number c, such as a clip bound, into a wrong value or formula."""
     if not callable(replacement):
         return c if replacement == "{c}" else replacement
 

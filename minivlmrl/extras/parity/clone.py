@@ -1,7 +1,7 @@
 """Check losses in another project's code: `minivlmrl parity FOLDER` or `minivlmrl parity FOLDER:NAME`.
 
-Possible losses take log-probs and advantages, or sums of chosen and rejected log-probs. Arguments are recognized by
-name and passed in common layouts. Executed code: see compile_alone.py.
+A function is checked if it has arguments for log-probs and advantages, or for summed log-probs of chosen and rejected
+answers, recognized by name. Several tensor shapes are tried. compile_alone.py says which code runs.
 """
 
 import ast
@@ -22,13 +22,13 @@ from minivlmrl.extras.parity.frameworks import FRAMEWORKS, as_torch
 from minivlmrl.extras.parity.loss import SETTINGS, CloseLoss, cases, closest_losses, compare, judge
 
 TOLERANCE = 1e-5  # many projects compute in float32
-TRIED = 2  # closest TRL losses to compare a function with
-# (advantage shape, boolean mask); the last three only if the first two do not fit
+TRIED = 2  # number of TRL losses to compare a function with, closest first
+# (advantage shape, boolean mask); the last three are tried only if the first two fail
 LAYOUTS = (("tokens", False), ("rows", False), ("tokens", True), ("rows", True), ("column", False))
 
 LOGPS = r"log_?p(?!ol)|log_?prob"
 EPSILON = r"(eps|epsilon|clip|clip_?eps(ilon)?|clip_?range(_ratio)?|clip_?ratio|clip_?param|epsilon_clip|eps_clip)"
-# regex for argument, attribute and key names -> meaning; the first match counts
+# (regex for argument, attribute and key names, meaning); the first match counts
 TENSORS = (
     (r"estimat|norm|type|entrop|topk|teacher|student|reward|value|return|level", None),
     (rf"(?=.*ref)(?=.*chosen)({LOGPS}|ref)", "ref_chosen"),
@@ -54,7 +54,7 @@ NUMBERS = (
     (r"max_.*len|loss_scale_factor", "max_completion_length"),
 )
 CONFIGS = r"config|cfg|args|^policy_loss$"
-# values for project-specific settings
+# values for settings that only some projects have
 OTHERS = {"temperature": 1.0, "clip_ratio_c": 3.0, "clip_ratio_dual": 3.0}
 OTHERS |= dict.fromkeys(("tau_pos", "tau_positive"), 1.0) | dict.fromkeys(("tau_neg", "tau_negative"), 1.05)
 OTHERS |= {"loss_agg_mode": "token-mean", "kl_estimator": "k3", "importance_sampling_level": "token"}
@@ -65,7 +65,7 @@ def meaning(name: str, table: tuple) -> str | None:
 
 
 class Answers:
-    """Stand-in for a config, batch or trainer; looks up values by name, None if unknown."""
+    """Stand-in for a config, batch or trainer argument; attributes and keys get values by name, None if unknown."""
 
     def __init__(self, case: "Case"):
         vars(self)["_case"] = case
@@ -88,7 +88,7 @@ class Answers:
 
 @dataclass
 class Case:
-    """Test case whose advantages and mask have one of the LAYOUTS."""
+    """Test case with advantages and mask in one layout, such as advantages (B, 1) and a boolean mask."""
 
     batch: dict
     options: dict
@@ -96,13 +96,13 @@ class Case:
     has_bool_mask: bool
 
     def by_name(self, name: str, logps: str = "old"):
-        """Return the value for a name, or None; ambiguous log-prob names mean `logps`."""
+        """Return the value for an argument name, or None; `logps`: what "log_probs" means, "logps" or "old"."""
         tensor = meaning(name, TENSORS)
         if tensor:
             return self.tensor(logps if tensor == "logps" else tensor)
         if re.search(CONFIGS, name):
             return Answers(self)
-        if name == "global_batch_info":  # verl's divisors for the whole step
+        if name == "global_batch_info":  # dict with loss divisors for the whole step, in verl
             return {"batch_num_tokens": self.options.get("tokens"), "global_batch_size": len(self.batch["mask"])}
         number = meaning(name, NUMBERS)
         return self.options.get(number) if number else OTHERS.get(name)
@@ -125,7 +125,7 @@ class Case:
 
 @dataclass
 class Candidate:
-    """Possible loss: a function, or a method of the class `owner`."""
+    """Function or method that may be a loss; `owner`: class name, "" for a function."""
 
     names: Names
     node: ast.FunctionDef
@@ -153,7 +153,7 @@ class Candidate:
         return getattr(instance, self.node.name)
 
     def loss(self, layout: tuple[str, bool]) -> Callable:
-        """Return a loss (batch, options), which calls the function with arguments in this layout."""
+        """Wrap the candidate as a loss function (batch, options), with arguments in this layout."""
         choices = {x.arg: first_choice(x) for x in ast.walk(self.node.args) if isinstance(x, ast.arg)}
 
         def loss(batch: dict, options: dict):
@@ -166,7 +166,7 @@ class Candidate:
                     continue
                 x = case.by_name(name, logps)
                 if meaning(name, TENSORS) == "logps":
-                    logps = "old"  # policy log-probs come first, then the old policy's
+                    logps = "old"  # a second such argument has old log-probs
                 if x is None and parameter.default is parameter.empty:
                     x = Answers(case) if choices.get(name) is None else choices[name]
                 if x is not None:
@@ -177,7 +177,7 @@ class Candidate:
 
 
 def first_choice(argument: ast.arg) -> str | int | None:
-    """Choose an argument: 0 for a number, "token" for Literal["token", "seq"]."""
+    """Choose a value for an unknown argument: 0 for a number, "token" for Literal["token", "seq"]."""
     annotation = ast.unparse(argument.annotation) if argument.annotation else ""
     if annotation in ("float", "int", "bool"):
         return 0
@@ -186,7 +186,7 @@ def first_choice(argument: ast.arg) -> str | int | None:
 
 
 def scalar(result, mask, options: dict):
-    """Extract the loss from a return value; token losses are averaged as in dapo."""
+    """Extract the scalar loss from a return value; token losses are averaged as in dapo."""
     while isinstance(result, tuple | list):
         result = result[0]
     if isinstance(result, dict):
@@ -197,7 +197,6 @@ def scalar(result, mask, options: dict):
 
 
 def candidates(clone: Clone) -> Iterator[Candidate]:
-    """Yield functions and methods with a loss's parameters."""
     for names in clone.files:
         for node in names.tree.body:
             methods = node.body if isinstance(node, ast.ClassDef) else [node]
@@ -208,7 +207,7 @@ def candidates(clone: Clone) -> Iterator[Candidate]:
 
 
 def kind_of(node: ast.FunctionDef) -> str | None:
-    """Return the likely loss kind: grpo, dpo or None."""
+    """Guess the loss kind of a function: grpo, dpo or None."""
     arguments = {x.arg for x in ast.walk(node.args) if isinstance(x, ast.arg)}
     attributes = set()
     for x in ast.walk(node):
@@ -227,8 +226,6 @@ def kind_of(node: ast.FunctionDef) -> str | None:
 
 @dataclass
 class Audited:
-    """Result of checking one function."""
-
     candidate: Candidate
     result: str  # agrees, design, mistake, broken law, differs, not bound (error)
     says: str
@@ -238,7 +235,7 @@ class Audited:
 
 
 def audit_clone(folder: Path, name: str = "") -> Iterator[Audited]:
-    """Compare functions in a folder with TRL losses; `name`: part of the function names."""
+    """Compare functions in a folder with TRL losses, only those with `name` in their names."""
     for candidate in candidates(Clone(folder)):
         if name in candidate.node.name:
             with contextlib.redirect_stdout(open(os.devnull, "w")):
@@ -281,7 +278,7 @@ def audit_candidate(candidate: Candidate) -> Audited:
 
 
 def close_losses(candidate: Candidate, layout: tuple[str, bool]) -> list[CloseLoss]:
-    """Sort TRL's losses by distance to the candidate, closest first."""
+    """Compare a candidate with TRL losses; return them, the closest first."""
     loss = Examined(as_torch(candidate.loss(layout), candidate.framework), candidate.kind, {})
     slope = loss.gradient(random_batch(candidate.kind, MASKS[5]))
     if not (slope.isfinite().all() and slope.any()):
@@ -297,14 +294,14 @@ def close_losses(candidate: Candidate, layout: tuple[str, bool]) -> list[CloseLo
 
 
 def is_named(candidate: Candidate, options: dict) -> bool:
-    """Return whether a function or class is named after a loss, such as cispo."""
+    """Return whether the function or class name contains the loss name, such as cispo."""
     level = options.get("importance_sampling_level")
     name = "gspo" if level == "sequence" else options["loss_type"]
     return name.replace("_", "") in f"{candidate.owner} {candidate.node.name}".lower().replace("_", "")
 
 
 def summary(folder: Path, found: list[Audited]) -> str:
-    """Return one line with counts for a folder, for CI."""
+    """Count results in one line for CI, such as "src: 3 functions: 2 agrees, 1 mistake"."""
     counts = sorted(Counter(x.result for x in found).items())
     parts = [f"{count} {result}" for result, count in counts]
     return f"{folder}: {pluralize(len(found), 'function')}: {', '.join(parts)}"

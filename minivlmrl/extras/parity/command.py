@@ -1,6 +1,6 @@
-"""`minivlmrl parity TARGET`: check a loss, a recorded step or the losses in a clone, and name mistakes.
+"""`minivlmrl parity TARGET`: check a loss, a recorded step or the losses in a code folder, and name mistakes.
 
-Exit status: 0 if all numbers agree and all laws hold, 1 if not (for a clone: a mistake or a broken law), 2 if nothing
+Exit status: 0 if all numbers agree and all laws hold, 1 if not (for code: a mistake or a broken law), 2 if nothing
 could be compared.
 """
 
@@ -22,7 +22,6 @@ from minivlmrl.extras.parity.loss import judge
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse arguments; reject options without effect."""
     says = "Check losses against TRL's recorded numbers, or recompute a recorded step of any trainer."
     p = argparse.ArgumentParser("minivlmrl parity", description=says)
     p.add_argument(
@@ -53,7 +52,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def is_code(folder: str) -> bool:
-    """Return True for a folder without a recorded step."""
+    """Return True for a folder that has no recorded step."""
     return Path(folder).is_dir() and not (Path(folder) / "step.json").is_file()
 
 
@@ -71,17 +70,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def check_loss(options: argparse.Namespace) -> int:
-    """Print the verdict on a loss; return the exit status."""
     only = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in options.only)}
     framework = options.framework or "torch"
     only |= {"framework": framework, "tolerance": options.tolerance or 1e-6}
-    with optional_dependency(framework, INSTALL.format(framework)):  # first, because my_loss.py imports the framework
+    with optional_dependency(framework, INSTALL.format(framework)):  # before my_loss.py imports it
         import_module(framework)
     try:
         my_loss = load_name(options.target)
         verdict = examine(my_loss, **only) if options.laws else judge(my_loss, **only)
     except Exception as error:
-        if user_error_message(error) is None:  # an exception in my_loss
+        if user_error_message(error) is None:  # exception raised by my_loss
             traceback.print_exc()
             return 2
         raise
@@ -90,7 +88,6 @@ def check_loss(options: argparse.Namespace) -> int:
 
 
 def check_clone(folder: Path, name: str) -> int:
-    """Check the losses in a code folder, print a line for each; return the exit status."""
     found = []
     for audited in audit_clone(folder, name):
         print(audited, flush=True)

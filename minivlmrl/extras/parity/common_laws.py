@@ -11,7 +11,6 @@ from minivlmrl.extras.parity.examined import MASKS, Examined, Finding, Law, cont
 
 
 def numbers_are_finite(loss: Examined) -> Iterator[Finding]:
-    """Require a finite loss and gradient."""
     for batch, options in loss.batches():
         value, slope = loss(batch, **options)
         if not (value.isfinite() and slope.isfinite().all()):
@@ -26,7 +25,7 @@ def changed_by(loss: Examined, vary: Callable, says: str) -> Iterator[Finding]:
     """Yield a finding if changing a batch with `vary` changes its loss or gradient.
 
     Args:
-        vary: yields (changed batch, function to restore the gradient's layout, description).
+        vary: yields (changed batch, function to undo the change in its gradient, description).
     """
     for batch, options in loss.batches():
         value, slope = loss(batch, **options)
@@ -43,7 +42,6 @@ def changed_by(loss: Examined, vary: Callable, says: str) -> Iterator[Finding]:
 
 
 def masked_tokens_are_inert(loss: Examined) -> Iterator[Finding]:
-    """Require no gradient and no influence of masked tokens."""
     for batch, options in loss.batches():
         slope = loss.gradient(batch, **options)
         if loss.differ(slope * (1 - batch["mask"]), torch.zeros_like(slope)):
@@ -62,7 +60,6 @@ def other_masked_tokens(batch: dict) -> Iterator[tuple]:
 
 
 def padding_changes_nothing(loss: Examined) -> Iterator[Finding]:
-    """Require the same loss with more padding."""
     yield from changed_by(loss, padded, "padding changes the loss")
 
 
@@ -73,7 +70,6 @@ def padded(batch: dict) -> Iterator[tuple]:
 
 
 def rows_have_no_order(loss: Examined) -> Iterator[Finding]:
-    """Require the same loss for any row order."""
     yield from changed_by(loss, in_reverse, "the order of the rows changes the loss")
 
 
@@ -82,12 +78,12 @@ def in_reverse(batch: dict) -> Iterator[tuple]:
 
 
 def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
-    """Require the step gradient as sum or mean of micro-batch gradients.
+    """Require micro-batch gradients with the step gradient as sum or mean.
 
-    Sum: losses divided by a count over the whole step. Mean: losses divided by their own rows.
+    Sum: for losses divided by a count over the whole step. Mean: for losses divided by the rows in the micro-batch.
     """
     if loss.given.get("whole_step"):
-        return  # the user's loss only supports whole steps
+        return  # the user wants only tests with whole steps
     rows = [mask for mask in MASKS if len(mask) > 1]
     for batch, options in loss.batches([*rows, 2 * rows[-1]]):
         step = {"whole_step": False, "tokens": int(batch["mask"].sum())} if loss.kind == "grpo" else {}
@@ -95,7 +91,7 @@ def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
         if not error:
             continue
         says = f"micro-batches change the gradient. Smallest batch: {described(batch, options)}; {error}"
-        # no error without step totals (except DAPO): trainers may weight micro-batches later
+        # only a note if the loss ignores step totals, except DAPO: a trainer may weight micro-batches itself
         parts = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(len(batch["mask"]))]
         reads_totals = any(
             loss.differ(loss.gradient(part, **options), loss.gradient(part, **options, **step)) for part in parts

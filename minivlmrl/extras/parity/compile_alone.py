@@ -1,7 +1,7 @@
 """Compile single functions from another project's code, without importing its files.
 
-Global names resolve to functions, classes and literal constants in the folder, also compiled alone, and to packages in
-IMPORTED. No other code runs.
+A function can use functions, classes and literal constants in the folder, also compiled alone, and packages in
+IMPORTED. No other code in the folder runs.
 """
 
 import __future__
@@ -17,13 +17,13 @@ from types import SimpleNamespace
 from minivlmrl.errors import UserError
 
 IMPORTED = "torch numpy math functools itertools enum typing dataclasses collections contextlib jax mlx __future__"
-DENIED = "open exec eval compile input breakpoint"  # built-ins hidden from functions
+DENIED = "open exec eval compile input breakpoint"  # built-ins that compiled functions cannot use
 KEPT = ("torch.no_grad()", "torch.inference_mode()", "staticmethod", "classmethod")  # decorators to keep
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
 
 
 class Unknown:
-    """Placeholder for a global name not in the folder, such as a logger."""
+    """Placeholder for a global name that the folder does not define, such as a logger."""
 
     def __init__(self, name: str):
         self._name = name
@@ -49,7 +49,7 @@ class Names(dict):
         self.tree = tree
         self.path = path
         self.statements = {}
-        for node in reversed([*walk(tree.body)]):  # reversed: the first definition counts
+        for node in reversed([*walk(tree.body)]):  # reversed: the first definition for a name counts
             self.statements.update(dict.fromkeys(bound_names(node), node))
 
     def __missing__(self, name: str):
@@ -67,7 +67,7 @@ class Names(dict):
 
 
 class ImportedNames(SimpleNamespace):
-    """Stand-in for a module; its attributes are looked up by name in the folder."""
+    """Stand-in for an imported module; its attributes are looked up by name in all files."""
 
     def __getattr__(self, name: str):
         found = [names for names in self.clone.files if isinstance(names.statements.get(name), DEFINITIONS)]
@@ -91,7 +91,7 @@ class Clone:
             path = str(file.relative_to(folder))
             if re.search(r"(^|/)(tests?/|test_|\.)", path):
                 continue
-            with contextlib.suppress(SyntaxError, ValueError):  # skip files for other Python versions
+            with contextlib.suppress(SyntaxError, ValueError):  # skip files that this Python version cannot parse
                 self.files.append(Names(self, ast.parse(file.read_text("utf-8")), path))
 
     def imported(self, name: str, names=None, local=None, fromlist=(), level: int = 0):
@@ -132,7 +132,7 @@ def parsed(text: str) -> ast.expr:
 
 
 def alone(node: ast.stmt) -> ast.stmt:
-    """Copy a definition without annotations, most decorators and base classes, and non-literal defaults."""
+    """Copy a function or class without annotations, most decorators and base classes, and non-literal defaults."""
     [node] = ast.parse(ast.unparse(node)).body
     for x in ast.walk(node):
         if isinstance(x, ast.arg):

@@ -1,4 +1,4 @@
-"""Check dependences of log-probs on tokens and images in a forward pass."""
+"""Check which tokens and images change the log-probs in a forward pass."""
 
 from collections.abc import Callable
 
@@ -22,12 +22,12 @@ def depends(
     tolerance: float = 1e-9,
     only_images: bool = False,
 ) -> list[str]:
-    """Change one token or image at a time, and report wrong changes of log-probs.
+    """Change one token or image at a time, and report log-probs that change wrongly, or do not change.
 
-    A token may change only its own and later log-probs in its document, and must change the next one. An image may
-    change only later log-probs in its document, and must change at least one. The probabilities of all values of a
-    token must add up to 1. `depends` finds leaks between packed documents, rows and the answers in a pair, wrong
-    attention masks, unshifted labels, and unused or exchanged images.
+    A token may affect only its own and later log-probs in its document, and must affect the next one. An image may
+    affect only later log-probs in its document, and must affect at least one. Probabilities must add up to 1 over the
+    vocabulary. `depends` finds leaks between packed documents, rows and the answers in a pair, wrong attention masks,
+    unshifted labels, and unused or exchanged images.
 
     Cost: a forward pass per token and vocabulary entry, so use a tiny model; with only_images=True, a pass per image.
 
@@ -45,7 +45,7 @@ def depends(
         only_images: change only images.
 
     Returns:
-        one sentence per fault, with its first position
+        one sentence per kind of fault, with its first position
 
     Raises:
         ValueError: log-probs or images have wrong shapes.
@@ -76,14 +76,14 @@ def depends(
 
 
 def placeholders(is_picture: Tensor) -> list[tuple[int, int, int]]:
-    """Return (row, first placeholder, last placeholder) per image, in row order."""
+    """Return (row, first placeholder token, last placeholder token) per image, in row order."""
     edges = pad(is_picture.int(), (1, 1)).diff(dim=1)
     firsts, ends = (edges == 1).nonzero().tolist(), (edges == -1).nonzero().tolist()
     return [(row, first, end - 1) for (row, first), (_, end) in zip(firsts, ends, strict=True)]
 
 
 class Forward:
-    """Forward pass to call with changed token ids and images, and its faults."""
+    """Forward pass to call with changed tokens or images; collects faults in the log-probs."""
 
     def __init__(self, logps: Callable[..., Tensor], ids: Tensor, document: Tensor, pictures: tuple, tolerance: float):
         self.logps = logps
@@ -91,8 +91,8 @@ class Forward:
         self.document = document
         self.pictures = pictures
         self.tolerance = tolerance
-        self.faults: dict[str, list[str]] = {}  # places in the batch, by fault description
-        # (B, T) tokens with a log-prob: no padding, no first tokens of documents
+        self.faults: dict[str, list[str]] = {}  # {fault description: places in the batch}
+        # (B, T) mask: tokens with a log-prob, so no padding and no first tokens in documents
         self.is_scored = (document != 0) & (document == pad(document, (1, -1)))
         self.usual = self(ids, *pictures)
 
@@ -117,7 +117,7 @@ class Forward:
         return [f"{says} ({pluralize(len(where), 'time')}; first: {where[0]})" for says, where in self.faults.items()]
 
     def allowed_moves(self, place: Place, says: str, *inputs: Tensor) -> list[Place]:
-        """Return tokens moved by the input at `place`; record forbidden moves as faults."""
+        """Compare log-probs after a change at `place`: return tokens with allowed changes, record others as faults."""
         row, token = place
         number = int(self.document[place])
         is_same = (self(*inputs) - self.usual).abs() <= self.tolerance  # NaN counts as a change
@@ -138,7 +138,7 @@ class Forward:
         return allowed
 
     def judge_token(self, place: Place, values: list[int]):
-        """Change one token, and record faults."""
+        """Change one token id, and record faults in the log-probs."""
         row, token = place
         says = f"token {token} of row {row}"
         ids = self.ids.clone()
@@ -149,21 +149,21 @@ class Forward:
             self.add("a token does not move the log-probability of the next token", says)
 
     def judge_image(self, image: int, place: tuple[int, int, int]):
-        """Negate one image's pixels, and record faults."""
+        """Negate all pixels in one image, and record faults in the log-probs."""
         row, first, last = place
         says = f"image {image} in row {row}"
         pixel_values, grids = self.pictures
         parts = list(pixel_values.split(grids.prod(1).tolist()))
         parts[image] = -parts[image]
-        # the first placeholder is predicted before the image is seen
+        # the first placeholder is predicted from text before the image
         start = row, min(first + 1, last)
         allowed = self.allowed_moves(start, says, self.ids, torch.cat(parts), grids)
         if all(token <= last for _, token in allowed):
             self.add("an image moves no later token of its document", says)
 
     def judge_probabilities(self, is_picture: Tensor, values: list[int]):
-        """Require probabilities with the sum 1 over token ids, at the last possible position in rows."""
-        # image placeholders need pixels, so they are not tried, but may have some probability
+        """Require that probabilities add up to 1 over token ids, at the last text token in every row."""
+        # the sum has no image_token_id, which may have up to half the probability
         missing = 0.5 if self.pictures else 0.0
         rounding = max(1e-6, len(values) * self.tolerance)
         could_change = self.is_scored & ~is_picture

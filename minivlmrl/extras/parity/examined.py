@@ -1,4 +1,4 @@
-"""Shared by all laws: the loss with its options, batches from small to large, findings."""
+"""Code shared by all laws: a loss function with its options, test batches from small to large, findings."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from minivlmrl.extras.parity.calling import loss_and_gradient
 
-SHOWN_NUMBERS = 12  # larger tensors: only the shape
-# batch masks from small to large, with right padding; some also mask other tokens
+SHOWN_NUMBERS = 12  # larger tensors: only the shape is shown
+# masks for test batches, from small to large; 0 = padding, or another masked token
 MASKS = (
     [[1]],
     [[1, 0]],
@@ -34,27 +34,27 @@ DEFAULTS = {
     "sft": {"loss_type": "nll"},
 }
 OPTIONS = {kind: {*defaults} for kind, defaults in DEFAULTS.items()}
-OPTIONS["grpo"] |= {"delta"}  # TRL's dual clip, only for losses with it
-# CISPO: epsilon_high is the largest weight; EXO takes the logarithm of the label smoothing
+OPTIONS["grpo"] |= {"delta"}  # TRL's dual clip bound; no default, because most losses have none
+# CISPO: epsilon_high bounds the ratio itself; EXO takes log(label_smoothing), which fails for 0
 DEFAULTS_OF = {"cispo": {"epsilon_high": 5.0}, "exo_pair": {"label_smoothing": 0.1}}
 
 
 class Finding(NamedTuple):
-    """Sentence about a loss; "note": deliberate property of some losses."""
+    """Sentence about a loss function; kind "note": a deliberate choice in some losses."""
 
     says: str
     kind: Literal["broken", "note", "not tested"] = "broken"
 
 
 class Examined:
-    """Loss with options: batch -> value and gradient."""
+    """Loss function with its options; a call with a batch returns loss and gradient."""
 
     def __init__(self, my_loss: Callable, kind: str, given: dict, tolerance: float = 1e-6):
         self.my_loss = my_loss
         self.kind = kind
         self.tolerance = tolerance
         self.given = given  # user's options, such as loss_type="dapo"
-        self.read = set()  # names of read options and tensors
+        self.read = set()  # option and tensor names used by the loss
         loss_type = given.get("loss_type", DEFAULTS[kind]["loss_type"])
         self.loss_type = loss_type if isinstance(loss_type, str) else loss_type[0]
         self.options = {"kind": kind, **DEFAULTS[kind], **DEFAULTS_OF.get(self.loss_type, {}), **given}
@@ -62,7 +62,6 @@ class Examined:
             self.options["loss_type"] = [self.loss_type]  # DPO's loss_type is a list, as in TRL
 
     def __call__(self, batch: dict[str, Tensor], **options) -> tuple[Tensor, Tensor]:
-        """Return the detached loss and its gradient."""
         options = {**self.options, **options}
         if self.kind == "grpo":
             options.setdefault("tokens", int(batch["mask"].sum()))
@@ -72,7 +71,7 @@ class Examined:
         return self(batch, **options)[1]
 
     def differ(self, a: Tensor, b: Tensor, tolerance: float | None = None) -> bool:
-        """Return whether two tensors differ by more than rounding. NaN is ignored.
+        """Return whether two tensors differ by more than rounding errors. NaN is ignored.
 
         Args:
             tolerance: maximum difference, relative to max(1, largest number), None = self.tolerance.
@@ -81,7 +80,7 @@ class Examined:
         return bool(((a - b).nan_to_num(0.0).abs() > allowed).any())
 
     def batches(self, masks: Sequence = MASKS) -> Iterator[tuple[dict[str, Tensor], dict]]:
-        """Yield random batches with options, from small to large; for policy losses, without and with a KL."""
+        """Yield random batches with options, from small to large; for GRPO losses, also with a KL."""
         for mask in masks:
             for options in ({"beta": 0.0}, {"beta": 0.1}) if self.kind == "grpo" else ({},):
                 yield random_batch(self.kind, mask), options
@@ -91,10 +90,10 @@ Law = Callable[[Examined], Iterator[Finding]]
 
 
 def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[str, Tensor]:
-    """Return a random batch, see `check` in loss.py.
+    """Return a random batch with the tensors listed in `check` (loss.py).
 
     Args:
-        rows: (B, T) mask, 1 for trained tokens; in pairs, rejected answers have the chosen answers' masks in reverse.
+        rows: (B, T) mask, 1 for trained tokens; in DPO, for chosen answers, and reversed along T for rejected ones.
         off_policy: standard deviation of log pi - log pi_old, in nats.
     """
     generator = torch.Generator().manual_seed(0)
@@ -112,7 +111,7 @@ def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[st
     if kind == "grpo":
         batch["old_per_token_logps"] = logps - off_policy * normal(*mask.shape)
         advantages = normal(len(mask))
-        batch["advantages"] = advantages + 0.3 * advantages.sign()  # not near 0: a gradient for all tokens
+        batch["advantages"] = advantages + 0.3 * advantages.sign()  # away from 0, so all tokens have a gradient
     return batch
 
 
@@ -134,7 +133,7 @@ def described(batch: dict[str, Tensor], options: dict | None = None) -> str:
 def numbers(x: Tensor, digits: int = 3) -> str:
     """Format a tensor, as in "[[1, 0.25]]"."""
     if x.dim() == 0:
-        return f"{x.item() + 0.0:.{digits}g}"  # 0 instead of -0
+        return f"{x.item() + 0.0:.{digits}g}"  # + 0.0: show 0 instead of -0
     return f"[{', '.join(numbers(row, digits) for row in x)}]"
 
 

@@ -36,7 +36,7 @@ def last(x: Tensor) -> Tensor:
 def distance(ours: Tensor, expected: Tensor) -> float:
     """Compute the largest difference, relative to max(1, largest |expected|).
 
-    inf: shapes or NaN positions differ.
+    Returns inf if shapes or NaN positions differ.
     """
     ours, expected = ours.double(), expected.double()
     if ours.shape != expected.shape or not torch.equal(ours.isnan(), expected.isnan()):

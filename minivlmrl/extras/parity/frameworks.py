@@ -15,11 +15,8 @@ def as_torch(my_loss: Callable, framework: str) -> Callable:
     """Return a PyTorch function (batch, options) -> scalar tensor for a loss in another framework.
 
     Args:
-        my_loss: loss in a form from config/loss_forms.py, for float64 arrays.
+        my_loss: function (batch, options), or one like grpo_loss, for float64 arrays.
         framework: "torch", which returns my_loss unchanged, "jax" or "mlx".
-
-    Raises:
-        ValueError: the framework is not installed.
     """
     return FRAMEWORKS[framework](my_loss)
 
@@ -47,11 +44,11 @@ def from_mlx(my_loss: Callable) -> Callable:
 
 
 def differentiable(my_loss: Callable, batch, options, array: Callable, value_and_grad: Callable) -> torch.Tensor:
-    """Return a scalar tensor with the loss of another framework, and its gradient with respect to per_token_logps.
+    """Call a JAX or MLX loss; return a scalar tensor for autograd with the same value and gradient.
 
     Args:
         array: converts a NumPy array to the framework.
-        value_and_grad: framework's function transform.
+        value_and_grad: such as jax.value_and_grad.
     """
     values = {name: array(x.detach().numpy()) for name, x in dict.items(batch)}
     arrays = Arguments(values, batch.read)

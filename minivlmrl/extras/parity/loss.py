@@ -21,8 +21,8 @@ from minivlmrl.extras.parity.progress import with_bar
 from minivlmrl.extras.parity.step import Dump
 from minivlmrl.extras.parity.vectors import read_cases, read_options
 
-SHOWN = 4  # differing cases to print
-SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options to select a TRL loss
+SHOWN = 4  # number of differing cases to print
+SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options that select a loss in TRL
 
 
 def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str = "torch", **only) -> int:
@@ -52,12 +52,12 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
             float32 losses.
         kind: grpo, dpo or sft.
         framework: "torch", "jax" or "mlx"; JAX and MLX losses get float64 arrays.
-        only: required case options, for example loss_type="dapo" and whole_step=True.
+        only: compare only test cases with these options, such as loss_type="dapo" and whole_step=True.
 
     Raises:
-        ValueError: no case has these options; the message lists the recorded values.
-        AssertionError: cases differ from TRL, or the loss breaks a law (all_laws.py) not tested by the cases. The
-        message lists cases, and mistakes or deliberate variants to explain them.
+        ValueError: no recorded case has these options; the message lists recorded values.
+        AssertionError: the loss differs from TRL in some cases, or breaks a law (all_laws.py) that no case tests. The
+        message lists the cases, and mistakes or deliberate variants that explain them.
     """
     __tracebackhide__ = True
     verdict = judge(my_loss, tolerance, kind, framework, **only)
@@ -68,7 +68,7 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
 
 @dataclass
 class Verdict:
-    """Comparison of a user's loss with TRL's loss.
+    """Comparison of a user's loss with TRL's, in all test cases.
 
     A finding is a "design" (deliberate variant) if all gradients agree, or if a public project does the same on
     purpose; else it is a "mistake".
@@ -79,7 +79,7 @@ class Verdict:
     kinds: Sequence[str] = ()  # "mistake" or "design" per finding
     names: Sequence[str] = ()  # lines to print about the findings
     broken: Sequence[str] = ()  # broken laws, if the cases reveal no mistake
-    untested: Sequence[str] = ()  # properties without a case or law, if cases agree
+    untested: Sequence[str] = ()  # laws that could not be tested, if all cases agree
 
     @property
     def agrees(self) -> bool:
@@ -97,7 +97,7 @@ class Verdict:
 
 
 def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str = "torch", **only) -> Verdict:
-    """Compare a loss with losses recorded from TRL, and explain differences with mistakes."""
+    """Compare a loss with losses recorded from TRL, and explain differences by known mistakes."""
     my_loss = as_torch(my_loss, framework)
     recorded = with_bar("cases", [*cases(kind=kind, **only)])
     results = [compare(my_loss, tolerance, *case) for case in recorded]
@@ -105,7 +105,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
     varied = [name for name in first if any(result.options.get(name) != first[name] for result in results)]
     verdict = Verdict(len(results), [result.says(varied) for result in results if result.error > tolerance])
     if not verdict.differences:
-        report = laws_of(my_loss, tolerance, kind, only)  # laws may find more mistakes
+        report = laws_of(my_loss, tolerance, kind, only)  # laws may find mistakes that no case shows
         verdict.broken, verdict.untested = report.sentences("broken"), report.sentences("not tested")
         return verdict
     verdict.kinds, verdict.names = names_without_search(results, tolerance)
@@ -127,8 +127,6 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
 
 @dataclass
 class Comparison:
-    """User's loss and TRL's for a recorded batch."""
-
     case: str
     options: dict
     step: Dump  # user's loss and gradient
@@ -141,7 +139,7 @@ class Comparison:
         return max(self.loss_error, self.gradient_error)
 
     def says(self, varied: list[str]) -> str:
-        """Describe the errors; `varied`: options with several values in the cases."""
+        """Describe errors in a case; `varied`: options to name, because they differ between cases."""
         chosen = ", ".join(f"{name}={self.options.get(name)}" for name in varied)
         where = f"{self.case} ({chosen})" if chosen else self.case
         return f"{where}: value differs by {self.loss_error:.1e}, gradient by {self.gradient_error:.1e}"
@@ -150,11 +148,7 @@ class Comparison:
 def compare(
     my_loss, tolerance: float, case: str, options: dict, batch: dict, value: Tensor, gradient: Tensor
 ) -> Comparison:
-    """Compare a loss and its gradient with TRL's for a recorded batch.
-
-    Raises:
-        ValueError: `my_loss` does not return a scalar tensor.
-    """
+    """Compare a loss and its gradient with TRL's for a recorded batch."""
     step = case_of(my_loss, batch, options, tolerance)
     error = distance(step["loss"], value.view(1))
     gradient_error = distance(step["logps_gradient"], gradient.flatten(0, -2))
@@ -162,7 +156,7 @@ def compare(
 
 
 def names_without_search(results: list[Comparison], tolerance: float) -> tuple[list[str], list[str]]:
-    """Return kinds and lines for a loss without gradient, or with correct gradients and wrong values."""
+    """Explain a loss without gradient, or with wrong values but correct gradients; return kinds and lines to print."""
     if all(result.gradient_error <= tolerance for result in results):
         constants = [result.constant for result in results]
         says = "the values differ, but the gradients are equal in all cases"
@@ -175,16 +169,15 @@ def names_without_search(results: list[Comparison], tolerance: float) -> tuple[l
 
 
 def laws_of(my_loss, tolerance: float, kind: str, only: dict) -> LawReport:
-    """Check a loss against laws, with the user's options in `only`."""
     known = {name: x for name, x in only.items() if name in OPTIONS[kind]}
     return examine(my_loss, kind, tolerance, **known)
 
 
 @dataclass
 class CloseLoss:
-    """TRL loss to compare a user's loss with."""
+    """TRL loss, such as loss_type=dapo, and how well a user's loss agrees."""
 
-    only: dict  # options of this TRL loss
+    only: dict  # options that select this loss
     cases: list[int]  # indices of test cases with these options
     share: float  # fraction of differing cases
 
@@ -193,7 +186,7 @@ class CloseLoss:
 
 
 def closest_losses(results: list[Comparison], settings: list[str], tolerance: float) -> list[CloseLoss]:
-    """Sort the TRL losses, closest first."""
+    """Sort TRL's losses by how many cases agree, closest first."""
     names = "kind", *settings
     groups = defaultdict(list)
     for i, result in enumerate(results):
@@ -205,7 +198,7 @@ def closest_losses(results: list[Comparison], settings: list[str], tolerance: fl
         close.append(CloseLoss(dict(zip(names, values, strict=True)), group, share))
 
     def difference(loss: CloseLoss) -> tuple:
-        # full agreement first; TRL's default breaks ties
+        # losses with full agreement first; among equals, TRL's default
         share = round(loss.share, 1) if loss.share else -1.0
         return share, loss.only["loss_type"] != "dapo", -len(loss.cases)
 
@@ -213,7 +206,7 @@ def closest_losses(results: list[Comparison], settings: list[str], tolerance: fl
 
 
 def find_names_by_loss(steps: list[Dump], closest: CloseLoss) -> tuple[list[str], list[str]]:
-    """Search for mistakes in all test cases (if the loss reads loss_type), then in those of the closest TRL loss."""
+    """Search for mistakes in all test cases (if the loss uses loss_type), then in those of the closest TRL loss."""
     kinds, names = [], []
     is_all = len(closest.cases) == len(steps)
     if is_all or steps[0].reads("loss_type"):
@@ -221,7 +214,7 @@ def find_names_by_loss(steps: list[Dump], closest: CloseLoss) -> tuple[list[str]
     if is_all or (kinds and "mistake" not in kinds):
         return kinds, names
     of_closest = f"{len(closest.cases)} cases of --only kind={closest.only['kind']} {closest}"
-    # no mistake: for example, a correct GSPO loss differs from GRPO
+    # no mistake: a correct GSPO loss differs only in cases for other losses
     if not closest.share:
         return [], [f"  Your loss agrees in all {of_closest}"]
     if kinds:
@@ -231,11 +224,7 @@ def find_names_by_loss(steps: list[Dump], closest: CloseLoss) -> tuple[list[str]
 
 
 def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor]]:
-    """Yield (name, options, batch, loss, gradient) of recorded TRL losses with the given options.
-
-    Raises:
-        ValueError: no case has these options; the message lists the recorded values.
-    """
+    """Yield recorded test cases with the given options, as (name, options, batch, loss, gradient)."""
     chosen = read_cases(**only)
     if not chosen:
         recorded = [*read_options().values()]

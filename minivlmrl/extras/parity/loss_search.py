@@ -1,4 +1,4 @@
-"""Search for known mistakes between a user's loss function and TRL's."""
+"""Search for known mistakes that explain how a user's loss differs from TRL's."""
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
@@ -27,26 +27,26 @@ from minivlmrl.extras.parity.search import (
 from minivlmrl.extras.parity.step import Dump
 from minivlmrl.extras.parity.step_format import options_of
 
-PARTS = 4  # maximum bugs in a combination
+PARTS = 4  # maximum bugs to combine
 DIVIDED_BY_0 = Bug(
     "a row without tokens is divided by 0 in the mean over each row",
     {},
     replace(RATE, effect="a completion without tokens makes the loss NaN"),
 )
 NO_NAME = "no name: no known mistake or deliberate variant reproduces the loss in all cases"
-SEARCHED = 32  # approximate number of cases to search; others only test the result
+SEARCHED = 32  # approximate number of test cases to search; the others only verify the result
 
 
 def as_step(
     batch: dict, options: dict, value: Tensor, gradient: Tensor, tolerance: float = 1e-6, read: set[str] | None = None
 ) -> Dump:
-    """Convert a loss test case to a recorded step, to search for bugs.
+    """Convert a loss test case to a recorded step, in which `Search` finds bugs.
 
     Args:
         value: user's loss.
         gradient: its gradient with respect to log-probs.
         tolerance: maximum error in value and gradient.
-        read: tensors and options read by the function, None = all.
+        read: tensor and option names used by the loss, None = all.
     """
     rows = {}
     for name, x in {**batch, "logps_gradient": gradient}.items():
@@ -66,11 +66,11 @@ def as_step(
 
 
 def case_of(my_loss: Callable, batch: dict, options: dict, tolerance: float) -> Dump:
-    """Call a loss for a test case; return a searchable step, whose `simpler` returns simpler variants."""
+    """Call a loss for a test case; return a step whose `simpler` calls it for simpler test cases."""
     read = set()
     value, gradient = loss_and_gradient(my_loss, batch, options, read)
     d = as_step(batch, options, value, gradient, tolerance, read)
-    # with a fixed beta in the loss, beta=0 does not remove the KL
+    # beta=0 does not remove the KL from a loss with its own beta
     can_leave_out_kl = "beta" in read or "ref_per_token_logps" not in read
     d.simpler = lambda: [
         case_of(my_loss, *variant, tolerance) for variant in simpler_variants(batch, options, can_leave_out_kl)
@@ -79,7 +79,7 @@ def case_of(my_loss: Callable, batch: dict, options: dict, tolerance: float) -> 
 
 
 def without_value(step: Dump) -> Dump:
-    """Return a case without loss value, to compare only gradients."""
+    """Copy a test case without the loss value, to compare only gradients."""
     d = copy(step)
     del d["loss"]
     d.usual_answers = {}
@@ -92,7 +92,7 @@ def is_finite(step: Dump) -> bool:
 
 
 def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iterator[tuple[dict, dict]]:
-    """Yield variants of a test case, simplest first: every variant reveals more of a loss's bugs."""
+    """Yield variants of a test case, simplest first; every variant reveals another kind of bug."""
     logps = batch["per_token_logps"]
     if options["kind"] == "grpo":
         without_kl = options | {"beta": 0.0} if can_leave_out_kl else options
@@ -116,11 +116,11 @@ def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iter
 
 
 def find_parts(steps: list[Dump]) -> list[list[Bug]]:
-    """Explain a loss with several bugs, such as a wrong sign and a wrong mask; [] = no explanation.
+    """Explain a loss by several bugs, such as a wrong sign and a wrong mask; [] = no explanation.
 
-    Returns one list per bug: the bug, then alternatives with the same loss.
+    Returns one list per bug: the bug, then other bugs that give the same loss.
     """
-    # NaN for completions without tokens: a separate bug, must not hide others
+    # NaN for completions without tokens is a separate bug, which must not hide others
     finite = [step for step in steps if is_finite(step) or step["completion_mask"].any(1).all()]
     agrees = all(explains(step, {}) for step in finite)
     parts = [] if agrees else parts_of(finite)
@@ -128,7 +128,7 @@ def find_parts(steps: list[Dump]) -> list[list[Bug]]:
 
 
 def parts_of(steps: list[Dump]) -> list[list[Bug]]:
-    """Search a few test cases; add more until the result explains all."""
+    """Search for bugs in a few test cases; add more cases until the bugs explain all."""
     searched = steps[:: max(1, len(steps) // SEARCHED)]
     searched += [step for step in steps if not explains(step, {})][:1]
     by_size = sorted(searched, key=lambda step: len(step.all_rows))
@@ -144,12 +144,12 @@ def parts_of(steps: list[Dump]) -> list[list[Bug]]:
 
 
 def explains(step: Dump, change: dict | None) -> bool:
-    """Return whether my_loss equals TRL's loss with the bug `change`."""
+    """Return whether the user's loss equals TRL's with the simulated bug `change`."""
     return error(computed("loss", step, change)) <= step.tolerance
 
 
 class Combination:
-    """Explain a loss with a few bugs.
+    """Search for bugs that explain a loss together.
 
     Args:
         steps: test cases to explain.
@@ -159,7 +159,7 @@ class Combination:
     def __init__(self, steps: list[Dump], variants: list[Dump]):
         self.steps = [*variants, *steps]
         self.num_variants = len(variants)
-        # most rows: with two rows, "next row" and "previous row" are the same
+        # the case with most rows: with two, "next row" and "previous row" are the same
         self.bugs = by_kind(possible_bugs("loss", max(steps, key=lambda step: len(step.all_rows))))
         self.deviation = {}
         self.parts = []
@@ -181,14 +181,14 @@ class Combination:
         return bug is part[0] or self.are_explained(self.agreements(change))
 
     def are_explained(self, agrees: list[bool]) -> bool:
-        """Return whether all test cases agree, without variants."""
+        """Return whether all test cases agree, ignoring variants."""
         return all(agrees[self.num_variants :])
 
     def agreements(self, change: dict | None) -> list[bool]:
         return [explains(step, change) for step in self.steps]
 
     def next_part(self) -> list[Bug]:
-        """Return bugs for the most test cases."""
+        """Find the next bug: return those that explain the most test cases."""
         left = [
             Search("loss", d, self.deviation) for d, agrees in zip(self.steps, self.agrees, strict=True) if not agrees
         ]
@@ -201,19 +201,19 @@ class Combination:
         def plain_bugs(searches: Iterable[Search]) -> Iterator[Iterable[Bug]]:
             return ([*search.tried(plain), *search.factors()] for search in searches)
 
-        # fitting a number, such as a clip bound, is slow: late, and with few cases
+        # fitting a number, such as a clip bound, is slow, so it comes late and uses few cases
         phases = (
             plain_bugs(chosen),
             (search.fitted(fitted) for search in chosen),
             [most.tried(scoped)],
-            # for a loss with a fixed beta = 0.1, test cases with beta = 0.1 are best
+            # other cases: for a loss with a fixed beta=0.1, cases with beta=0.1 are best
             plain_bugs(search for search in left if search not in chosen),
         )
         return next(filter(None, map(self.best_of, phases)), [])
 
     def best_of(self, tables: Iterable[Iterable[Bug]]) -> list[Bug]:
-        """Return bugs for the most test cases; stop after a table with a bug for all."""
-        counts = {}  # {description: (explained test cases, bug)}
+        """Return the bugs that explain the most test cases; stop after a table with a bug that explains all."""
+        counts = {}  # {description: (number of explained test cases, bug)}
         for bugs in tables:
             for bug in bugs:
                 now = self.agreements(composed(self.deviation, bug.change))
@@ -226,12 +226,12 @@ class Combination:
 
 
 def simplicity(bug: Bug) -> tuple:
-    """Sort key: first one factor for all values, then short numbers such as 0.2, then "left out"."""
+    """Sort key for bugs: first one factor for all values, then short numbers such as 0.2, then "left out"."""
     return "factor" not in bug.change, len(f"{bug.number:g}"), "left out" not in bug.says
 
 
 def find_names(steps: list[Dump]) -> tuple[list[str], list[str]]:
-    """Return kinds of bugs, "mistake" or "design", and lines to print."""
+    """Explain a loss by bugs; return their kinds, "mistake" or "design", and lines to print."""
     parts = find_parts(steps)
     of_value = []
     if not parts:

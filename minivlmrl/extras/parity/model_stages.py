@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # tolerance factor for float32 model outputs
 THROUGH_A_MODEL = 50.0
-HALF = 100.0  # further factor for bfloat16, float16 or an unknown dtype
-# no new forward pass for bugs in these
+HALF = 100.0  # additional factor for bfloat16, float16 or an unknown dtype
+# bugs in these quantities need no new forward pass
 AFTER_FORWARD = {"logps", "mode"}
 
 
@@ -63,7 +63,7 @@ def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images
     if not len(scored_columns):
         return value
     batch = batch_of_row(d, change, model, row, attended, images)
-    # a token is predicted by the previous hidden state
+    # - 2: numbers start at 1, and a token is predicted by the previous hidden state
     logits = model.lm_head(model(batch, select=token_numbers[scored_columns] - 2))
     temperature = change("temperature", d.about.get("temperature", 1.0))
     log_probs = (logits / temperature).log_softmax(-1)
@@ -85,7 +85,7 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
     patches = torch.cat([torch.zeros(0), *(change("pixels", pixels) for pixels, _ in images)])
     sizes = grids.prod(1)
     ends = sizes.cumsum(0) // config.vision_config.spatial_merge_size**2
-    # image index by token; "a <i><i> b <i>" with images of two tokens and one: 2 0 0 2 1 (2: text)
+    # image index per token: "a <i> <i> b <i>", with two tokens for the first image: 2 0 0 2 1 (2 = text)
     picture_numbers = torch.bucketize(placeholders.cumsum(0) - 1, ends, right=True)
     picture_numbers = picture_numbers.where(placeholders, len(images))[attended]
     ids = ids[attended]
@@ -104,7 +104,7 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
 
 
 def of_unattended(d: Dump) -> Tensor:
-    """Return a mask (n, S) of tokens after padding: no hidden state predicts them."""
+    """Return a mask (n, S) for tokens directly after padding, which no hidden state predicts."""
     return pad(d["attention_mask"][:, :-1], (1, 0), value=1) == 0
 
 
@@ -120,13 +120,13 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
         return None
     weights_folder = change("model folder", d.about[folder])
     part = d.all_rows if d.part is None else d.part
-    # all rows: a bug may exchange log-probs between rows
+    # all rows if a bug changes "logps": it may exchange rows
     rows = d.all_rows if "logps" in change else part
     counted_mask = d["completion_mask"] * ~of_unattended(d)
     theirs = d[name].nan_to_num() * counted_mask
     ours = torch.zeros_like(theirs)
     steps = d.get("rollout_step", d.all_rows * 0)
-    for step in steps[rows].unique():  # every rollout step has its own weights
+    for step in steps[rows].unique():  # rows sampled in different steps have different old weights
         outputs, _ = forward(d, change, weights_folder.replace("{}", str(int(step))), rows[steps[rows] == step])
         ours += outputs
     ours = change("mode", ours * counted_mask, theirs=theirs, folder=folder)
@@ -222,11 +222,11 @@ def update(d: Dump, change: Change) -> Answer:
 
 
 def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
-    """Return a weight after one AdamW step; `state` has the first and second moment."""
+    """Compute a weight after one AdamW step; `state`: both moments."""
     weight = weight.clone()
     weight.grad = gradient
     numbers = {"lr": options["learning_rate"], "betas": options["betas"], "eps": change("eps", options["eps"])}
-    is_coupled = change("coupled", False)  # if True, Adam with L2 regularization
+    is_coupled = change("coupled", False)  # True: Adam with L2 regularization instead of AdamW
     optimizer = Adam([weight], **numbers, weight_decay=decay, decoupled_weight_decay=not is_coupled)
     step = torch.tensor(change("step", options["step"]) - 1.0)
     optimizer.state[weight] = {"step": step, "exp_avg": state[0].clone(), "exp_avg_sq": state[1].clone()}

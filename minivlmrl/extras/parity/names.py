@@ -1,4 +1,4 @@
-"""Known bugs in training steps, by target: the changed quantity, such as the mask.
+"""Known bugs in training steps, sorted by the quantity that is wrong (target), such as the mask.
 
 bugs.json has the targets, with wrong constants, such as the KL estimator k1. Other bugs are formulas: for "rewards",
 `lambda s: s.x / 2` simulates a trainer with halved rewards. Attributes of s:
@@ -29,7 +29,7 @@ from minivlmrl.losses.preference import DPO_LOSSES
 class Scoped(NamedTuple):
     """Bug in only some rows or tokens, for example in truncated completions."""
 
-    kinds: str  # attributes of Dump with the possible parts, separated by spaces
+    kinds: str  # Dump attributes with the possible parts, such as "rows columns"
     formula: Callable | None = None  # None = wrong order of rows or tokens
 
 
@@ -37,11 +37,8 @@ regions = partial(Scoped, "regions")
 BOTH = "policy", "reference"  # log-probs
 
 
-# functions used in formulas
-
-
 def shifted(x, by):
-    """Shift columns, filling with 0."""
+    """Shift columns to the right, filling with 0."""
     return pad(x, (by, -by))
 
 
@@ -55,7 +52,7 @@ def k3_in_float32(d):
 
 
 def encoded_again(s):
-    """Accept the trainer's token ids if they decode to the same text."""
+    """Accept the trainer's token ids in rows that decode to the sampled text."""
     is_same = [s.text(row) == s.text(others) for row, others in zip(s.x, s.their_ids, strict=True)]
     return s.their_ids.where(torch.tensor(is_same)[:, None], s.x)
 
@@ -66,7 +63,7 @@ def normalized_again(s, correction: int, epsilon: float):
 
 
 def of_answers(column: int) -> dict[str, Callable]:
-    """Return bugs in only the chosen (0) or rejected (1) answer."""
+    """Return bugs in only chosen (column 0) or only rejected (1) answers."""
     wrong = torch.eye(2)[column]
     answer = ("chosen", "rejected")[column]
     return {
@@ -75,7 +72,7 @@ def of_answers(column: int) -> dict[str, Callable]:
     }
 
 
-# bugs in any quantity, such as a wrong sign; tried after specific bugs
+# bugs possible in any quantity, such as a wrong sign; tried after specific bugs
 GENERAL: dict[str, dict[str, Callable]] = {
     "signed": {"has the wrong sign": lambda s: -s.x, "is left out": lambda s: 0 * s.x},
     "scaled": {"is doubled": lambda s: 2 * s.x, "is halved": lambda s: s.x / 2},
@@ -108,10 +105,10 @@ GENERAL: dict[str, dict[str, Callable]] = {
 }
 GENERAL_FORMULAS = {formula for table in GENERAL.values() for formula in table.values()}
 
-# computations, to limit a bug, for example to the token count
+# (loss kinds, computations to which a bug may be limited, wrong quantity)
 SCOPES = [("grpo", ["the policy's term", "the KL"], ""), ("grpo, sft", ["the sum", "the count", "the ratio"], "mask")]
 
-# formulas by target and effect, then by bug
+# {"target: effect on training": {bug: formula}}
 FORMULAS: dict[str, dict[str, Any]] = {
     # advantages
     "rewards: completions are rewarded wrongly": {
@@ -448,20 +445,20 @@ FORMULAS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """Quantity of a trainer, such as rewards or learning rate, and its mistakes; see bugs.json."""
+    """Quantity in a trainer, such as rewards, and known mistakes in it, from bugs.json."""
 
     name: str
     effect: str  # effect on training
-    stages: str = ""  # stages and loss kinds, separated by commas
+    stages: str = ""  # stages and loss kinds that use it, separated by commas
     source: str = ""  # code line, paper, issue or pull request
-    about: str = ""  # topic: clipping or padding
+    about: str = ""  # "clipping" or "padding"
     needs: str = "input_ids"  # required tensor
-    used_by: str = ""  # projects with this on purpose, and their option
-    threshold: float = 0.0  # a smaller fitted number is a mistake
-    unread: str = ""  # option or tensor not read by a deliberate variant
-    read: str = ""  # option or tensor read by a loss with these mistakes
-    values: dict = field(default_factory=dict)  # wrong constants, "{c}" = fitted
-    instead: dict[str, dict] = field(default_factory=dict)  # {bug: {quantity: wrong quantity}}
+    used_by: str = ""  # projects that do this on purpose, with their option
+    threshold: float = 0.0  # smaller fitted numbers are mistakes in all projects
+    unread: str = ""  # option or tensor not used by deliberate variants
+    read: str = ""  # option or tensor used by all losses with these mistakes
+    values: dict = field(default_factory=dict)  # wrong constants by bug; "{c}" = fitted number
+    instead: dict[str, dict] = field(default_factory=dict)  # {bug: {quantity: another one used instead}}
     orders: dict[str, str] = field(default_factory=dict)  # wrong orders of rows or tokens by bug, see units.py
     general: dict[str, str] = field(default_factory=dict)  # {quantity: keys of GENERAL}
 
@@ -469,7 +466,7 @@ class Target:
         return set(self.stages.split(", "))
 
     def bugs(self) -> dict[str, Any]:
-        """Return bugs in bugs.json: {description: replacement}."""
+        """Return {bug: replacement}, see Change."""
         result = dict(self.values)
         for says, names in self.instead.items():
             result[says] = {name: attrgetter(other) for name, other in names.items()}

@@ -1,7 +1,7 @@
 """Laws for policy losses: advantages, ratios and their bounds, averages and the KL.
 
-Most laws use a token's gradient divided by minus its advantage: the token's weight in the average, times a gradient
-factor, a function of the ratio. PPO's factor is the ratio itself, or 0 where clipping stops the gradient.
+Most laws use gradient / -advantage for a token: its weight in the average times a gradient factor, which depends on the
+ratio. PPO's factor is the ratio itself, or 0 where clipping stops the gradient.
 """
 
 import math
@@ -28,7 +28,7 @@ from minivlmrl.losses.grpo_variants import RATIOS
 
 CLIPPED = ("grpo", "dapo", "dr_grpo", "bnpo", "luspo", "rloo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
-LOGP = -2.0  # log-prob in one-token batches
+LOGP = -2.0  # policy log-prob in one-token batches
 
 
 def asked_type(loss: Examined) -> str | None:
@@ -37,14 +37,13 @@ def asked_type(loss: Examined) -> str | None:
 
 
 def one_token(ratio: float = 1.0, advantage: float = 1.0, ref: float = LOGP, logp: float = LOGP) -> dict[str, Tensor]:
-    """Return a batch with one completion of one token."""
     logps = {"per_token_logps": logp, "old_per_token_logps": logp - math.log(ratio), "ref_per_token_logps": ref}
     batch = {name: torch.full((1, 1), x, dtype=torch.float64) for name, x in logps.items()}
     return batch | {"mask": torch.ones(1, 1).double(), "advantages": torch.tensor([advantage]).double()}
 
 
 def of_one_token(loss: Examined, beta: float = 0.0, **token: float) -> tuple[float, float]:
-    """Return value and gradient of a single token, with weight 1 in every average."""
+    """Return loss and gradient for a batch with one token, which has weight 1 in every average."""
     value, slope = loss(one_token(**token), beta=beta, max_completion_length=1)
     return value.item(), slope.item()
 
@@ -54,7 +53,7 @@ def on_policy(batch: dict[str, Tensor], advantages: Tensor) -> dict[str, Tensor]
 
 
 def use_its_own_numbers(loss: Examined):
-    """Adapt the options to constants in the loss: a CISPO bound, or a Dr. GRPO divisor."""
+    """Adapt test options to constants inside the loss, such as a CISPO bound or a Dr. GRPO divisor."""
     if not {"loss_type", "epsilon_high"} & loss.given.keys():
         usual = of_one_token(loss)[1]
         loose = loss.gradient(one_token(), beta=0.0, max_completion_length=1, **DEFAULTS_OF["cispo"]).item()
@@ -79,7 +78,7 @@ def token_weights(loss: Examined, batch: dict[str, Tensor], beta: float = 0.0) -
 
 
 def tokens_follow_their_advantage(loss: Examined) -> Iterator[Finding]:
-    """Require, on policy, likelier tokens for positive advantages, and no change for 0."""
+    """Require that training raises log-probs for positive advantages, and lowers them for negative ones."""
     for mask in MASKS:
         for shift in range(3):
             advantages = torch.tensor([1.0, -1.0, 0.0, 0.5]).roll(shift)[: len(mask)]
@@ -100,7 +99,6 @@ def tokens_follow_their_advantage(loss: Examined) -> Iterator[Finding]:
 
 
 def one_token_has_the_gradient_of_its_advantage(loss: Examined) -> Iterator[Finding]:
-    """Require minus the advantage as on-policy gradient of a single token."""
     for advantage in (1.0, -0.5):
         _, slope = of_one_token(loss, advantage=advantage)
         if abs(slope + advantage) > loss.tolerance:
@@ -112,7 +110,7 @@ def one_token_has_the_gradient_of_its_advantage(loss: Examined) -> Iterator[Find
 
 
 def advantages_act_alone(loss: Examined) -> Iterator[Finding]:
-    """Require gradients independent of other rows' advantages."""
+    """Require gradients independent of advantages in other rows."""
     for mask in MASKS:
         batch = random_batch("grpo", mask)
         if len(mask) == 1:
@@ -135,12 +133,12 @@ def advantages_act_alone(loss: Examined) -> Iterator[Finding]:
 
 @dataclass
 class GradientFactor:
-    """Factor of a token's gradient: a function of ratio and advantage."""
+    """Gradient factor for a token, which depends on ratio and advantage."""
 
     says: str
     weight: Callable[[Tensor, Tensor], Tensor]  # (ratio, advantage) -> gradient / -advantage
     loss_types: tuple[str, ...] = ()  # loss types with this factor
-    variant_of: tuple[str, ...] = ()  # loss types with this factor in some projects
+    variant_of: tuple[str, ...] = ()  # loss types that have it in some projects
 
 
 def clip(low: float, high: float, cap: float = math.inf) -> Callable[[Tensor, Tensor], Tensor]:
@@ -167,7 +165,7 @@ def vespo(ratio, advantage):
 
 
 def measured_tokens(loss: Examined) -> Tensor:
-    """Measure gradients of single tokens, with ratios on both sides of all bounds.
+    """Measure gradients of single tokens, with ratios just below and above all clip bounds.
 
     Returns (3, n): ratios, advantages, weights (gradients / -advantage, relative to ratio 1).
     """
@@ -176,7 +174,7 @@ def measured_tokens(loss: Examined) -> Tensor:
     near = [bound + step for bound in bounds for step in (-0.01, 0.01)]
     ratios = {1e-3, 0.3, 0.61, 0.95, 1.0, 1.05, 1.65, 2.5, 3.5, 7.0, 12.0, 50.0, *near}
     tokens = []
-    # not only 1: clipping may act on the ratio, or on ratio * advantage
+    # several advantages: a loss may clip the ratio, or ratio * advantage
     for advantage in (1.0, -1.0, 0.5, -2.0):
         _, unit = of_one_token(loss, advantage=advantage)
         for ratio in sorted(ratio for ratio in ratios if ratio > 0):
@@ -219,7 +217,7 @@ def known_factors(loss: Examined, tokens: Tensor) -> list[GradientFactor]:
         ),
     ]
     value, _ = of_one_token(loss, ratio=50.0)
-    if value == 0:  # a clipped token has a loss, a masked one has none
+    if value == 0:  # a clipped token still has a loss, a masked one has none
         first, last = edge(loss, 1e-3), edge(loss, 50.0)
         mask = f"a mask: no token with a ratio below {first:.3g} or above {last:.3g} has a gradient (IcePop)"
         factors.append(
@@ -231,7 +229,7 @@ def known_factors(loss: Examined, tokens: Tensor) -> list[GradientFactor]:
 
 
 def edge(loss: Examined, outside: float, advantage: float = 1.0) -> float:
-    """Find the ratio between 1 and `outside` with a token gradient of 0."""
+    """Find the ratio between 1 and `outside` where a token gradient becomes 0."""
     inside = 1.0
     for _ in range(40):
         middle = (inside + outside) / 2
@@ -241,7 +239,7 @@ def edge(loss: Examined, outside: float, advantage: float = 1.0) -> float:
 
 
 def misfits(factor: GradientFactor, tokens: Tensor, tolerance: float) -> list[list[float]]:
-    """Return [ratio, advantage, weight, expected weight] of tokens against the factor; NaN is ignored."""
+    """Return [ratio, advantage, weight, expected weight] for tokens with another factor; NaN is ignored."""
     ratios, advantages, weights = tokens
     expected = factor.weight(ratios, advantages)
     is_wrong = (weights - expected).abs() > tolerance * expected.abs().clamp(min=1)
@@ -249,7 +247,7 @@ def misfits(factor: GradientFactor, tokens: Tensor, tolerance: float) -> list[li
 
 
 def right_and_fitting_factor(loss: Examined) -> tuple[GradientFactor, GradientFactor | None, Tensor]:
-    """Return the expected factor (default: PPO's), the fitting one or None, and the tokens."""
+    """Return the factor expected for loss_type (default: PPO), the fitting one or None, and measured tokens."""
     tokens = measured_tokens(loss)
     factors = known_factors(loss, tokens)
     right = next(factor for factor in factors if (asked_type(loss) or "grpo") in factor.loss_types)
@@ -258,11 +256,11 @@ def right_and_fitting_factor(loss: Examined) -> tuple[GradientFactor, GradientFa
 
 
 def the_ratio_acts_within_its_bounds(loss: Examined) -> Iterator[Finding]:
-    """Require gradients in proportion to ratios, up to the right clip bounds."""
+    """Require the right gradient factor for loss_type; PPO's is the ratio, up to the clip bounds."""
     right, fitting, tokens = right_and_fitting_factor(loss)
     asked = asked_type(loss)
     if fitting is None:
-        # epsilon_low as both bounds may explain more tokens
+        # or a loss that uses epsilon_low for both bounds, if more tokens fit
         one_bound = replace(right, weight=clip(1 - loss.options["epsilon_low"], 1 + loss.options["epsilon_low"]))
         factors = [right, one_bound] if right.loss_types == CLIPPED else [right]
         wrong = [(factor, misfits(factor, tokens, loss.tolerance)) for factor in factors]
@@ -289,7 +287,7 @@ def sentences(right: GradientFactor, wrong: list[list[float]]) -> Iterator[Findi
             says = "the gradient of a token is wrong"
         if says not in seen:
             seen.add(says)
-            slope = -weight * advantage + 0.0  # 0 instead of -0
+            slope = -weight * advantage + 0.0  # + 0.0: show 0 instead of -0
             comma = "," if "," in right.says else ""
             yield Finding(
                 f"{says}. Smallest batch: one token, advantage {advantage:g}, ratio {ratio:.3g}; its "
@@ -297,7 +295,7 @@ def sentences(right: GradientFactor, wrong: list[list[float]]) -> Iterator[Findi
             )
 
 
-# descriptions of losses.grpo.RATIOS
+# {key in RATIOS: description}
 LEVELS = {
     "token": "each token has its own ratio",
     "sequence": "the tokens of a completion have one ratio, the geometric mean of their ratios, as in GSPO",
@@ -306,7 +304,7 @@ LEVELS = {
 
 
 def ratios_belong_to_their_tokens(loss: Examined) -> Iterator[Finding]:
-    """Require gradients from a token's own ratio, or the completion's mean or product."""
+    """Require gradients with the token ratio, or with its mean or product over the completion."""
     _, factor, _ = right_and_fitting_factor(loss)
     if factor is None:
         return
@@ -361,11 +359,11 @@ AVERAGES = (
     Average("tokens are divided by a constant", lambda mask, length: mask / (len(mask) * length), ("dr_grpo",)),
     Average("tokens are added up in each completion", lambda mask, length: mask / len(mask), ("luspo", "rloo")),
 )
-DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # losses with the same average in all projects
+DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # all projects average these losses alike
 
 
 def the_average_is_that_of_the_loss_type(loss: Examined) -> Iterator[Finding]:
-    """Require on-policy token weights of a known average, or of the given loss_type."""
+    """Require the right token weights for loss_type, such as equal weights for dapo."""
     batch = random_batch("grpo", [[1, 1, 1, 1, 0], [1, 0, 0, 0, 0]])
     length = loss.options["max_completion_length"]
     _, unit = of_one_token(loss)
@@ -386,7 +384,6 @@ def the_average_is_that_of_the_loss_type(loss: Examined) -> Iterator[Finding]:
 
 
 def empty_completions_are_allowed(loss: Examined) -> Iterator[Finding]:
-    """Require a finite loss for completions without tokens."""
     value, slope = loss(random_batch("grpo", [[1, 1], [0, 0]]), beta=0.0)
     if not (value.isfinite() and slope.isfinite().all()):
         yield Finding(
@@ -400,14 +397,14 @@ def empty_completions_are_allowed(loss: Examined) -> Iterator[Finding]:
 
 
 def kl_of_one_token(loss: Examined, beta: float = 1.0, **token: float) -> tuple[float, float]:
-    """Return the KL's part of value and gradient, for one token."""
+    """Return what the KL adds to loss and gradient for one token."""
     with_kl = of_one_token(loss, beta, **token)
     without = of_one_token(loss, **token)
     return with_kl[0] - without[0], with_kl[1] - without[1]
 
 
 def the_reference_acts_through_beta(loss: Examined) -> Iterator[Finding]:
-    """Require effects of the reference in proportion to beta."""
+    """Require a reference without effect if beta is 0, else with a gradient proportional to beta."""
     near, far = (of_one_token(loss, ref=ref) for ref in (-2.5, -1.2))
     if near != far and math.isfinite(near[1]):
         yield Finding(
@@ -429,7 +426,7 @@ def the_reference_acts_through_beta(loss: Examined) -> Iterator[Finding]:
 
 
 def the_kl_acts_apart_from_the_advantage(loss: Examined) -> Iterator[Finding]:
-    """Require a KL gradient independent of the advantage, without clipping."""
+    """Require a KL gradient independent of advantage and clipping."""
     for ratio in (1.0, 0.5, 1.65):
         _, unmoved = kl_of_one_token(loss, ratio=ratio, advantage=0.0, ref=-2.5)
         for advantage in (1.0, -1.0):
@@ -444,7 +441,7 @@ def the_kl_acts_apart_from_the_advantage(loss: Examined) -> Iterator[Finding]:
 
 
 def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[Finding]:
-    """Require the expectation KL(policy || reference) over a whole vocabulary, or its gradient."""
+    """Require the mean KL over a vocabulary to equal KL(policy || reference), or to have its gradient."""
     generator = torch.Generator().manual_seed(3)
     logits, ref_logits = torch.randn(2, 7, generator=generator, dtype=torch.float64)
     logps, ref = logits.log_softmax(0), ref_logits.log_softmax(0)
@@ -483,7 +480,6 @@ def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[Finding]:
 
 
 def the_kl_has_the_average_of_the_policy_term(loss: Examined) -> Iterator[Finding]:
-    """Require the same token weights in the KL and in the policy term."""
     _, unit = kl_of_one_token(loss, ref=LOGP - 0.5)
     for mask in MASKS:
         batch = random_batch("grpo", mask)
@@ -516,7 +512,7 @@ POLICY_LAWS: tuple[Law, ...] = (
 )
 ADVANTAGE_ACTS = {tokens_follow_their_advantage, advantages_act_alone}
 MASK_ACTS = {masked_tokens_are_inert, padding_changes_nothing}
-# {law: laws to pass first}
+# {law: laws that must hold, or it is skipped}
 POLICY_NEEDS: dict[Law, set[Law]] = {
     one_token_has_the_gradient_of_its_advantage: ADVANTAGE_ACTS,
     the_ratio_acts_within_its_bounds: ADVANTAGE_ACTS,

@@ -8,14 +8,14 @@ from torch import Tensor
 from minivlmrl.extras.parity.common_laws import micro_batches_add_up
 from minivlmrl.extras.parity.examined import MASKS, Examined, Finding, Law, described, numbers, random_batch
 
-# losses of the margin: chosen log-ratio minus rejected log-ratio
+# losses that depend only on the margin: chosen log-ratio minus rejected log-ratio
 OF_THE_MARGIN = ("sigmoid", "hinge", "exo_pair", "robust", "discopop", "sigmoid_norm", "ipo")
-OF_MEANS = ("ipo", "sigmoid_norm")  # losses of mean log-ratios over answer tokens
+OF_MEANS = ("ipo", "sigmoid_norm")  # losses that average log-ratios over answer tokens
 TWO_TOKENS = "Smallest batch: two answers of one token, with the log-ratios"
 
 
 def pair(chosen: float, rejected: float, tokens: int = 1) -> dict[str, Tensor]:
-    """Return a pair with these log-ratios, in nats, spread evenly over tokens."""
+    """Return a pair of answers with these summed log-ratios, in nats, spread evenly over tokens."""
     log_ratios = torch.tensor([[[chosen], [rejected]]], dtype=torch.float64) / tokens
     ref = torch.full((1, 2, tokens), -1.5, dtype=torch.float64)
     return {"per_token_logps": ref + log_ratios, "ref_per_token_logps": ref, "mask": torch.ones_like(ref)}
@@ -30,8 +30,8 @@ def recognize_ipo(loss: Examined):
 
 
 def answers_act_in_their_directions(loss: Examined) -> Iterator[Finding]:
-    """Require a lower loss if the chosen answer gains, a higher one if the rejected answer gains."""
-    # no loss is flat or minimal at these log-ratios
+    """Require a loss that falls if the chosen answer becomes likelier, and rises if the rejected one does."""
+    # no correct loss has a zero gradient at these log-ratios
     log_ratios = [-0.45 / loss.options["beta"], -0.2 / loss.options["beta"]]
     chosen, rejected = loss.gradient(pair(*log_ratios)).flatten().tolist()
     for name, slope, verb in (("chosen", -chosen, "fall"), ("rejected", rejected, "rise")):
@@ -46,7 +46,7 @@ def answers_act_in_their_directions(loss: Examined) -> Iterator[Finding]:
 
 
 def only_log_ratios_count(loss: Examined) -> Iterator[Finding]:
-    """Require the same loss if policy and reference log-probs get the same summand."""
+    """Require the same loss if policy and reference log-probs change by the same number."""
     if loss.loss_type == "sft":
         return
     batch = pair(0.4, -0.3)
@@ -63,7 +63,6 @@ def only_log_ratios_count(loss: Examined) -> Iterator[Finding]:
 
 
 def answers_have_opposite_gradients(loss: Examined) -> Iterator[Finding]:
-    """Require opposite gradients of the answers, for losses of the margin."""
     if loss.loss_type not in OF_THE_MARGIN:
         return
     for chosen, rejected in ((0.4, -0.3), (-0.5, 0.9)):
@@ -77,7 +76,6 @@ def answers_have_opposite_gradients(loss: Examined) -> Iterator[Finding]:
 
 
 def beta_multiplies_the_margin(loss: Examined) -> Iterator[Finding]:
-    """Require the same effect of doubling beta and doubling the margin."""
     if loss.loss_type not in OF_THE_MARGIN:
         return
     if loss.loss_type == "ipo":
@@ -100,7 +98,6 @@ def beta_multiplies_the_margin(loss: Examined) -> Iterator[Finding]:
 
 
 def log_ratios_are_added_or_averaged(loss: Examined) -> Iterator[Finding]:
-    """Require sums of log-ratios over answer tokens, or means for some loss types."""
     if loss.loss_type == "sft":
         return
     one_token, _ = loss(pair(0.4, -0.3))
@@ -114,7 +111,7 @@ def log_ratios_are_added_or_averaged(loss: Examined) -> Iterator[Finding]:
             f"the log-ratios of an answer's tokens are {what}. {TWO_TOKENS} 0.4 (chosen) and -0.3; the loss is "
             f"{numbers(one_token)}, with the same sums over three tokens {numbers(same_sum)}, and with the same means "
             f"{numbers(same_mean)}",
-            "note" if loss.loss_type == "ipo" and found else "broken",  # the DPO authors' IPO adds log-ratios
+            "note" if loss.loss_type == "ipo" and found else "broken",  # the DPO authors sum log-ratios in IPO
         )
 
 
@@ -141,7 +138,6 @@ def labels_are_smoothed(loss: Examined) -> Iterator[Finding]:
 
 
 def pairs_are_averaged(loss: Examined) -> Iterator[Finding]:
-    """Require the same loss for one pair and three equal pairs."""
     one, _ = loss(pair(0.4, -0.3))
     three, _ = loss({name: x.repeat(3, 1, 1) for name, x in pair(0.4, -0.3).items()})
     if loss.differ(three, one):
@@ -179,7 +175,7 @@ DPO_LAWS: tuple[Law, ...] = (
     pairs_are_averaged,
     micro_batches_add_up,
 )
-# {law: laws to pass first}
+# {law: laws that must hold, or it is skipped}
 DPO_NEEDS: dict[Law, set[Law]] = {
     beta_multiplies_the_margin: {answers_act_in_their_directions, only_log_ratios_count},
     log_ratios_are_added_or_averaged: {answers_act_in_their_directions, only_log_ratios_count},

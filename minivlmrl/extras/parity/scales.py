@@ -1,4 +1,4 @@
-"""Possible wrong factors of a trainer, such as the row count or the temperature."""
+"""Factors by which a trainer may be wrong, such as the row count or the temperature."""
 
 import math
 

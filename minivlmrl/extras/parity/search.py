@@ -1,6 +1,6 @@
-"""Explain wrong numbers in a recorded step or loss test case by known bugs.
+"""Search for known bugs that explain wrong numbers in a recorded step, or in a loss test case.
 
-The numbers are recomputed with one bug at a time, and compared with the recorded ones:
+Numbers are recomputed with one simulated bug at a time, and compared with the recorded ones:
 
     1. simple bugs, such as "a reward is halved"
     2. bugs in one computation, such as a wrong mask only in the token count
@@ -48,24 +48,24 @@ STAGES = {
 }
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
-SHOWN = 4  # bugs with the same numbers to print
-IDS = ("tokens", "pictures", "mask")  # stages with integers: no factor is fitted
+SHOWN = 4  # bugs to print, if several fit
+IDS = ("tokens", "pictures", "mask")  # stages that compare integers, so no factor is fitted
 # start values for fitted numbers
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
 FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
-REFINED = 16  # best bugs, to be fitted precisely
-CASE_REFINED = 4  # the same for loss test cases
+REFINED = 16  # only the best 16 bugs are fitted precisely
+CASE_REFINED = 4  # REFINED for loss test cases
 
 
 @dataclass(eq=False)
 class Bug:
-    """Known bug, a possible explanation of wrong numbers."""
+    """Known bug, such as "the rewards are halved"."""
 
     says: str
-    change: dict  # replacements by quantity, see Change
-    of: table.Target  # changed quantity, with effect and source
-    error: float = 0.0  # remaining error with this bug
-    parts: int = 1  # combined single bugs
+    change: dict  # {quantity: replacement}, see Change
+    of: table.Target  # wrong quantity, with effect on training and source
+    error: float = 0.0  # error left if this bug is simulated
+    parts: int = 1  # 2 if limited to some rows
     number: float = 0.0  # fitted number, 0 = none
 
     @property
@@ -74,7 +74,7 @@ class Bug:
 
     @property
     def is_scoped(self) -> bool:
-        """True for bugs in some rows, tokens or parameters, and wrong orders of rows or tokens."""
+        """True for bugs in only some rows, tokens or parameters, and for wrong orders of rows or tokens."""
         return any(isinstance(x, tuple) for x in self.change.values())
 
     @property
@@ -88,13 +88,13 @@ class Bug:
         return not self.of.used_by and (self.is_scoped or is_formula)
 
     def may_be_inside(self, target: str) -> bool:
-        """Return whether the bug can be limited to one computation, such as the baseline."""
-        # a wrong row order in only the baseline would fit too often by chance
+        """Return whether the bug can be limited to one computation, such as the token count."""
+        # a wrong row order in only one computation would fit too often by chance
         may_be = "mask" in self.change or not self.is_scoped
         return may_be and target in (*self.change, "") and not self.is_fitted
 
     def inside(self, use: str) -> "Bug":
-        """Limit the bug to one computation, as in "a reward is halved, only in the baseline"."""
+        """Limit the bug to one computation, as in "the mask is left out, only in the count"."""
         change = self.change | {"inside": [*self.change.get("inside", []), use]}
         return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
@@ -110,12 +110,12 @@ OWN_LENGTH = replace(FACTOR, of=replace(RATE, used_by="Dr. GRPO losses with a co
 
 
 def names_of(name: str, d: Dump) -> set[str]:
-    """Return names of a stage in names.py, such as "loss" and "dpo"."""
+    """Return stage names as in bugs.json: "loss" and "dpo" for a DPO loss."""
     return {name, d.about["kind"] if name == "loss" else "logps" if name in LOGPS else name}
 
 
 def possible_bugs(name: str, d: Dump) -> list[Bug]:
-    """List known bugs for a stage and its tensors."""
+    """List known bugs for a stage, such as the loss, and the tensors in the step."""
     names = names_of(name, d)
     result = []
     for key, target in table.TARGETS.items():
@@ -128,7 +128,7 @@ def possible_bugs(name: str, d: Dump) -> list[Bug]:
                 change = change if isinstance(change, dict) else {target.name: change}
                 for text, pieces in for_each_part(says, change, d, "mask" in names):
                     result.append(Bug(text, pieces, target))
-    # specific bugs before general ones, such as a sign
+    # general bugs, such as a wrong sign, come last
     result.sort(key=lambda bug: (bug.is_general, not (names - {"loss", "logps"}) & bug.of.stage_names()))
     for of_stages, uses, target in table.SCOPES:
         if names & set(of_stages.split(", ")):
@@ -138,7 +138,7 @@ def possible_bugs(name: str, d: Dump) -> list[Bug]:
 
 
 def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[tuple[str, dict]]:
-    """Limit a bug to one part at a time, such as the vision tower's gradient."""
+    """Yield a bug for every part it may affect, such as "the first turn"."""
     pieces = [name for name, x in change.items() if isinstance(x, table.Scoped)]
     if not pieces:
         yield says, change
@@ -146,16 +146,13 @@ def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[t
         kinds, formula = change[name]
         for kind in kinds.split():
             for part in getattr(d, kind):
-                # not for mask bugs: they decide which tokens are counted
+                # a wrong mask cannot depend on counted tokens: it defines them
                 if not (in_mask and "counted" in part):
                     yield says.replace("{}", part), change | {name: (kind, part, formula)}
 
 
 def computed(name: str, d: Dump, change: dict | None) -> Any:
-    """Recompute a stage, such as the loss, with a simulated bug ({} = none).
-
-    Returns None if the computation fails. Raises SearchEndedError after the deadline.
-    """
+    """Recompute a stage, such as the loss, with a simulated bug ({} = none); return None if this fails."""
     d.check_time()
     if change is None:
         return None
@@ -173,7 +170,7 @@ def computed(name: str, d: Dump, change: dict | None) -> Any:
         ours = ours * factor
         if d.case_tolerance:  # loss test case: errors relative to max(1, largest number)
             unit = ours.nan_to_num().abs().max().clamp(min=1) * d.case_tolerance / TOLERANCE
-        else:  # limited unit: huge numbers from a bug must not hide differences
+        else:  # limit the unit: huge numbers from a simulated bug must not hide differences
             _, _, usual_unit = d.usual_answers.get(name, answer)[key]
             limit = 3 * usual_unit + theirs.abs().nan_to_num().max() if theirs.numel() else math.inf
             unit = torch.minimum(torch.as_tensor(unit), torch.as_tensor(limit))
@@ -206,7 +203,7 @@ def count_wrong(answer: dict) -> int:
 
 
 def count_groups(name: str, answer: dict, d: Dump) -> int:
-    """Count rows, or groups for advantages, with wrong numbers."""
+    """Count rows with wrong numbers; for advantages, groups."""
     labels = d["group"] if name == "advantages" else d.all_rows
     counts = []
     for theirs, ours, unit in answer.values():
@@ -216,10 +213,10 @@ def count_groups(name: str, answer: dict, d: Dump) -> int:
 
 
 class Region(NamedTuple):
-    """Some rows or parameters of a step, such as "truncated completions" or "the vision tower"."""
+    """Rows with a bug, such as "truncated completions"."""
 
     says: str  # description, "" = whole step
-    inside: dict[str, Tensor]  # masks by tensor
+    inside: dict[str, Tensor]  # {tensor name: mask}
     rows: Tensor | None = None
 
     def of(self, answer: dict | None) -> Any:
@@ -234,9 +231,9 @@ class Region(NamedTuple):
 
 
 def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
-    """List the whole step, and parts with all wrong numbers, such as truncated completions."""
+    """List the whole step, and row sets with all wrong numbers, such as truncated completions."""
     regions = [Region("", {key: torch.tensor(True) for key in answer})]
-    if name in ("advantages", *BY_PARAMETER):  # advantages and parameters have no step rows
+    if name in ("advantages", *BY_PARAMETER):  # these numbers are not by row
         return regions
     for says, rows in d.row_sets.items():
         masks = {}
@@ -251,12 +248,12 @@ def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
 
 
 class Search:
-    """Search for bugs in a stage, such as the loss.
+    """Search for bugs that explain wrong numbers in a stage, such as the loss.
 
-    With all wrong numbers in one part, such as truncated completions, bugs in only this part are also tried.
+    If all wrong numbers are in one part, such as truncated completions, bugs in only this part are also tried.
 
     Args:
-        deviation: bugs found earlier, active in all recomputed numbers.
+        deviation: bugs found earlier, simulated in all recomputed numbers.
     """
 
     def __init__(self, name: str, d: Dump, deviation: dict | None = None):
@@ -273,11 +270,11 @@ class Search:
 
     def run(self, bugs: list[Bug]):
         factors = self.factors()
-        # first bugs without a new forward pass, such as rounded log-probs
+        # first try bugs that need no new forward pass, such as rounded log-probs
         bugs = sorted(bugs, key=lambda bug: not bug.change.keys() <= model_stages.AFTER_FORWARD)
         plain, scoped, fitted = by_kind(bugs)
         if any(bug.parts == 1 and not bug.number for bug in factors):
-            fitted = []  # a count explains more than a fitted number
+            fitted = []  # a factor such as the row count is likelier than a fitted number
         try:
             for phase, some in ((self.tried, plain), (self.tried, scoped), (self.fitted, fitted)):
                 if not any(bug.parts == 1 for bug in self.explained):
@@ -293,7 +290,7 @@ class Search:
                 yield from self.confined(answer, bug, region)
 
     def confined(self, answer: Any, bug: Bug, region: Region) -> list[Bug]:
-        """Limit the bug to a region, such as truncated completions; [] = wrong numbers are left."""
+        """Return the bug, limited to a region such as truncated completions, or [] if wrong numbers are left."""
         d = self.d
         if region.says:
             bug = replace(bug, says=f"{bug.says}, only for {region.says}", parts=2)
@@ -316,7 +313,7 @@ class Search:
         has_own_length = d.about.get("loss_type") == "dr_grpo" and not d.reads("max_completion_length")
         for region in self.regions:
             if count_wrong(region.of(self.base)) <= 2:
-                continue  # two opposite advantages always match some factor
+                continue  # too few numbers: some factor always fits two opposite advantages
             product = square = 0.0
             for key, mask in region.inside.items():
                 theirs, ours, unit = self.base[key]
@@ -338,7 +335,7 @@ class Search:
         near = []
         for region in self.regions:
             base = region.of(self.base)
-            # too few to fit a number
+            # too few rows to fit a number
             if not d.case_tolerance and d.part is None and count_groups(self.name, base, d) < 2:
                 continue
             usual_gap = distance(base)
@@ -360,7 +357,7 @@ class Search:
 
 
 def lines_of(bugs: Sequence[Bug]) -> list[str]:
-    """Describe the first bug, and list others with the same numbers."""
+    """Describe the first bug, and list others that explain the same numbers."""
     first, *others = bugs[:SHOWN]
     lines = [f"{first.kind}: {first.says}", *(f"  or: {bug.says}" for bug in others)]
     about = {"effect": first.of.effect, "source": first.of.source}
@@ -379,12 +376,12 @@ def find_bugs(name: str, d: Dump, seconds: float = math.inf) -> Search:
     """Find the simplest bugs that give the recorded numbers, in at most `seconds` of CPU time."""
     search = Search(name, d)
     answer = search.base
-    # a single wrong learning rate or token id fits many bugs: try none, or only trained padding
+    # many bugs fit a single wrong learning rate or token id: try none, or only bugs about padding
     if name == "schedule" and len(all_gaps(answer)) < 2:
         return search
-    # a bug may leave 1 % of the original error, limited to 1e-5 to 3e-5
+    # maximum error with a simulated bug: 1 % of the original error, limited to 1e-5 to 3e-5
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
-    # slow forward passes: search the row with the largest error, then check all rows
+    # forward passes are slow: find bugs in the row with the largest error, then check all rows
     if name in LOGPS:
         [values] = answer.values()
         d.part = gaps(*values).amax(1).argmax().view(1)
@@ -432,7 +429,6 @@ def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[
 
 
 def count_bugs(stage: str, d: Dump) -> list[Bug]:
-    """List bugs such as "all values are divided by the number of rows"."""
     bugs = []
     for name in known_numbers(d, stage):
         for word, sign in (("multiplied", 1), ("divided", -1)):

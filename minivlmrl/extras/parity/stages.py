@@ -104,7 +104,7 @@ def rows(d: Dump, change: Change) -> Answer:
 
 def tokens(d: Dump, change: Change) -> Answer:
     """Recompute completion token ids and attention mask from sampler_ids."""
-    # sampled ids: the tokenizer may encode the text differently
+    # not encoded again: the tokenizer may give other ids for the same text
     if d.sampled is None or not d.has("prompt_mask"):
         return None
     ids, flags = d.sampled
@@ -116,11 +116,11 @@ def tokens(d: Dump, change: Change) -> Answer:
     sampled_mask = ids[:, : d.width] >= 0
     attention_mask = d["attention_mask"].bool()
     in_prompt = ~d.completion
-    # zeros are fine: a trainer may skip truncated completions
+    # the whole completion may have attention_mask 0: a trainer may skip truncated ones
     is_used = (attention_mask & sampled_mask).any(1, keepdim=True)
     attended = (sampled_mask & is_used) | (attention_mask & in_prompt & d["prompt_mask"].bool())
     attended = change("attended", attended)
-    # not sampled tokens outside completion_mask: see the stage "mask"
+    # leave out sampled tokens outside completion_mask: the stage "mask" compares them
     is_compared = in_prompt | (sampled_mask & ~((flags[:, : d.width] == 1) & (d["completion_mask"] == 0)))
     return {
         "input_ids": (their_ids.double(), ours.double(), 1.0),
@@ -129,13 +129,13 @@ def tokens(d: Dump, change: Change) -> Answer:
 
 
 def pictures(d: Dump, change: Change) -> Answer:
-    """Compare images in training with the sampler's."""
+    """Compare training images with those in sampling."""
     if not d.has("sampler_num_images"):
         return None
     sampled = shown(d, "sampler_")
     rows = d.get("row", d.all_rows)[change("picture rows", d.all_rows)]
     ours = [change("pictures", sampled[row]) for row in rows]
-    numbers = {}  # ids of distinct images
+    numbers = {}  # {image: id}; equal images share an id
     table = []
     for row_pictures in ours + shown(d):
         keys = [(*grid.tolist(), patches.numpy().tobytes()) for patches, grid in row_pictures]
@@ -146,7 +146,7 @@ def pictures(d: Dump, change: Change) -> Answer:
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
-    """Return (patches, grid) pairs per row; kind="sampler_": the sampler's images."""
+    """Return (patches, grid) pairs per row; kind="sampler_": images in sampling."""
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
     all_pictures = list(zip(patches, grids, strict=True))
@@ -157,7 +157,7 @@ def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
 
 
 def mask(d: Dump, change: Change) -> Answer:
-    """Recompute the mask of trained tokens: turns up to their stop tokens in GRPO, whole answers in DPO and SFT."""
+    """Recompute the mask for trained tokens: turns up to their stop tokens in GRPO, whole answers in DPO and SFT."""
     is_grpo = d.about["kind"] == "grpo"
     if not d.has("prompt_mask") or (is_grpo and not d.about.get("stop_token_ids")):
         return None
@@ -199,14 +199,14 @@ def loss(d: Dump, change: Change) -> Answer:
         return None
     leaf = d["per_token_logps"].clone().requires_grad_()
     losses, units = LOSSES[d.about["kind"]](leaf, change)
-    # + 0 * leaf: autograd would fail for a loss without a gradient
+    # + 0 * leaf: autograd would fail for a loss that does not use log-probs
     [slope] = torch.autograd.grad(losses.sum() + 0 * leaf.sum(), leaf)
     answer = {}
     if d.has("loss"):
         answer["loss"] = d["loss"].view_as(losses), losses.detach(), units.detach() + 1e-30
     if d.has("logps_gradient"):
         theirs = d["logps_gradient"]
-        # zero gradients at padding are fine: a trainer may skip them
+        # ignore padding if its recorded gradient is 0: a trainer may skip padding
         is_unreal = ~(d["attention_mask"].bool() | d["completion_mask"].bool())
         slope = slope.masked_fill(is_unreal & (theirs == 0), 0.0)
         # tolerance grows with beta: large float32 rounding errors in KL gradients
@@ -232,7 +232,7 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
     rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
     tokens = mask[rows].sum() * times
-    # the recorded token count belongs to the recorded mask, not a simulated one
+    # rollout_tokens counts tokens in the recorded mask, not in a simulated one
     is_ours = torch.equal(mask, d["completion_mask"].double())
     if d.has("rollout_tokens") and is_ours and not by_part:
         tokens = d["rollout_tokens"][part[0]].item()
@@ -290,7 +290,7 @@ def policy_term(pieces: PolicyPieces, change: Change) -> Tensor:
     d = change.d
     weights = change("correction", d.get("importance_sampling_ratio", torch.ones(1, 1)))
     arguments = term_arguments(options)
-    if options.loss_type == "vespo":  # VESPO applies the correction itself
+    if options.loss_type == "vespo":  # VESPO applies the importance sampling correction itself
         arguments["importance_sampling_ratio"] = weights
         weights = torch.ones_like(weights)
     logps, advantages, mask = pieces.per_token_logps, pieces.advantages, pieces.mask
@@ -315,7 +315,7 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
     return averaged(kl, change, rounding=0.02 * pieces.ref_log_ratio.detach().abs())
 
 
-# terms in the GRPO loss: function, option with its weight
+# {term in the GRPO loss: (function, option with its weight)}
 POLICY_TERMS = {"the policy's term": (policy_term, ""), "the KL": (kl_term_of, "beta")}
 ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
@@ -328,7 +328,7 @@ def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> T
     definition = loss_options(Change(change.d, {}))
     average = ALL_AVERAGES[change("average", definition.loss_type)]
     terms = terms * (mask * weights)
-    sizes = terms.detach().abs() + rounding  # `rounding`: for differences of larger numbers
+    sizes = terms.detach().abs() + rounding  # `rounding`: terms may be differences between larger numbers
     results = []
     for part in change.d.micro_batches:
         normalizer = normalizer_of(part, counted, change)

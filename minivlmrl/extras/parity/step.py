@@ -22,34 +22,34 @@ from minivlmrl.extras.parity.step_format import BY_ROW, BY_TOKEN, MODELS, NEEDED
 from minivlmrl.files import save_tensors
 from minivlmrl.json_files import read_json, write_json
 
-# errors from tensors or fields with a wrong type or shape
+# exceptions for tensors or fields with a wrong type or shape
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
-OTHER_STEP = "../{}/"  # folder of a row's sampling step
+OTHER_STEP = "../{}/"  # folder for the step that sampled a row
 
 
 class SearchEndedError(Exception):
-    """Search reached its time limit."""
+    """The bug search reached its time limit."""
 
 
 class Dump(dict):
     """Recorded optimizer step as {name: tensor}, with floats in float64; `about` has the fields in step.json."""
 
-    tolerance = 1e-5  # maximum relative error with a bug
+    tolerance = 1e-5  # maximum relative error left by a simulated bug
     case_tolerance = 0.0  # loss test case: maximum error in value and gradient
-    read: set[str] | None = None  # loss test case: names of read tensors and options
-    simpler: Callable = list  # loss test case: returns simpler variants, list() = none
-    deadline = math.inf  # end of the search, time.thread_time()
-    part: Tensor | None = None  # rows with recomputed log-probs, None = all
+    read: set[str] | None = None  # loss test case: tensor and option names used by the loss
+    simpler: Callable = list  # loss test case: function that returns simpler variants
+    deadline = math.inf  # when the search ends, as in time.thread_time()
+    part: Tensor | None = None  # rows for which log-probs are recomputed, None = all
 
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
         self.about = about
-        self.cache = {}  # model forward and backward passes
+        self.cache = {}  # results of forward and backward passes
         self.usual_answers = {}  # stage results without a simulated bug
         ones = torch.ones_like(tensors["input_ids"])
         n, self.width = ones.shape
         self.all_rows = torch.arange(n)
-        self.eps = {}  # machine epsilon per recorded float tensor
+        self.eps = {}  # {tensor name: machine epsilon of the recorded dtype}
         self["micro_batch"] = self.all_rows * 0
         self["attention_mask"] = ones
         self["tool_mask"] = ones
@@ -60,16 +60,16 @@ class Dump(dict):
                 self.eps[name] = torch.finfo(x.dtype).eps
                 x = x.double()
             if name in BY_TOKEN or (name in BY_ROW and x.shape[1:].numel() > 1):
-                # only the last T tokens: pad with zeros on the left
+                # tensors with only the last T tokens: pad with zeros on the left
                 x = pad(x, (self.width - x.shape[1], 0))
             self[name] = x
         other_tokens = self["attention_mask"] * (1 - self["completion_mask"].long())
         prompt_tokens = self.get("prompt_mask", other_tokens)
-        # (n, S) mask after the prompt, with padding
+        # (n, S) mask: all columns after the prompt, including padding
         self.completion = prompt_tokens.flip(1).cumsum(1).flip(1) == 0
         self.num_rows = n
         self.num_columns = self.completion[0].sum()
-        # beyond max_completion_length, all is padding, even stop tokens
+        # columns beyond max_completion_length are padding, even stop tokens
         longest = about.get("max_completion_length") or self.width
         self.within_limit = self.completion & (self.completion.cumsum(1) <= longest)
         self["lengths"] = self["completion_mask"].sum(1)
@@ -77,7 +77,7 @@ class Dump(dict):
         if about.get("stop_token_ids"):
             self["ended"] = (self.is_stop(self["input_ids"]) & self.within_limit).any(1)
 
-    # possible parts with a bug, wrong orders of rows and tokens
+    # wrong orders of rows and tokens, and parts that may have a bug
     rows = cached_property(units.row_orders)
     rollout_rows = cached_property(lambda self: units.row_orders(self, of_rollout=True))
     row_sets = cached_property(units.row_sets)
@@ -86,7 +86,6 @@ class Dump(dict):
 
     @cached_property
     def micro_batches(self) -> list[Tensor]:
-        """Row indices per micro-batch."""
         numbers = self["micro_batch"]
         return [self.all_rows[numbers == number] for number in numbers.unique()]
 
@@ -99,14 +98,13 @@ class Dump(dict):
             raise SearchEndedError
 
     def is_stop(self, ids: Tensor) -> Tensor:
-        """Return a bool mask for stop tokens, such as <|im_end|>."""
         return torch.isin(ids, torch.tensor(self.about.get("stop_token_ids") or []))
 
     def has(self, *names: str) -> bool:
         return self.keys() >= {*names}
 
     def reads(self, name: str) -> bool:
-        """Return whether a loss has read this tensor or option; True for recorded steps."""
+        """Return whether the loss uses this tensor or option; True for recorded steps."""
         return self.read is None or name in self.read
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,7 +117,7 @@ class Dump(dict):
 
     @cached_property
     def sampled(self) -> Tensor | None:
-        """Sampled token ids at their columns in the step, and flags: 1 for sampled tokens, 0 for tool responses.
+        """Sampled token ids, aligned with the training columns, and flags: 1 for sampled tokens, 0 for tool responses.
 
         Shape (2, n, S + L) for L sampler columns, -1 = padding. None without sampler ids, or if training ids differ.
         """
@@ -131,7 +129,7 @@ class Dump(dict):
         rows = []
         for begin, x in zip(begins, both, strict=True):
             x = x[:, x[0] >= 0]
-            # negative padding truncates the row
+            # a negative pad size truncates the row
             rows.append(pad(x, (begin, self.width + both.shape[2] - begin - x.shape[1]), value=-1))
         return torch.stack(rows, 1)
 

@@ -14,7 +14,7 @@ from minivlmrl.losses.preference import Divergence, check_dpo_options
 
 names = str.split
 NEEDED = names("input_ids completion_mask per_token_logps")  # required tensors
-# (n, S) for n rows with S tokens; (n, T): only the last T tokens
+# tensors (n, S) for n rows with S tokens, or (n, T) for only the last T tokens
 BY_TOKEN = NEEDED + names(
     "attention_mask prompt_mask tool_mask old_per_token_logps ref_per_token_logps sampler_logps "
     "log_sum_sq_probs logps_gradient"
@@ -24,19 +24,17 @@ BY_ROW = BY_TOKEN + names(
     "advantages micro_batch row pair chosen importance_sampling_ratio rollout_step rollout_tokens"
 )
 MODELS = names("model old_model ref_model")  # model folders
-# copies of options in TRL's GRPOConfig
+# step.json fields named as options in TRL's GRPOConfig
 OPTIONS_OF_A_ROLLOUT = names(
     "num_generations scale_rewards reward_weights multi_objective_aggregation temperature max_completion_length "
     "mask_truncated_completions"
 )
-# filters of sampled tokens in TRL: {option: values for off}
+# sampling filters in TRL: {option: values that turn it off}
 FILTERS = {"top_k": [None, 0, -1], "top_p": [None, 1], "min_p": [None, 0]}
 
 
 @dataclass
 class PolicyOptions:
-    """GRPO loss options, named as in TRL."""
-
     loss_type: str = "dapo"
     importance_sampling_level: str = "token"
     epsilon_low: Annotated[float, "[0, inf]"] = 0.2
@@ -123,14 +121,14 @@ class StepFields:
     stop_token_ids: list[int] | None = None
     pad_token_id: int | None = None
     image_token_id: int | None = None
-    # loss divisors, if not the totals for this step
+    # loss divisors, if other than the totals for this step
     rollout_tokens: Annotated[float, "[0, inf)"] | None = None
     steps_per_rollout: Annotated[float, "(0, inf)"] = 1.0
     world_size: Count = 1
     mean_over: Literal["step", "micro_batch"] | None = None
     optimizer: OptimizerFields = field(default_factory=OptimizerFields)
     schedule: ScheduleFields = field(default_factory=ScheduleFields)
-    # model folders, inside the step folder or a row's sampling step
+    # model folders, inside this step folder or that of the step that sampled a row
     model: str | None = None
     old_model: str | None = None
     ref_model: str | None = None
@@ -144,8 +142,6 @@ def check_fields(about: dict):
     """Check types and bounds of step.json fields, and loss option names.
 
     Unknown fields are ignored: a trainer may add its own.
-
-    Raises ValueError with the field, its value and the expected value.
     """
     with error_context("step.json"):
         reader = Reader(json=True)
@@ -164,6 +160,6 @@ def options_of(kind: str, values: dict) -> dict:
 
 
 def term_arguments(options: PolicyOptions) -> dict:
-    """Return the loss options to pass as keyword arguments to GRPO's loss_type."""
+    """Return the loss options to pass as keyword arguments for this GRPO loss_type."""
     names = TERMS[options.loss_type].__kwdefaults__ or {}
     return {name: getattr(options, name) for name in names.keys() & vars(options).keys()}

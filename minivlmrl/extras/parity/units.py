@@ -1,4 +1,4 @@
-"""List wrong orders of rows and tokens, and parts of a step, to limit a bug."""
+"""List wrong row and token orders, and parts of a step that may have a bug."""
 
 from collections.abc import Callable
 
@@ -14,12 +14,12 @@ WITHIN = {
     "the first {} in {}": lambda x: x[:1].expand_as(x),
     "the {} at the mirrored position in {}": lambda x: x.flip(0),
 }
-# wrong token orders. Index -1 gives the value 0: "the next token" in a row of three is 1, 2, -1
+# more token orders, where index -1 stands for the value 0: "the next token" in a row of three is 1, 2, -1
 TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
     "the previous {} in {} and 0 for the first": lambda x: pad(x, (1, 0), value=-1)[: len(x)],
 }
-# wrong row orders in groups of equal size, as functions of (groups, rows per group) indices
+# wrong row orders for groups of equal size, as functions of row indices (groups, rows per group)
 BLOCKS = {
     "the next {1}": lambda x: x.roll(-1, 0),
     "the row that repeat gives instead of repeat_interleave, by {1}": lambda x: x.T,
@@ -28,7 +28,7 @@ BLOCKS = {
 
 
 class Distinct(dict):
-    """Dict with one name per tensor; d[name] also finds names of equal tensors."""
+    """Dict that lists equal tensors only once, but finds them by all their names."""
 
     def __init__(self):
         self.equal = {}
@@ -38,7 +38,7 @@ class Distinct(dict):
 
 
 def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
-    """Leave out `same` and repeated tensors: bugs with equal effects are listed once."""
+    """Drop orders equal to `same` or to an earlier one, so bugs with equal effects are listed once."""
     kept = Distinct()
     for name, order in orders.items():
         is_new = not any(torch.equal(order, x.expand_as(order)) for x in (same, *kept.values()))
@@ -105,10 +105,10 @@ def row_sets(d) -> dict[str, Tensor]:
         sets["rows with negative advantages"] = d["advantages"] < 0
         sets["rows with an advantage of 0"] = d["advantages"] == 0
     number = d["micro_batch"]
-    place = (number == number[:, None]).tril(-1).sum(1)  # place of a row in its micro-batch
+    place = (number == number[:, None]).tril(-1).sum(1)  # row index in its micro-batch
     sets |= ends(place, "row", " of each micro-batch")
     sets |= ends(number - number.min(), "micro-batch")
-    sets = {says: mask for says, mask in sets.items() if mask.sum() > 1}  # many descriptions fit a single row
+    sets = {says: mask for says, mask in sets.items() if mask.sum() > 1}  # skip single rows: too many descriptions fit
     return different(sets, torch.tensor(False))
 
 

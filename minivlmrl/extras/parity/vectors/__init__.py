@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass
 class Case:
-    """Loss recorded from TRL.
+    """Test case recorded from TRL: options, batch, loss and gradient.
 
     The gradient and most batch tensors have shape (B, T) for B completions of up to T tokens, or (B, 2, T) for B answer
     pairs. All numbers are float64.
@@ -29,7 +29,7 @@ class Case:
 
 
 def read_options() -> dict[str, dict]:
-    """Return the options of all recorded cases, by the case's name."""
+    """Return {case name: options} for all recorded cases."""
     return json.loads((FOLDER / "losses.json").read_text())["cases"]
 
 
@@ -52,7 +52,7 @@ def read_cases(**only) -> list[Case]:
 
 
 def has(options: dict, only: dict) -> bool:
-    """Return whether a case's options contain those in `only`."""
+    """Return whether a case has the options in `only`."""
     if "delta" in options and "delta" not in only:
         return False
     # loss_type="sigmoid" also selects loss_type=["sigmoid"]
