@@ -244,7 +244,7 @@ class ChatTemplate:
                 if isinstance(function.get("arguments"), str):
                     function["arguments"] = parse_json(function["arguments"])
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
-        # Chinese character in no text: templates may strip a space and escape a symbol
+        # unused Chinese character: templates may strip a space and escape a symbol
         mark = next(letter for letter in map(chr, range(0x20000, sys.maxunicode)) if letter not in all_text)
         return _as_json(messages, lambda text: self.literal_tokens.sub(rf"\g<0>{mark}", text)), mark
 
@@ -331,7 +331,7 @@ def join_text(pieces: list[str]) -> list[str]:
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join adjacent strings if both or neither have a loss; others need separate tokens."""
+    """Join adjacent strings if both or neither have a loss; others are tokenized separately."""
     joined = []
     for is_written, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
         joined += [(text, is_written) for text in join_text([piece for piece, _ in run])]

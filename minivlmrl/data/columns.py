@@ -49,7 +49,7 @@ def missing_column(name: str, columns: dict, cure: str) -> UserError:
     """Return the error for a column without a value; a LayoutError if the row may have another project's layout.
 
     Args:
-        cure: advice for the error message, such as how to rename the column.
+        cure: advice in the error message, such as how to rename the column.
     """
     given = sorted(other for other, value in columns.items() if value is not None)
     unknown = [other for other in given if other not in (*TEXTS, *VALUES, *MEDIA, "solution")]

@@ -90,7 +90,7 @@ class RowFile:
         return row, media
 
     def read(self, line: int) -> tuple[Row, list[Media]]:
-        """Read a row; return it without images and videos, and their sources."""
+        """Read a row without its images and videos; also return where to read them."""
         row, media = read_row(self.columns_of(line), self.options)
         row.where = self.source.where(line)
         row.columns = dict.fromkeys(self.columns) | row.columns | self.constants
@@ -199,7 +199,6 @@ class FileDataset(Sequence[Row]):
         return facts.file.load(facts.line, fetch_image, load_video)
 
     def read(self, index: int) -> tuple[Row, list[Media]]:
-        """Read a row; return it without images and videos, and their sources."""
         facts = self.facts[index]
         return facts.file.read(facts.line)
 
@@ -255,7 +254,7 @@ def is_foreign(error: BaseException | None) -> bool:
 
 
 def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_files: bool) -> tuple[RowFacts, list[str]]:
-    """Return RowFacts, and missing image and video files.
+    """Return row properties (RowFacts), and missing image and video files.
 
     Args:
         checks_files: whether to look for image and video files, and read image sizes.

@@ -24,11 +24,11 @@ def torch_resize_frames(
     size = (height, width)
     resized = []
     for frame in frames:
-        # uint8, as in transformers, because torch rounds uint8 pixels after each axis
+        # resize uint8 pixels, as transformers does: torch rounds them after height and after width
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
-    scale = np.float32(1 / (1 / 255))  # 255, with the float rounding error in transformers
+    scale = np.float32(1 / (1 / 255))  # 255 with float rounding error, as in transformers
     gray_levels = np.arange(256, dtype=np.float32)
     return look_up((gray_levels - mean * scale) / (std * scale), np.stack(resized))
 
@@ -162,7 +162,7 @@ def write_video_processor(processor: ImageProcessor, options: dict[str, float]) 
         "size": {"shortest_edge": low, "longest_edge": high},
         **write_sampling(options),
     }
-    if "total_pixels" in options:  # / 0.9: transformers uses 90 % of max_video_tokens
+    if "total_pixels" in options:  # divided by 0.9: transformers uses 90 % of max_video_tokens
         content |= {"cap_pixels_per_frame": True, "max_video_tokens": round(options["total_pixels"] / 0.9 / area)}
     return content
 

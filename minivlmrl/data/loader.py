@@ -46,7 +46,7 @@ class Batches(Iterator[list[Row]]):
         self.step_size = trainer.options.prompts_per_step
         batch_size = self.step_size * trainer.options.steps_per_rollout
         self.numbers = shuffled(len(dataset), batch_size, seed, skip=batches_consumed * batch_size)
-        # one PyTorch thread per worker thread: more are slower
+        # PyTorch uses one thread in each worker: more are slower
         num_workers = max(1, options.image_workers)
         self.workers = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
         self.max_ahead = MAX_AHEAD if options.image_workers else 0

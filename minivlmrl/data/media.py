@@ -42,7 +42,7 @@ PROGRAMS = "EPS", "IPTC", "WMF"
 # maximum pixels, as in Pillow: a small compressed file could fill the memory
 MAX_IMAGE_PIXELS = 178_956_970
 
-EMPTY = (None, "")  # values in a row without image or video
+EMPTY = (None, "")  # values that mean no image or video
 
 Source = str | Path | bytes
 
@@ -123,7 +123,7 @@ class Media:
     # path, data URI or bytes; list of frames for some videos
     source: str | bytes | list[str]
     options: dict[str, float]  # image or video options, such as max_pixels
-    column: str | None = None  # column of the file, None = in a message part
+    column: str | None = None  # column with the file, None = file in a message part
 
     @property
     def sources(self) -> Sequence[str | bytes]:
@@ -234,7 +234,7 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
     if options:
         options = check_options(kind, options)
     if not names and next_media is not None:
-        listed = next(next_media)  # not empty: check_counts compared parts and files
+        listed = next(next_media)  # cannot be empty: check_counts has compared parts and files
         return Media(kind, listed.source, listed.options | options, listed.column)
     source: Plain = entry[names[0]] if names else None
     if names == ["base64"]:

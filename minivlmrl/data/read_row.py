@@ -26,7 +26,7 @@ Answers = dict[str, str | list[dict]]
 def read_row(columns: dict, options: RowOptions) -> tuple[Row, list[Media]]:
     """Convert columns to a Row without images; also return the images and videos in its prompt, in order.
 
-    Image parts in answers contain a Media under "image". `chosen` and `rejected` must have the same images.
+    Image parts in answers contain a Media object in key "image". `chosen` and `rejected` must have the same images.
     """
     place, prompt, answers = split_answers(columns, options.prompt_template)
     row_media = read_media(columns)
@@ -132,7 +132,7 @@ def take_images(answer: list[dict], media: list[Media]) -> list[dict]:
     if any(part_kind(part) == "video" for part in parts):
         raise UserError("a video after the first assistant turn is not supported; move it into the prompt")
     for part in reversed(parts):
-        part["image"] = media.pop()  # a Media; RowFile.load converts it to a function that loads the image
+        part["image"] = media.pop()  # Media object, which RowFile.load converts to a function that loads the image
     return answer
 
 

@@ -67,7 +67,7 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
 def _written_texts(message: dict, is_history: bool) -> Iterator[str]:
     parts = content_parts(message)
     texts = [part["text"] for part in parts if part_kind(part) == "text"]
-    skipped = 0  # characters of reasoning at the start
+    skipped = 0  # length of reasoning at the start of the message
     if message["role"] == "assistant":
         if not is_history:
             yield from (message[key] for key in THOUGHT_KEYS if isinstance(message.get(key), str))
@@ -83,7 +83,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
     if isinstance(calls, dict):
         for key, value in calls.items():
             if value is None:
-                continue  # None = key missing in Parquet
+                continue  # Parquet stores missing keys as None
             if key in ("function", "name", "arguments"):
                 yield from _call_texts(value)
             elif key not in ("id", "type", "index"):

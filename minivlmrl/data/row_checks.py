@@ -89,7 +89,7 @@ def checked_row(
     except LayoutError:
         raise
     except ValueError:
-        # raises a clearer error if a column name is misspelled
+        # clearer error if a column name is misspelled
         check_unread(columns, listed, folder, known)
         raise
     check_required(row, required)
@@ -316,7 +316,6 @@ def check_answers(row: Row, columns: dict):
 
 
 def check_required(row: Row, required: Collection[str]):
-    """Raise UserError if a row lacks a required column."""
     for name in required:
         if name == "problem" or row.columns.get(name) is not None or getattr(row, name, None) is not None:
             continue

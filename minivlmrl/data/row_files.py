@@ -245,7 +245,7 @@ class Arrow:
 
 
 def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = str) -> Plain:
-    """Copy nested lists and dicts, with `change(value)` for values of the given types."""
+    """Copy nested lists and dicts, applying `change` to values of the given types."""
     if isinstance(value, types):
         return change(value)
     if isinstance(value, list):

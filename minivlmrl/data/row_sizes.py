@@ -56,7 +56,6 @@ class PatchCounter(ImageProcessor):
         return torch.zeros(0, self.patch_dim, dtype=self.dtype), grid
 
     def tokens(self, size: Size, options: dict) -> int:
-        """Return the number of tokens for an image size."""
         _, grid = self(SimpleNamespace(size=size), **options)  # pyright: ignore[reportArgumentType]
         return self.num_tokens(grid)
 
@@ -128,7 +127,7 @@ def row_sizes(
     answers: Sequence[str] = (),
     unreadable: list[str] | None = None,
 ) -> Iterator[RowSize]:
-    """Yield the sizes of rows with these indices, in order.
+    """Yield the sizes of rows with these indices, in this order.
 
     Args:
         unreadable: list that collects errors, None = raise them.
@@ -153,7 +152,6 @@ def image_tokens(facts: RowFacts, counter: PatchCounter) -> float:
 
 
 def text_bytes(facts: RowFacts, answers: Sequence[str] = ()) -> int:
-    """Return the text length of prompt and answers, in bytes."""
     return sum(facts.text_bytes[name] for name in ("prompt", *answers))
 
 

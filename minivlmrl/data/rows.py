@@ -28,7 +28,7 @@ class Prompt:
     vision_embeds: Tensor | None = None
 
     def __post_init__(self):
-        # no dataclass field: FSDP2 copies all fields in every forward pass
+        # no dataclass field, because FSDP2 copies all fields in every forward pass
         self.row: Row | None = None
 
 
@@ -116,7 +116,7 @@ class Row:
         try:
             prompt = processor(self.messages, self.images, self.videos)
         except ValueError as error:
-            if not self.where or str(error).startswith(self.where):  # already names the row, as image errors do
+            if not self.where or str(error).startswith(self.where):  # message already has file and line
                 raise
             raise UserError(f"{self.where}: {error}") from error
         prompt.row = self

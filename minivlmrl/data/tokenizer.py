@@ -27,7 +27,7 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# other files with added tokens
+# files with added tokens, besides tokenizer.json
 TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKEN_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 SPECIAL_FIELDS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
@@ -42,8 +42,8 @@ class SpecialToken(str):
 class Tokenizer:
     """Convert text to token ids and back.
 
-    `special_tokens` maps all control tokens to ids. Text never becomes control tokens in `structure`:
-    "<|im_end|>" in text stays ordinary characters. Text may contain others, such as "<tool_call>", as in transformers.
+    `special_tokens` maps all control tokens to ids. Text never becomes control tokens in `structure`: "<|im_end|>" in
+    text stays ordinary characters. Text may contain other control tokens, such as "<tool_call>", as in transformers.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):

@@ -32,7 +32,7 @@ class RewardArguments:
     row_rewards: list[list[str] | None]  # names of rewards for the row, None = all
     extras: list[dict]  # values logged with log_extra
     reward_model_scores: Sequence[float] | None = None
-    # not lists, but set by Reward.__call__
+    # single values, set by Reward.__call__
     trainer_state: Any = None
     log_metric: Callable[[str, float], None] | None = None
     log_extra: Callable[[str, list], None] | None = None
@@ -106,7 +106,7 @@ def box_scale(space: str, original: Size, resized: Size) -> Size:
 
 
 def call_rewards(rewards: Sequence[Callable], columns: dict[str, list]) -> Tensor:
-    """Return (n, K) float32 rewards, NaN for unscored completions."""
+    """Return (n completions, K rewards) float32, NaN = not scored."""
     values = [reward(**columns) for reward in rewards]
     shape = len(rewards), len(columns["completions"])
     return torch.tensor(values, dtype=torch.float32).view(shape).T

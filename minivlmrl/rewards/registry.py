@@ -67,7 +67,7 @@ class Reward:
 
     name: str
     function: Callable
-    world: World = field(default_factory=World)  # ranks which all raise RewardFailed if one fails
+    world: World = field(default_factory=World)  # ranks that all raise RewardFailed if one fails
     log: RewardLog | None = None  # None outside training
     max_seconds: float | None = None  # time limit per call, None = no limit
     form: tuple[str, ...] = ()  # arguments passed as messages, one of FORMS
@@ -86,9 +86,9 @@ class Reward:
 
     @property
     def receives_all(self) -> bool:
-        """True if a user-defined reward has **columns: it may read all."""
+        """True if a user-defined reward has **columns: it may read all columns."""
         function = getattr(self.function, "func", self.function)  # a reward with options is a functools.partial
-        # unlike __module__, not changed by functools.wraps
+        # __globals__, because functools.wraps changes __module__
         module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
         parameters = own_signature(function).parameters.values()
         # built-in rewards ignore **columns
@@ -119,7 +119,7 @@ class Reward:
         try:
             scored = iter(self.world.run_on_all_ranks(score, f"compute the reward {self.name}"))
         except RewardFailed:
-            self.world.stop_if_preempted()  # a stop signal may have shortened its time limit
+            self.world.stop_if_preempted()  # a stop signal may have shortened the time limit
             raise
         return [next(scored) if is_one else math.nan for is_one in is_scored]
 

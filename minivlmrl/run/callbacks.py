@@ -29,7 +29,7 @@ class Callback:
     """Base class for callbacks; methods do nothing unless overridden."""
 
     def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
-        """Check the recipe before ranks connect."""
+        """Check the recipe before the ranks connect to each other."""
 
     def on_setup(self, config: RunConfig, world: World):
         """Check the recipe before rows and weights are loaded; raise UserError to reject it."""

@@ -17,7 +17,7 @@ from minivlmrl.errors import require
 from minivlmrl.files import flush_file, save_tensors
 from minivlmrl.model.checkpoint import check_finite
 
-BLOCK = 2**16  # bytes per block
+BLOCK = 2**16  # block size in bytes, for checksums
 FILE_SIZE = 2**30  # approximate checkpoint file size, in bytes
 
 

@@ -151,7 +151,7 @@ def train_stage(
     stage, options = trainer.stage, trainer.options
     log, state, callbacks = results.log, results.state, results.callbacks
     batches = Batches(rows, trainer, state.batches_consumed)
-    steps = trainer.steps(batches)  # generator: samples completions when the step is requested
+    steps = trainer.steps(batches)  # generator: samples completions when a step is requested
     callbacks.on_stage_begin(trainer, optimizer, state)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
     for number in range(state.step, options.max_steps):
@@ -172,7 +172,7 @@ def train_stage(
         state.step += 1
         state.steps += 1
         state.batches_consumed = batches.batches_consumed
-        # no checkpoint if more updates on this rollout follow
+        # save no checkpoint if more updates on this rollout follow
         checkpoints.can_save = step.ends_rollout or checkpoints.stage_ends
         values = log.step(number, metrics, step)
         callbacks.on_step_end(trainer, step, number, values)

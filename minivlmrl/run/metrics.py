@@ -130,7 +130,7 @@ class MetricsLog(ExitStack):
         self.snapshot_line_counts()
 
     def snapshot_line_counts(self):
-        """Store log file line counts on all ranks, because any rank may save a checkpoint after an error."""
+        """Store line counts for all log files, on all ranks: any rank may save a checkpoint after an error."""
         self.line_counts = self.world.gather_objects({**self.num_lines})[0]
 
     @property
@@ -141,8 +141,8 @@ class MetricsLog(ExitStack):
     def lines_to_keep(self) -> dict[str, int]:
         """Flush the log files, and return {log file: lines} for a checkpoint.
 
-        Later evaluations are not counted, because a resumed run repeats them. After an error between weight
-        update and snapshot, rank 0 counts all lines, and other ranks return {}.
+        Later evaluations are not counted, because a resumed run repeats them. After an error before
+        snapshot_line_counts, rank 0 counts all lines, and other ranks return {}.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -274,7 +274,7 @@ def check_mismatch(config: RunConfig, metrics: dict[str, float]):
         name = "rollout/logp_mismatch_rms"
         bound /= 10
     mismatch = metrics.get(name, 0.0)
-    if mismatch > bound and not config.adapter.dropout:  # the sampler applies no dropout
+    if mismatch > bound and not config.adapter.dropout:  # dropout changes probabilities, but the sampler applies none
         raise UserError(
             f"{name} is {mismatch:.3g} nats, but at most {bound} is allowed: the sampler and the trainer compute "
             "different log-probabilities for the same tokens. Either there is a bug, or the dtype is not precise "

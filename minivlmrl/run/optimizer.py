@@ -84,7 +84,7 @@ def learning_rate(step: int, options: TrainingOptions) -> float:
     """Return the learning rate for a step, counted from 0.
 
     The rate rises linearly over warmup_steps, then decays to min_lr_ratio * learning_rate at max_steps. In warmup, step
-    k has the rate of TRL's step k + 1, because TRL's first rate is 0. After warmup, rates are the same.
+    k has the rate of TRL's step k + 1, because TRL's first rate is 0. After warmup, rates equal those in TRL.
 
     Example: learning_rate 1, warmup_steps 2, max_steps 6 and linear decay give 0.5, 1, 1, 0.75, 0.5 and 0.25.
     """

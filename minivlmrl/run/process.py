@@ -64,7 +64,7 @@ def run_rank(work: Callable[[], int]):
     def recorded() -> int:
         try:
             return work()
-        except SystemExit as error:  # torchrun's `record` treats sys.exit(0) as success
+        except SystemExit as error:  # torchrun would treat sys.exit(0) in user code as success
             raise RuntimeError("the run called sys.exit before its end") from error
         except Exception as error:
             line = user_error_message(error)

@@ -25,7 +25,7 @@ from minivlmrl.run.trainer_state import Fingerprints, TrainerState
 
 # stage options that determine how many rows a batch has
 BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-# options that name weights, which checkpoints contain
+# options that name weights; checkpoints contain these weights
 WEIGHTS = "model.path", "model.config", "adapter.path", "reference.path", "ppo.critic_path"
 # models whose settings (and reward model weights) are hashed, because checkpoints lack them
 MODELS = "model.path", "model.config", "reference.path", "ppo.critic_path", "reward_model.path"

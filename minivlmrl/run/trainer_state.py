@@ -41,7 +41,7 @@ class TrainerState:
     # {log file: line for the last step}; if it could not be written, a resumed run writes it
     last_lines: dict[str, dict] = field(default_factory=dict)
     optimizer: list[dict] = field(default_factory=list)  # numbers per optimizer parameter group, such as a step count
-    logs: dict[str, str] = field(default_factory=dict)  # saved by Callback.state_dict
+    logs: dict[str, str] = field(default_factory=dict)  # callback state, from Callback.state_dict
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
