@@ -7,10 +7,10 @@ interpreter, which executes programs one by one with numpy. The environment vari
     torch     always torch
     triton    Triton for these dtypes; if it cannot run, raise an error with the reason
 
-Before the first use of Triton on a GPU, verdicts.py compares all kernels with float64, which takes about 10 s, once
-per GPU model, driver, version and source code. If a check fails, or the relative error is above 2 %, PyTorch replaces
-the kernel, with a warning; with MINIVLMRL_KERNELS=triton, an error is raised instead. MINIVLMRL_SELF_TEST=0 disables
-the check.
+Before the first use of Triton on a GPU, verdicts.py compares all kernels with float64 results, which takes about 10 s,
+once per GPU model, driver, version and source code. If a check fails, or the relative error is above 2 %, PyTorch
+replaces the kernel, with a warning; with MINIVLMRL_KERNELS=triton, an error is raised instead. MINIVLMRL_SELF_TEST=0
+disables the check.
 """
 
 import os

@@ -28,7 +28,7 @@ from minivlmrl.kernels.window_attention import TILE_DTYPES
 PROGRAMS = 128
 MAX_PARTS = 32  # maximum parts of the keys
 TILE = 64  # maximum queries per program
-KEY_BLOCK = 32  # keys read at once
+KEY_BLOCK = 32  # keys per loop iteration
 WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # {head_dim: warps per program}
 STAGES = 2  # prefetched key blocks (Triton's num_stages)
 constexpr = tl.constexpr

@@ -113,7 +113,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
     Args:
         q, k, v: as in dense_attention, if has_flash_attention.
-        is_causal: whether query i attends only to keys 0..i. Requires L = T.
+        is_causal: whether query i attends only to keys 0..i, only with L = T.
     Returns:
         Outputs (S, H, L, D), on a CPU at least float32; log-sum-exps of scores (S, H, L), at least float32; and GPU
         backward arguments: lengths and an unused random state.

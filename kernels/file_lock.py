@@ -22,5 +22,5 @@ def lock_file(file: IO, wait: bool) -> None:
         try:
             # pyright on Linux does not know msvcrt's functions
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # pyright: ignore[reportAttributeAccessIssue]
-        except OSError as error:  # PermissionError, or EDEADLK if the lock is taken
+        except OSError as error:  # msvcrt raises PermissionError, or EDEADLK if the lock is taken
             raise BlockingIOError(*error.args) from error

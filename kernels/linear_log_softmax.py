@@ -135,7 +135,7 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
     allowed_ids = torch.cat([allowed for _, allowed in masks])
     tokens = torch.arange(len(ids))
     token_of_allowed = tokens.repeat_interleave(counts)
-    # also allow the tokens themselves, because tool tokens have no other allowed id
+    # also allow the tokens themselves, because tokens from tools have no other allowed id
     return torch.stack([torch.cat([tokens, token_of_allowed]), torch.cat([ids, allowed_ids])])
 
 
@@ -177,7 +177,7 @@ def _(hidden, weight, ids, mask, temperature):
 def _linear_log_softmax_backward(
     inputs: list[Tensor], saved: list[Tensor], g: Tensor, e: Tensor | None, temperature: float, trains_head: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return gradients of hidden states and head; empty for a frozen head."""
+    """Return gradients of hidden states and head; the head gradient is empty if the head is frozen."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
     # skip tokens without gradient, except on a GPU (the CPU would wait) or with a mask (it contains token indices)

@@ -22,8 +22,8 @@ import torch
 
 from minivlmrl.kernels.file_lock import lock_file
 
-TOLERANCE = 0.02  # relative error; correct kernels have about 0.003 in bfloat16
-TIME_LIMIT = 120  # seconds per kernel
+TOLERANCE = 0.02  # maximum relative error; correct bfloat16 kernels have about 0.003
+TIME_LIMIT = 120  # maximum seconds to check a kernel
 RETRY_AFTER = 3600  # seconds until a failed check is repeated: the GPU may only have been out of memory
 
 
@@ -59,7 +59,7 @@ def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]
     path = folder / f"minivlmrl_self_test_{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     with path.with_suffix(".lock").open("a") as file:
         lock_file(file, wait=True)
-        with suppress(OSError, ValueError):  # missing, or cut by a crash
+        with suppress(OSError, ValueError):  # file missing, or incomplete after a crash
             results = json.loads(path.read_text())["results"]
             is_recent = time.time() - path.stat().st_mtime < RETRY_AFTER
             if is_recent or all(isinstance(result, float) for result in results.values()):
@@ -91,5 +91,5 @@ def check_kernel(device: str, kernel: str) -> float | str:
     results = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(f"{kernel} ")]
     if done.returncode == 0 and results:
         return float(results[-1])
-    # the last line is the error message, unless a signal ended the process
+    # the last output line is the error message, unless a signal ended the process
     return ((done.stdout or done.stderr).splitlines() or [f"exit status {done.returncode}"])[-1]

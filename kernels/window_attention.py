@@ -149,7 +149,7 @@ def _backward_kernel(
     q += start * q_row + head * q_head
     k += start * k_row + head * k_head
     v += start * v_row + head * v_head
-    offset = (start * H + head) * D  # offset into the contiguous gradients
+    offset = (start * H + head) * D  # offset into the contiguous gradient tensors
 
     queries = _load(q, q_row, length, D, ROWS, COLUMNS)
     keys = _load(k, k_row, length, D, ROWS, COLUMNS)
@@ -184,7 +184,7 @@ def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest
             # Hopper's matrix instruction needs 4 warps for 64 rows
             num_warps=rows // 16,
             num_stages=1,
-            # explicit, because Triton versions differ in the default
+            # set explicitly, because the default differs between Triton versions
             enable_fp_fusion=True,
         )  # fmt: skip
 

@@ -76,7 +76,7 @@ class Sharding:
 
     def shard(self, model: VisionLanguageModel):
         """Shard a model in place, on any device, including meta."""
-        # pytorch 177844: integer shards fail
+        # sharding integer parameters fails before torch 2.13 (pytorch 177844)
         if torch.__version__ < "2.13" and not all(p.is_floating_point() for p in model.parameters()):
             raise UserError(
                 f"adapter.quantize: torch {torch.__version__} cannot shard the integer weights of "
@@ -102,7 +102,7 @@ class Sharding:
             communication_of(layer).all_reduces_once = family.uses_every_parameter(model.config, i)
         family.share_counts(model, sum_counts)
         for unit in untied:
-            unit.set_reshard_after_forward(False)  # keep weights gathered, because decode steps use them again
+            unit.set_reshard_after_forward(False)  # keep embedding and head gathered for the next decode step
             communication_of(unit).all_reduces_once = True
         if untied:
             # The model reads the embedding and head weights without calling the modules, so FSDP does not gather them.
@@ -112,7 +112,7 @@ class Sharding:
             model.register_forward_pre_hook(lambda *_: embedding.unshard())
             model.register_forward_hook(lambda *_: head.unshard())
         vision = DummyVisionForward()
-        # must run after FSDP's hooks, which gather the vision tower
+        # these hooks must run after FSDP's, which gather the vision tower
         model.register_forward_pre_hook(vision.before)
         model.model.register_forward_pre_hook(vision.before_decoder)
         model.sharding = self

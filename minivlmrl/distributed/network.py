@@ -99,10 +99,9 @@ def end_process(message: str):
 
 
 def close_dead_connections(seconds: float):
-    """On Linux, close open connections if the other host does not answer for `seconds`.
+    """On Linux, close connections to hosts that do not answer for `seconds`, so that collective operations fail.
 
-    Process groups then raise an error if a host dies. Long computations are safe, because the operating system answers
-    TCP keep-alive probes.
+    Long computations are safe, because the operating system answers TCP keep-alive probes.
     """
     if sys.platform != "linux":
         return
@@ -111,7 +110,7 @@ def close_dead_connections(seconds: float):
         socket.TCP_KEEPIDLE: pause,  # seconds without data before a keep-alive probe
         socket.TCP_KEEPINTVL: pause,
         socket.TCP_KEEPCNT: 3,
-        socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # milliseconds for the other host to confirm data
+        socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # maximum milliseconds until the other host confirms data
     }
     for number in os.listdir("/proc/self/fd"):
         # OSError for files that are not TCP connections

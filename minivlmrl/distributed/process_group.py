@@ -141,7 +141,8 @@ class World:
         with suppress(dist.DistError):  # timeout: some rank has no error
             store.wait(errors, limit)
             own = "all"
-        workers = store.compare_set("ranks that save", "", own).decode()  # the first rank decides which ranks save
+        # the rank that stops waiting first decides which ranks save
+        workers = store.compare_set("ranks that save", "", own).decode()
         if workers == "all":
             work(self)
         elif not alone:
@@ -170,11 +171,11 @@ class World:
         return future.result()
 
     def run_on_rank_zero(self, work: Callable[[], Value], name: str = "do its part") -> Value | None:
-        """Run `work` on rank 0, and return None on other ranks; all ranks must call this, and all raise its error."""
+        """Run `work` on rank 0, and return None on other ranks; all ranks must call this, and errors reach all."""
         return self.run_on_all_ranks(work if self.is_main else lambda: None, name)
 
     def compute_on_rank_zero(self, work: Callable[[], Value], name: str = "do its part") -> Value:
-        """Run `work` on rank 0; all ranks must call this, and all return its picklable result or raise its error."""
+        """Run `work` on rank 0, and return its picklable result or raise its error on all ranks; all must call this."""
         result = self.run_on_rank_zero(work, name)
         return self.gather_objects(result)[0]  # pyright: ignore[reportReturnType] (None only if work returned None)
 

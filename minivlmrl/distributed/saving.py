@@ -40,7 +40,7 @@ def save_model(
     Args:
         world: ranks, or None for a single process.
         base: base model folder or repository, for adapter_config.json.
-        write_more_files: writes more files into the new folder.
+        write_more_files: function that writes more files into the new folder.
         merge: if False, save only adapters.
         max_shard_size: maximum bytes per weight file.
     """
@@ -80,7 +80,7 @@ def save_model(
             tensors = {}
             for name in names:
                 if name in weights:
-                    weight = gather_full_tensor(weights[name])  # all ranks must call this
+                    weight = gather_full_tensor(weights[name])
                     if world.is_main:
                         tensors[name] = weight.to(model.save_dtype or weight.dtype).cpu().contiguous()
                 elif world.is_main:

@@ -79,7 +79,7 @@ def communication_of(unit: "FSDPModule") -> Communication:
 def begin_micro_batch(module: nn.Module, is_last: bool):
     """Set whether FSDP gathers weights and reduces gradients in the next micro-batch.
 
-    With sharding.once_per_step, the first micro-batch gathers weights, and the last one reduces gradients; without,
+    With sharding.once_per_step, the first micro-batch gathers weights and the last one reduces gradients, otherwise
     every micro-batch does both.
     """
     for unit in units(module):

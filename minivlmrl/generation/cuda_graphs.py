@@ -15,7 +15,7 @@ from minivlmrl.generation.generate import Decode
 from minivlmrl.kernels.decode_attention import decode_attention, fits
 from minivlmrl.model.attention import DecodeAttention
 
-HEADROOM = 2**30  # free GPU memory that a capture may need, in bytes
+HEADROOM = 2**30  # minimum free GPU memory before a capture, in bytes
 # initial KV cache size, in tokens per completion; doubled when full
 KEYS = 256
 # one stream for all captures, because each stream allocates workspaces

@@ -33,7 +33,7 @@ TokenSampler = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 class Decode:
     """Run one decode step for all unfinished rows.
 
-    Subclasses: CUDA graphs (cuda_graphs.py), tool results (extras/agents/).
+    Subclasses use CUDA graphs (cuda_graphs.py) or insert tool results (extras/agents/).
     """
 
     attention_type = DecodeAttention
@@ -150,7 +150,7 @@ def make_token_sampler(
         stop_ids: token ids that end a completion.
         sample: (probabilities (r, V), rows, counts) -> ids (r,); see sample_by_uniforms.
         logits_processor: (logits (r, V), rows, counts) -> scores (r, V) for the softmax, by default
-            logits / temperature. Filters set removed tokens to -inf.
+            logits / temperature. Filters set scores of removed tokens to -inf.
     """
     stop_index = to_device(torch.tensor(stop_ids, dtype=torch.long), device)
 

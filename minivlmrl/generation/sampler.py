@@ -164,7 +164,7 @@ class Sampler:
     def accept_tokens(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
         """Record a new token per row; return (r,) bool, True for finished rows.
 
-        Samplers in extras/agents/ run tools here.
+        Samplers in extras/agents/ override this method to run tools.
 
         Args:
             turn_ends: (r,) bool, True for a stop token.

@@ -120,8 +120,8 @@ def to_groups(rewards: Tensor, num_generations: int) -> Tensor:
 def center(x: Tensor) -> Tensor:
     """Subtract the mean over the last axis, ignoring NaN.
 
-    The maximum is subtracted first, so that advantages for equal rewards are exactly 0. Otherwise AdamW would scale up
-    the rounding error.
+    The maximum is subtracted first, so that equal rewards give exactly 0, not a rounding error that AdamW would scale
+    up.
     """
     shifted = x - x.nan_to_num(float("-inf")).amax(-1, keepdim=True)
     return shifted - shifted.nanmean(-1, keepdim=True)

@@ -29,7 +29,7 @@ CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "b
 INNER_FOLDERS = "", "adapter", "checkpoint/adapter"
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
 MERGE = "Merge the adapter into its base model with PEFT, and load the merged model."
-# unsupported settings in adapter_config.json, which change results
+# settings in adapter_config.json that change results, but are not supported
 UNSUPPORTED = (
     "use_dora", "use_qalora", "bias", "lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication",
     "trainable_token_indices", "target_parameters", "alora_invocation_tokens",

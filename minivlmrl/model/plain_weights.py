@@ -20,7 +20,7 @@ PARTS: dict[Part, str | tuple[str, ...]] = {
 
 @runtime_checkable
 class Stacked(Protocol):
-    """Protocol for weights that weight files stack into one tensor."""
+    """Protocol for parameters that weight files store as one stacked tensor."""
 
     def stack(self, full: Callable) -> Tensor: ...
 
@@ -137,7 +137,7 @@ def plain_weights(model: nn.Module) -> dict[str, Weight]:
 
 
 def shared_base(model: nn.Module) -> dict[int, Tensor]:
-    """Return a memo for copy.deepcopy, to share all weights except adapters."""
+    """Return a memo for copy.deepcopy, so that the copy shares all weights except adapters."""
     if not has_adapters(model):
         return {}
     base = [p for name, p in model.named_parameters() if not is_adapter(name)]

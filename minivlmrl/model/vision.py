@@ -99,7 +99,7 @@ def window_order(image_grid_thw: Tensor, vision_config: VisionConfig) -> tuple[T
 
 @dataclass
 class VisionLayout:
-    """Order, rotary angles and attention segments for a batch of patches."""
+    """Token order, rotary angles and attention segments for a batch of patches."""
 
     order: Tensor  # (P,) window order -> index in pixel_values
     raster_order: Tensor  # (M,) raster order -> index in window order

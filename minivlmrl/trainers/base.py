@@ -31,7 +31,7 @@ Item = TypeVar("Item")
 
 @dataclass
 class MicroBatch:
-    """Prompts and completions for one forward and backward pass, in one sequence."""
+    """Prompts and completions for one forward and backward pass, packed into one sequence."""
 
     group: GroupBatch
     loss_mask: Tensor  # (R, T) float32: 1 for completion tokens to train on

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def sample_until_groups_differ(trainer: "GRPOTrainer", rows: Sequence[Row]) -> Rollout:
     """Sample until enough groups have different rewards.
 
-    After max_num_gen_batches batches, groups with equal rewards fill the rollout.
+    After max_num_gen_batches batches, groups with equal rewards fill up the rollout.
     """
     options, world = trainer.options, trainer.world
     count = len(rows) * world.size

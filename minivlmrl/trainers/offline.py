@@ -37,7 +37,7 @@ class OfflineTrainer(Trainer):
 
     batch_type: type[MicroBatch] = AnswerBatch
     answers = ("completion",)
-    counted_rows = slice(None)  # loss denominator: tokens in these answers
+    counted_rows = slice(None)  # answers whose tokens are counted in the loss denominator
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:

@@ -96,7 +96,7 @@ class PPOTrainer(RolloutTrainer):
         rewards = self.world.all_gather(rollout.rewards)
         totals = combine(rewards, self.reward_weights)
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals)
-        scores = totals.nan_to_num(0.0)  # weighted reward sums on all ranks
+        scores = totals.nan_to_num(0.0)  # weighted reward sums, from all ranks
         if self.options.missing_eos_penalty is not None:
             is_truncated = torch.tensor([not sample.completion.stopped for sample in rollout.samples])
             scores = scores - self.options.missing_eos_penalty * self.world.all_gather(is_truncated)

@@ -33,7 +33,7 @@ class SerializedGroup:
     def from_samples(cls, samples: Sequence[Sample]) -> "SerializedGroup":
         completions = [sample.completion for sample in samples]
         for completion in completions:
-            # pickling the user's environment object could fail
+            # do not send the environment: pickling a user's object could fail
             completion.tool_use.environment = None
         first = samples[0]
         rewards = torch.stack([sample.rewards for sample in samples])
@@ -69,7 +69,7 @@ def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequenc
                 payloads[rank][i] = group = SerializedGroup.from_samples(groups[i])
                 embeds = groups[i][0].prompt.vision_embeds
                 if embeds is not None:
-                    group.vision_embeds = embeds.cpu().clone()  # a view would keep the whole tensor in memory
+                    group.vision_embeds = embeds.cpu().clone()  # clone: a view keeps the whole tensor in memory
     arrived = world.exchange(payloads)
     part = assignment[world.rank]
     loaded = iter(load_groups(batches, [arrived[source][i] for source, i in part if source != world.rank]))
@@ -79,8 +79,8 @@ def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequenc
 def assign_groups(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks: equal group counts, nearly equal token counts.
 
-    The longest group is assigned first, to the rank with room and the fewest tokens. A group moves only if its rank is
-    full, or if another rank has fewer tokens by more than WORTH_MOVING times the mean. If no rank has more than
+    Groups are assigned longest first, to the rank with the fewest tokens that is not full. A group moves only if its
+    rank is full, or if another rank has fewer tokens by more than WORTH_MOVING times the mean. If no rank has more than
     (1 + WORTH_MOVING) times the mean, no group moves.
 
     Example, tokens per group:

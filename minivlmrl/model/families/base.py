@@ -19,7 +19,7 @@ from minivlmrl.model.vision import VisionTower, VisionTransformer
 class Family:
     """Model family, with defaults for Qwen2.5-VL; see docs/developer_guide.md.
 
-    Subclasses override layers, config.json, tensors in weight files, prompts and images.
+    Subclasses override what differs in layers, config.json, weight files, prompts and images.
     """
 
     architecture: ClassVar[str]  # transformers class, as in architectures in config.json
