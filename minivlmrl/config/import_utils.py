@@ -65,7 +65,7 @@ def recipes_folder() -> Path:
 
 def run_file(path: str) -> ModuleType:
     """Execute a Python file once, as a module, and return the module."""
-    # a path without dots as module name, which pickle finds on all ranks
+    # module name: the path without dots, which pickle finds on all ranks
     name = path.removesuffix(".py").replace(".", "%2e")
     if name in sys.modules:
         return sys.modules[name]
@@ -177,7 +177,7 @@ def with_arguments(
     """Wrap `function` to ignore unknown keyword arguments.
 
     Args:
-        positional: names of positional arguments; parameters may have other names.
+        positional: names of positional arguments; the function's parameters may have other names.
         names: names of keyword arguments that callers pass.
         options: {name: value} for the remaining parameters.
     Raises:
@@ -214,7 +214,7 @@ def own_signature(function: Callable) -> inspect.Signature:
 
 
 def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
-    """Return a function's parameters, for a wrapper with **kwargs also the wrapped function's."""
+    """Return a function's parameters; a wrapper with **kwargs also has those of the wrapped function."""
     own = {**own_signature(function).parameters}
     if not any(p.kind is p.VAR_KEYWORD for p in own.values()):
         return own

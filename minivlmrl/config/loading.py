@@ -43,8 +43,8 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
     Args:
         recipe: path, or name in the folder `recipes`.
         overrides: options such as "--seed=1", or two strings "--seed" and "1"; values are YAML.
-        is_found: True if the recipe was found next to a model. A Python file named in the recipe then raises
-            PermissionError before any code runs.
+        is_found: True if the recipe was found next to a model. If such a recipe names a Python file, PermissionError is
+            raised before any code runs.
     """
     overrides = _join_values(overrides)
     paths = [Path(recipe), recipes_folder() / str(recipe).removeprefix("recipes/")]
@@ -79,7 +79,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
 
 
 def _stages(values: dict, where: str | Path) -> list[str]:
-    """Read option `stages` before all others: your own stages add sections."""
+    """Read the option `stages` before all others, because your own stages add sections."""
     with error_context(where):
         return read_value(list[Code], values.get("stages", []), "stages", json=False)
 
@@ -92,7 +92,8 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
     sections = {}
     for algorithm in algorithms:
         name = algorithm.stage
-        if not str(name).isidentifier() or name in {"eval", *sections, *dir(RunConfig())}:  # eval: held-out rows
+        # "eval" already names the evaluation rows
+        if not str(name).isidentifier() or name in {"eval", *sections, *dir(RunConfig())}:
             raise UserError(
                 f"stages: {algorithm.__name__}.stage is {name!r}, but it must be a new name such as my_stage"
             )
@@ -125,7 +126,7 @@ class Resolver:
                 for home in (os.getcwd(), recipes_folder().parent):
                     text = text.removeprefix(os.path.join(home, ""))
         name, options = split_options(text)
-        # no quoted strings either: the string in "name(url='...')" could be a URL, a file or a function
+        # reject quoted strings as well: the string in "name(url='...')" could be a URL, a file or a function
         if self.is_found and not is_typed and (":" in name or re.search("['\"]", options)):
             # not a ValueError, which the reader of `X | Code` would suppress
             raise PermissionError(

@@ -39,7 +39,7 @@ class ModelOptions:
     dtype: Dtype = "float32"  # dtype of parameters, gradients and AdamW moments
     # dtype in forward and backward passes, such as bfloat16; None uses `dtype`
     compute_dtype: Dtype | None = None
-    # dtype of saved weights; None: as in `path`, `dtype` for random weights
+    # dtype of saved weights; None uses that of the files in `path`, or `dtype` for random weights
     save_dtype: Dtype | None = None
     # parts to freeze: vision (tower), merger (vision-language projector), language, embeddings, or layers such as
     # layers.0-11 and visual.blocks.7. The reference model shares frozen weights with the policy
@@ -345,7 +345,7 @@ class DPOOptions(TrainingOptions):
     loss_weights: list[Finite] | None = None  # loss weights, None for 1 each; MPO: [0.8, 0.2, 1.0]
     # scale of the log ratios; larger values keep the policy closer to the reference
     beta: Annotated[float, "(0, inf)"] = 0.1
-    # assumed fraction of swapped pairs, for sigmoid, exo_pair, robust, aot and aot_unpaired
+    # assumed fraction of pairs with chosen and rejected swapped, for sigmoid, exo_pair, robust, aot and aot_unpaired
     label_smoothing: Finite = 0.0
     # divergence that keeps the policy near the reference model
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
@@ -414,7 +414,7 @@ class GRPOOptions(TrainingOptions):
     rollout_correction_bounds: tuple[CorrectionBound, CorrectionBound] = (None, 3.0)
 
     def __post_init__(self):
-        if not 0 <= self.epsilon_low <= self.epsilon_high:  # NaN makes the comparison False
+        if not 0 <= self.epsilon_low <= self.epsilon_high:  # also rejects NaN
             raise UserError(
                 f"epsilon_low is {self.epsilon_low}, but it must be between 0 and epsilon_high, "
                 f"which is {self.epsilon_high}"

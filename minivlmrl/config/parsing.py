@@ -71,7 +71,7 @@ def build(
 
 
 def check_values(cls: type[Dataclass], values: Mapping[str, Plain], where: str) -> dict[str, Plain]:
-    """Check a mapping by a dataclass; return values other than None."""
+    """Check a mapping by a dataclass; return the values that are not None."""
     if not values:
         return {}
     return given_values(build(cls, values, where))
@@ -112,7 +112,7 @@ class Reader:
             return self._read_union(hint, value, name)
         if origin is Annotated:
             number_type, bounds = typing.get_args(hint)
-            if isinstance(bounds, type):  # a dataclass, whose options the dictionary may have
+            if isinstance(bounds, type):  # Annotated[dict, ImageOptions]: a dict with these options
                 return given_values(self.read_section(bounds, value, name))
             number = self._read_plain(number_type, value, name)
             interval = bounds.partition("; ")[0]
@@ -165,7 +165,7 @@ class Reader:
             raise UserError(f"{prefix}{error}") from None
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
-        """Keep a value with a type in the union, otherwise convert it to the first type that fits."""
+        """Keep a value whose type is in the union, else convert it to the first type that fits."""
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
         if type(value) in typing.get_args(hint):  # "7" stays a string for float | str
             return value

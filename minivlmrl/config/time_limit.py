@@ -53,7 +53,7 @@ def stop(seconds: float, *_):
 def shorten_limits(seconds: float):
     """Lower the current and all later time limits to at most `seconds`.
 
-    After a stop signal, a hanging reward then does not delay the exit.
+    With this limit, a hanging reward does not delay the exit after a stop signal.
     """
     global longest
     longest = seconds

@@ -1,7 +1,7 @@
-"""Optional features. Recipes without them run the same if the folder extras/ is deleted.
+"""Optional features: a recipe that uses none of them also runs without the folder extras/.
 
 A module is loaded by name if a recipe, a command or a model's config.json needs it. Every run loads the
-watchers in run/callbacks.py.
+checks, warnings and reports that run/callbacks.py lists in WATCHERS.
 
 | module | used by |
 |---|---|

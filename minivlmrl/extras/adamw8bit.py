@@ -1,8 +1,8 @@
 """AdamW with 8-bit instead of 32-bit moments (arXiv 2110.02861).
 
 Rows of a moment tensor are split into blocks of 256 values. A block is stored as 256 bytes and a float32 scale, its
-largest absolute value. A byte selects one of 256 fixed numbers between -1 and 1, which are denser near 0. FSDP shards
-whole rows, so blocks are never divided.
+largest absolute value. A byte is an index into 256 fixed numbers between -1 and 1, which are denser near 0. FSDP
+shards whole rows, so no block is split across ranks.
 
 Option: `optimizer: {name: adamw_8bit}`.
 """
@@ -25,7 +25,7 @@ SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # whether AdamW moments can be 
 class AdamW8bit(torch.optim.Optimizer):
     """torch.optim.AdamW with 8-bit moments, and Kahan summation for 16-bit weights.
 
-    Kahan summation keeps a weight's rounding error in 16 more bits: small updates accumulate.
+    Kahan summation stores a weight's rounding error in 16 more bits, so small updates add up and are not lost.
     """
 
     def __init__(self, parameters: Iterable, lr: float, betas: tuple[float, float], weight_decay: float):

@@ -52,7 +52,7 @@ class InputCheck(Watcher):
 def check_inputs(trainer: Trainer, step: Step) -> list[str]:
     """Return one warning per input problem, such as an image that does not affect the loss.
 
-    Tokens and patches are compared with the data file; gradients are checked only without FSDP.
+    Tokens and patches must equal those of the data file. Without FSDP, the loss must have gradients at both.
     """
     found: dict[str, list[str]] = defaultdict(list)
     for batch in step.micro_batches:
@@ -70,12 +70,12 @@ def check_inputs(trainer: Trainer, step: Step) -> list[str]:
 
 @dataclass
 class Part:
-    """Prompt or completion in a packed sequence."""
+    """Position of a prompt or completion in a packed sequence."""
 
     prompt: Prompt
     is_prompt: bool
     span: slice  # token positions, without a completion's last token
-    images: list[tuple[int, range]]  # (first position, patch indices) per image
+    images: list[tuple[int, range]]  # (first token position, patch indices) per image
 
 
 def parts_of(group: GroupBatch) -> Iterator[Part]:
@@ -101,7 +101,7 @@ def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Promp
         if part.is_prompt and (trainer.answers or own.nansum()):
             slopes.append(("the text of the prompt", own[~own.isnan()]))
         for position, patches in part.images:
-            # skip images without later loss tokens: they have no gradient
+            # images after the last loss token have no gradient
             if at_texts[position : part.span.stop].nansum():
                 slopes.append(("an image", at_images[list(patches)]))
         for name, values in slopes:
@@ -137,7 +137,7 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
                 weight.requires_grad_(False)
             if isinstance(module, TextModel):
                 stack.callback(module.register_forward_pre_hook(keep_input).remove)
-            elif type(module).__name__ == "ValueHead":  # compare by name: most runs do not import model/value_head.py
+            elif type(module).__name__ == "ValueHead":  # class name, to avoid importing model/value_head.py
                 stack.callback(module.register_forward_hook(add_states).remove)
         loss, _ = trainer.training_loss(replace(batch, group=replace(batch.group, **{name: leaves[0]})))
         slopes: tuple[Tensor | None, ...] = (None,) * len(leaves)
@@ -160,14 +160,14 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
         if row is None or not row.messages:
             continue  # prompts from environments have no messages to compare
         if not part.is_prompt:
-            # the last token may be missing, as nothing is predicted from it
+            # packing may drop an answer's last token, because nothing is predicted from it
             known = answers[id(prompt)]
             if known and ids not in [cut for x in known for cut in (x, x[:-1])]:
                 yield prompt, "the tokens of an answer are not those of its row"
             continue
         given = [encode_answer(trainer.processor, row, getattr(row, x)) for x in trainer.answers]
         answers[id(prompt)] = [turn.ids.tolist() for x in given for turn in x.turns or [x]]
-        # a chat template that drops earlier reasoning needs one prompt per turn
+        # if the chat template drops earlier reasoning, turns have different prompts
         fresh = replace(row, prepared_prompt=None).prompt(trainer.processor)
         fresh_prompts = [fresh, *(turn.prompt for x in given for turn in x.turns[1:])]
         patches = [number for _, patches in part.images for number in patches]

@@ -52,7 +52,7 @@ def answer(section: str, key: str, dashes: str, options: list[str]) -> str:
     """
     name, tables = key.replace("-", "_"), read_tables()
     named = tables.get(section + name) or tables.get(name, [])
-    if not named and not section:  # find a removed option without its section
+    if not named and not section:  # a removed option, typed without its section
         named = [row for full in tables if full.endswith(f".{name}") for row in tables[full] if row.title == "removed"]
     for row in named:
         if row.title == "removed":
@@ -62,7 +62,7 @@ def answer(section: str, key: str, dashes: str, options: list[str]) -> str:
     groups = [[option] for option in same if not is_other]
     groups += [[option for option in CODE.findall(row.here) if option in options] for row in named]
     stages = [option.partition(".")[0] for option in options if option.endswith(".max_steps")]
-    for group in [*groups]:  # tables list only grpo.learning_rate, but other stages have this option
+    for group in [*groups]:  # the tables list grpo.learning_rate, but not sft.learning_rate
         of_stages = [f"{stage}.{option.rpartition('.')[2]}" for option in group for stage in stages]
         if {*group} < {*of_stages} <= {*options}:
             groups += [[option] for option in of_stages]

@@ -87,7 +87,7 @@ def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunCon
 
 
 class Reached(Exception):
-    """Raised when training reaches the step; args: trainer, optimizer, step, rows."""
+    """Raised when training reaches the step to replay; args: trainer, optimizer, step, rows."""
 
 
 class StopBefore(Callback):
@@ -116,7 +116,7 @@ def go_to(config: RunConfig, stage: str, number: int) -> tuple[Trainer, Optimize
     wanted_step = config.stage_names.index(stage), number
     states = [] if config.resume == "never" else state_folders(Path(config.output_dir) / "states")
     for path in states:
-        if (path / COMPLETE).is_file():  # neither damaged nor being deleted
+        if (path / COMPLETE).is_file():  # skip checkpoints that are damaged or being deleted
             state = read_trainer_state(path)
             if (state.stage, state.step) <= wanted_step:
                 checkpoint = path

@@ -38,7 +38,7 @@ from minivlmrl.trainers.base import Step, Trainer
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
-FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # folders in an absolute path
+FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # /home/ann/ in /home/ann/cat.jpg
 POINTS = 500  # maximum points per curve and stage
 STEPS = 60  # maximum steps with completions
 PROMPTS = 4  # maximum prompts per step
@@ -79,7 +79,7 @@ class Summary:
 
 
 class ReportPage(Callback):
-    """Write report.html every report_minutes during training, and at the end."""
+    """Write report.html every `report_minutes` minutes, and when training ends."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.folder = Path(config.output_dir)
@@ -114,13 +114,13 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
     """Write an HTML page about runs; browsers reload it every `seconds`, 0 = never."""
     runs: list[dict] = [collect_run(folder) | {"reload": seconds} for folder in folders]
     text = json_text(runs)
-    for run in runs:  # remove folders, because the page may be shared
+    for run in runs:  # hide folder names such as /home/ann/: users may share the page
         places = [line.get("where") for line in run["completions"]]
         warnings = [line["warning"] for line in run["warnings"]]
         found = FOLDERS.findall("\n".join(filter(None, [run["config"], *places, *warnings])))
         for name in sorted({*found}, key=len, reverse=True):
             text = text.replace(json_text(name)[1:-1], "")
-    text = text.replace("<", "\\u003c")  # the data must not contain </script>
+    text = text.replace("<", "\\u003c")  # </script> in the data would end the page's script
     draft = out.with_suffix(".partial")
     draft.unlink(missing_ok=True)  # never write through a symlink
     draft.write_bytes(TEMPLATE.read_text("utf-8").replace("{{DATA}}", text).encode())
@@ -189,7 +189,7 @@ def check_numbers(values: dict, where: str):
 
 
 def describe_change(summary: dict, num_rows: int) -> str | None:
-    """Describe the change of the first held-out metric per stage, and whether this can be noise."""
+    """Describe how each stage changed the first held-out metric, and whether this may be noise."""
     evaluations = {name: row for name, row in summary.items() if isinstance(row, dict) and name != "seconds"}
     name = next(iter(next(iter(evaluations.values()), {})), "")
     values = [row[name] for row in evaluations.values() if row.get(name) is not None]  # summary.json stores NaN as null
@@ -219,7 +219,7 @@ def by_stage(lines: list[dict]) -> dict[str, list[dict]]:
 
 
 def join_steps(lines: list[dict]) -> dict:
-    """Average metrics over steps; take the minimum or maximum of names such as min_length."""
+    """Average metrics over steps, but take the minimum of min_length and the maximum of max_length."""
     joined = {}
     for name in dict.fromkeys(name for line in lines for name in line):
         values = [line[name] for line in lines if line.get(name) is not None]

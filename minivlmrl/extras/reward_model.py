@@ -106,14 +106,14 @@ def last_windows(
 class RewardModelScores:
     """Score completions with the reward model in reward_model.path, by default the run's own.
 
-    Tokenizer, family and patch size must be those of the policy, whose token ids and patches are scored.
+    The reward model needs the policy's tokenizer, model family and patch size: it reads the same token ids and patches.
     """
 
     def __init__(self, config: RunConfig, policy: VisionLanguageModel, processor: Processor, world: World):
         path = config.reward_model.path or Path(config.output_dir) / FOLDER
         check_same_inputs(path, policy, processor)
         if config.reward_model.path is None and has_adapters(policy) and not is_sharded(policy):
-            # the run's own adapters share the base weights
+            # the run's own reward model has adapters on the policy's base weights
             from minivlmrl.model.peft import load_adapter
 
             backbone = copy_model(policy)
@@ -145,7 +145,7 @@ def pack_with_last_token(
 ) -> GroupBatch:
     """Pack prompts and completions, keeping a hidden state for the last token.
 
-    `pack` drops the last token, so it is repeated first. Example: completion a has 3 tokens, b has 2:
+    `pack` drops a completion's last token, so the token is first repeated. Example: completion a has 3 tokens, b has 2:
         pack                    p0 p1 p2 | a0 a1    | b0
         pack_with_last_token    p0 p1 p2 | a0 a1 a2 | b0 b1     a2 attends to the whole completion a
     """

@@ -84,7 +84,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             "kl_estimator": kl_estimator,
         }
         self.loss_function: LossFunction = loss if callable(loss) else grpo_loss
-        # changed options only: your own loss may not accept the others
+        # pass only changed options: your own loss may not accept the others
         self.term_options = {
             name: getattr(args, name) for name in TERM_OPTIONS if getattr(args, name) != CONFIG_DEFAULTS[name]
         }
@@ -95,7 +95,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T)
         logps, entropies, aux_loss = self._score(model, inputs)
         parts = self.current_gradient_accumulation_steps if self.model.training else 1
-        # dapo's loss denominator: mean tokens per step and process, from TRL's total count
+        # loss denominator for dapo: tokens per optimizer step and process; TRL counts those of all processes
         tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         if self.model.training:
             tokens = tokens * parts / self.args.steps_per_generation
@@ -130,14 +130,14 @@ class GRPOTrainer(trl.GRPOTrainer):
             loss = loss + self.router_aux_loss_coef * aux_loss / parts
         mode = "train" if self.model.training else "eval"
         for name, value in metrics.items():
-            mean = self.accelerator.gather(value.detach()).float().nanmean()  # over all processes
+            mean = self.accelerator.gather(value.detach()).float().nanmean()  # mean over all processes
             self._metrics[mode][name].append(mean.item())
         if "clip_ratio/low_mean" in metrics:
             self._log_clipped_rows(inputs, logps.detach(), mask)
         return loss
 
     def _score(self, model, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return completion log-probs and entropies, both (B, T), and the auxiliary loss."""
+        """Return completion log-probs and entropies, both (B, T), and the router's auxiliary loss."""
         score = self._get_per_token_logps_and_entropies
         arguments = inspect.signature(score).parameters.keys() - {"input_ids", "attention_mask"}
         return score(
@@ -170,7 +170,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return ratio if weights is None else weights * ratio, self.term_options
 
     def _log_clipped_rows(self, inputs: dict[str, Any], logps: Tensor, mask: Tensor):
-        """Log clip_ratio/low_min and clip_ratio/high_max, as TRL."""
+        """Log clip_ratio/low_min and clip_ratio/high_max, as TRL does."""
         mode = "train" if self.model.training else "eval"
         advantages = inputs["advantages"]
         if advantages.dim() == 1:

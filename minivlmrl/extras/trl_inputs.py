@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from minivlmrl.errors import UserError
 
-# arguments for patches and for grids, and config field with the placeholder id
+# {kind: (pixel argument, grid argument, config field with the placeholder token id)}
 MEDIA = {
     "image": ("pixel_values", "image_grid_thw", "image_token_id"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_token_id"),
@@ -30,8 +30,8 @@ class InputCheck(TrainerCallback):
     """Warn in the first step if the model ignores an image or video, or if a trained parameter gets no gradient.
 
     Outputs of the first micro-batch are compared with those for gray images, in up to nine forward passes. If FSDP or
-    DeepSpeed shards the weights, only placeholders without images are reported. Weights and random state do not
-    change. The attribute `problems` lists the warnings.
+    DeepSpeed shards the weights, the check only reports image placeholders in batches without images. Weights and
+    random state do not change. The attribute `problems` lists the warnings.
     """
 
     def __init__(self):
@@ -88,12 +88,11 @@ class InputCheck(TrainerCallback):
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP or DeepSpeed shards the weights."""
     return any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in model.parameters())
 
 
 def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str]) -> list[str]:
-    """Return warnings about images or videos that may be gray without changing the outputs."""
+    """Return a warning if images or videos can be made gray without changing the outputs."""
 
     def outputs(**changed: Tensor) -> Tensor:
         # fork_rng: same dropout masks
@@ -112,7 +111,7 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str])
             for image, _ in images:
                 parts[image] = torch.zeros_like(parts[image])
             changed = outputs(**{pixels: torch.cat(parts)}) != original
-            # a scalar loss depends on all rows
+            # a scalar loss does not show which row changed
             by_row = changed.flatten(1).any(1) if changed.dim() > 1 else changed.any().expand(len(sizes))
             unseen += [image for image, row in images if not (by_row.any() if row is None else by_row[row])]
         if unseen:
@@ -120,7 +119,7 @@ def gray_problems(model: nn.Module, args: tuple, kwargs: dict, kinds: list[str])
                 f"the outputs of the model do not change if {len(unseen)} of {len(sizes)} {kind}s of a micro-batch are "
                 f"gray, for example the {kind} with the index {min(unseen)}"
             )
-    # weights cached under no_grad would get no gradients
+    # autocast caches weights, which get no gradients if they were cached under no_grad
     torch.clear_autocast_cache()
     return problems
 
@@ -146,8 +145,8 @@ def rounds_of_media(arguments: dict, sizes: list[int], token: int | None) -> lis
     Args:
         sizes: patches per image.
     Returns:
-        groups [(image index, row index), ...], or one group with row None if rows are unknown, without images after
-        the last trained token, which cannot change the loss
+        groups [(image index, row index), ...], or one group with row None if rows are unknown. Images after the
+        last trained token are left out, because they cannot change the loss
     """
     ids = arguments.get("input_ids")
     if ids is None or token is None or not (ids == token).any():
@@ -155,7 +154,7 @@ def rounds_of_media(arguments: dict, sizes: list[int], token: int | None) -> lis
     labels = arguments.get("labels")
     places = (ids == token).flatten().nonzero()[:, 0]
     rows: dict[int, list[tuple[int, int | None]]] = {}
-    first = 0  # patches before this image
+    first = 0  # number of patches before this image
     for image, size in enumerate(sizes):
         row, column = divmod(int(places[first * len(places) // sum(sizes)]), ids.shape[1])
         if labels is None or (labels[row, column:] != -100).any():

@@ -2,9 +2,9 @@
 
     sampling: {engine: vllm, vllm: {max_model_len: 4096}}
 
-vLLM receives the policy weights before a rollout, and prompts as token ids and patches. It computes only logits, from
-which minivlmrl samples. Completions do not depend on other rows and, in float32, equal those without vLLM. To change
-the integration, copy vllm.py and set sampling.engine=my_vllm.py:VLLMSampler.
+vLLM receives the policy weights before a rollout, and prompts as token ids and patches. vLLM computes only
+logits, and minivlmrl samples from them. Completions do not depend on the other rows of a batch and, in float32, equal
+those without vLLM. To change the integration, copy vllm.py and set sampling.engine=my_vllm.py:VLLMSampler.
 
 Dimensions: r rows in the batch, V vocabulary size.
 """
@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-# in the training process, which has the weights
+# run the engine in the training process, which has the weights
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # do not bind threads to cores
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -48,10 +48,10 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 from minivlmrl.model.plain_weights import gather_full_tensor
 
-# vllm.LLM options of all recipes
+# vllm.LLM options that recipes cannot set
 FIXED_OPTIONS = {
     "mm_device_do_normalize": False,  # patches are already normalized
-    "limit_mm_per_prompt": {"video": 0},  # do not profile the longest video
+    "limit_mm_per_prompt": {"video": 0},  # skip memory profiling with the longest video
     "mm_processor_cache_gb": 0,
     # TokenChooser must run exactly once per token
     "async_scheduling": False,
@@ -63,7 +63,7 @@ FIXED_OPTIONS = {
 
 @dataclass
 class VLLMOptions:
-    """vllm.LLM options for recipes; none loads code, as recipes may be untrusted."""
+    """vllm.LLM options for recipes: none can load code, because recipes may be untrusted."""
 
     block_size: Count | None = None
     cpu_offload_gb: Annotated[float, "[0, inf)"] | None = None
@@ -94,13 +94,13 @@ class Sampling:
 
     def __init__(self, sample_token: TokenSampler, num_rows: int):
         self.sample_token = sample_token
-        # batch rows, token ids, log-probs and ended flags of every decode step, each (r,)
+        # per decode step: batch rows, token ids, log-probs and ended flags, all (r,)
         self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self.counts = torch.zeros(num_rows, dtype=torch.long)  # sampled tokens per row
         self.ended: list[str] = []  # requests that ended in the latest step
 
     def sample(self, logits: Tensor, rows: list[int]) -> Tensor:
-        """Sample from logits (r, V); return scores for vLLM: 0 for the samples, else -inf."""
+        """Sample from logits (r, V); return logits for vLLM: 0 for the sampled tokens, else -inf."""
         index = torch.tensor(rows, device=logits.device)
         ids, logps, ends = self.sample_token(logits, index, self.counts[rows].to(logits.device))
         self.steps.append((index, ids, logps, ends))
@@ -110,12 +110,12 @@ class Sampling:
 
 
 class TokenChooser:
-    """Logits processor: samples with minivlmrl, and makes vLLM select these tokens."""
+    """vLLM logits processor: sample with minivlmrl's sampler, and make vLLM select these tokens."""
 
     sampling: Sampling | None = None  # class attribute, because vLLM creates the instance
 
     def __init__(self, vllm_config, *_):
-        self.rows: dict[int, int] = {}  # row indices by slot in vLLM's batch
+        self.rows: dict[int, int] = {}  # {slot in vLLM's batch: row index}
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -194,7 +194,7 @@ class VLLMSampler(Sampler):
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
-        # image embeddings of old weights
+        # image embeddings computed with the old weights
         self.llm.llm_engine.reset_encoder_cache()
         completions = super().__call__(prompts, num_generations, keys)
         if self.sleeps:
@@ -276,8 +276,8 @@ class VLLMSampler(Sampler):
     ):
         """Compare log-probabilities of vLLM and policy in the first rollout.
 
-        At max_logp_mismatch = 1, the limit is 1e-3 nats per token in float32, and a root mean square of 0.5 nats over a
-        prompt's completions in 16 bits.
+        The limit is max_logp_mismatch times 1e-3 nats per token in float32. In 16 bits, it is max_logp_mismatch times
+        0.5 nats for the root mean square over a prompt's completions.
         """
         if self.is_verified:
             return

@@ -61,7 +61,7 @@ class WarningRules:
     def __init__(self, trainer: Trainer, optimizer: Optimizer, evaluated: dict[str, float]):
         self.trainer, self.optimizer = trainer, optimizer
         self.config = trainer.config
-        self.goals = [name for name, weight in self.config.rewards.items() if weight > 0]  # rewards to maximize
+        self.goals = [name for name, weight in self.config.rewards.items() if weight > 0]
         self.evaluated = evaluated  # metrics from the last evaluation before the stage
         self.demonstrations = f"demonstrations first (--stages=[sft,{trainer.stage}])"
         if "sft" in self.config.stage_names:
@@ -94,7 +94,7 @@ class WarningRules:
         """Yield a warning for rewards far higher on training rows than on held-out rows."""
         for name in self.goals if len(self.recent) == WINDOW else ():
             trained = self.mean(f"rewards/{name}/mean")
-            # include greedy results, because training may sample below temperature 1
+            # compare with greedy answers as well: training may sample below temperature 1
             held_out = [evaluation[key] for key in (f"eval/{name}_sampled", f"eval/{name}_greedy") if key in evaluation]
             if held_out and trained - max(held_out) > MEMORISED:
                 yield (
@@ -134,7 +134,6 @@ class WarningRules:
         self.recent_rewards += [(solutions, torch.tensor(values)) for solutions, values in rewards]
 
     def always(self, name: str, value: float) -> bool:
-        """Return whether a metric had this value in all of the last 10 steps."""
         return all(metrics.get(name) == value for metrics in self.recent)
 
     def mean(self, name: str) -> float:
@@ -179,7 +178,7 @@ class WarningRules:
         yield from self.unused_parameters()
 
     def advised(self, names: Iterable[str]) -> list[str]:
-        """Remove `format` if answers have no tags, which an earlier note reports."""
+        """Remove `format` if data.answer_format is not tags: preflight already reports this mistake."""
         has_tags = self.config.data.answer_format == "tags"
         return [name for name in names if name != "format" or has_tags]
 
@@ -223,11 +222,11 @@ class WarningRules:
             )
 
     def majority_baseline(self) -> Iterator[tuple[str, str]]:
-        """Warn if always answering the most frequent solution would score at least as high."""
+        """Warn if the policy scores no higher than always answering the most frequent solution."""
         if len(self.recent_rewards) < BASELINE_ROLLOUTS:
             return
         solutions = [solution for texts, _ in self.recent_rewards for solution in texts]
-        # (completions, rewards) per row, as num_generations may vary
+        # one (completions, rewards) tensor per row, because num_generations may vary
         rows = [row for texts, rewards in self.recent_rewards for row in rewards.unflatten(0, (len(texts), -1))]
         for index, reward in enumerate(training_rewards(self.config)):
             is_scored = [not row[:, index].isnan().any() for row in rows]
@@ -247,7 +246,7 @@ class WarningRules:
                 )
 
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
-        # no AdamW state: never a gradient, which is normal for unused experts
+        # parameters without AdamW state never had a gradient, which is normal for unused experts
         parameters = self.trainer.trained.named_parameters()
         unused = [name for name, p in parameters if p.requires_grad and p not in self.optimizer.state]
         names = [name for name in unused if ".mlp.experts." not in name]

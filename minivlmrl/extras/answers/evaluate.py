@@ -6,8 +6,9 @@ minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # witho
 torchrun --no-python --nproc-per-node 8 minivlmrl evaluate ...  # on several GPUs
 
 The recipe sets prompt template, image size, stopping rules, data.answer_format and evaluation rewards. The
-default recipe is the training run's. Models without a run use minivlmrl.yaml beside the weights, or own_data.yaml with
-the prompt template {problem}. top_k, top_p, min_p and repetition_penalty are ignored, as in a run's evaluations.
+default recipe is that of the training run. If there is no run, it is minivlmrl.yaml beside the weights, or
+own_data.yaml with the prompt template {problem}. top_k, top_p, min_p and repetition_penalty are ignored, as in
+evaluations during training.
 """
 
 import argparse

@@ -3,8 +3,8 @@
 minivlmrl check RECIPE [--section.name=value ...]
 
 Reads the rows, scores correct answers and texts without an answer, and prints problems with cause and fix. Writes no
-files and samples no completions: a run reports truncated completions, a missing format and equal rewards within ten
-steps. Exit status: 1 if there are problems, else 0.
+files and samples no completions: the first ten training steps report truncated completions, missing answer tags and
+equal rewards. Exit status: 1 if there are problems, else 0.
 """
 
 from collections.abc import Iterator

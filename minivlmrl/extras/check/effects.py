@@ -1,6 +1,6 @@
-"""Find options without effect because of another option in the recipe.
+"""Find recipe options that have no effect because of another option.
 
-They cause notes, not errors: one override, such as --grpo.num_iterations=1, must be able to change a recipe.
+Such options cause notes, not errors, so that a single override, such as --grpo.num_iterations=1, is allowed.
 """
 
 import inspect
@@ -23,7 +23,7 @@ KL = "grpo.kl_estimator grpo.use_bias_correction_kl"
 
 
 def rules(config: RunConfig) -> list[tuple[str, str, object]]:
-    """Return (options, reason, whether they have no effect) for a recipe."""
+    """Return rules (options, reason, condition): if the condition is true, the options have no effect."""
     grpo, dpo, ppo, data = config.grpo, config.dpo, config.ppo, config.data
     adapter, sampling = config.adapter, config.sampling
     # one optimizer step per rollout: all policy ratios are 1
@@ -123,7 +123,7 @@ def rules(config: RunConfig) -> list[tuple[str, str, object]]:
 
 
 def options_without_effect(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
-    """Yield (options, reason) for options in the recipe without effect."""
+    """Yield (options, reason) for recipe options without effect."""
     for name in config.unused_sections:
         yield [name], f"`stages` does not include {name}"
     for stage in config.data.files:
@@ -143,7 +143,7 @@ def options_without_effect(config: RunConfig, trainers: dict[str, type[Trainer]]
 
 
 def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
-    """Yield (options, reason) for options without effect, also those with default values."""
+    """Yield (options, reason) for options without effect, including options with default values."""
     for name, section in vars(config).items():
         if isinstance(section, TrainingOptions) and name not in config.stage_names:
             options = [f"{name}.{option}" for option in vars(section)]

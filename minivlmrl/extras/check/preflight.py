@@ -43,8 +43,6 @@ TYPICAL_WEIGHT = 0.01  # typical absolute weight in models with billions of para
 
 
 class Preflight(Callback):
-    """Check and describe recipe, rows and rewards before the first step."""
-
     mistakes: Sequence[str] = ()
 
     def on_setup(self, config: RunConfig, world: World):
@@ -91,7 +89,7 @@ def print_all(notes: Iterable[str]):
 
 @contextmanager
 def fresh_import() -> Iterator[None]:
-    """Import the user's files again, so that trial calls change no global variables of the run.
+    """Import the user's files again, so that trial calls of rewards change no global variables of the run.
 
     Example: a reward that counts its calls must not count trial calls.
     """
@@ -101,7 +99,7 @@ def fresh_import() -> Iterator[None]:
     try:
         yield
     finally:
-        # a resume checks imported user files for changes
+        # list the imported files: a resumed run checks whether they have changed
         USER_FILES.update(code_files())
         for name in loaded_modules():
             del sys.modules[name]
@@ -192,7 +190,7 @@ def describe_model(config: RunConfig, model: VisionLanguageModel):
 
 
 def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[str]:
-    """Yield notes about options without effect, and about prompts unlike those of earlier training."""
+    """Yield notes about options without effect, and about prompt options changed since the model was trained."""
     adapter = config.adapter.path
     model = find_adapter(adapter) if adapter else config.model.path
     folders = [model, config.reference.path, config.reward_model.path, config.ppo.critic_path]
@@ -245,7 +243,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
                 f"stage ends before the learning rate reaches {options.learning_rate}; lower warmup_steps"
             )
         rate = options.learning_rate
-        largest_weight = 4 * rate / torch.finfo(dtype).eps  # updates to larger weights are rounded away
+        largest_weight = 4 * rate / torch.finfo(dtype).eps  # larger weights round the update away
         if rounds and largest_weight < TYPICAL_WEIGHT:
             yield (
                 f"model.dtype is {config.model.dtype} and {stage}.learning_rate is {rate}, so updates of weights over "

@@ -39,7 +39,7 @@ REWARD_HACK_PROBES = {
 
 NOISE = 1e-6  # tolerance when a completion is scored twice
 NUM_ANSWERS = 64  # maximum rows whose answers are compared with their solutions
-MARKED = re.compile(r"\(([A-Za-z])\)|\\boxed\{(.+)\}|(\d{1,3}(?:,\d{3})+)")  # marked answers: (B), \boxed{cat} or 1,200
+MARKED = re.compile(r"\(([A-Za-z])\)|\\boxed\{(.+)\}|(\d{1,3}(?:,\d{3})+)")  # answers such as (B), \boxed{cat} or 1,200
 CHOICE = re.compile(r"^\s*\(?([A-Z])[.:)]\s*(\S.*?)\s*$", re.MULTILINE)  # choices such as "B. horse"
 MAX_FORMS = 8  # maximum list elements to try as answers
 
@@ -68,13 +68,13 @@ class Trial:
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:
-        """Return the highest-scoring form of each solution, such as "3" or "3.0"."""
+        """Return the highest-scoring spelling of each solution, such as "3" or "3.0"."""
         forms, values_of_rows = self.forms()
         totals = [combine(values, self.weights).nan_to_num(-math.inf) for values in values_of_rows]
         return [texts[int(x.argmax())] for texts, x in zip(forms, totals, strict=True)]
 
     def forms(self) -> tuple[list[list[str]], tuple[Tensor, ...]]:
-        """Return the forms of each solution, and their rewards, (forms, K)."""
+        """Return all spellings of each solution, and their rewards as (spellings, K) per row."""
         forms = [answer_forms(row, self.processor) for row in self.rows]
         rows = [row for row, texts in zip(self.rows, forms, strict=True) for _ in texts]
         values = replace(self, rows=rows).score_answers(chain.from_iterable(forms))
@@ -175,7 +175,7 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
     tokenizer = trial.processor.tokenizer
     ids = tokenizer.encode("answer " * trial.max_new_tokens)[: trial.max_new_tokens]
     probes = REWARD_HACK_PROBES | {"a word that is repeated": tokenizer.decode(ids)}
-    # texts without an answer, one list each, then the correct answers
+    # one list per text without an answer, then one list with the correct answers
     text_lists = [[text.replace("{question}", text_of(row.messages[-1])) for row in rows] for text in probes.values()]
     text_lists.append([format_completion(answer, trial.processor) for answer in right_answers])
     # rewards, (texts, rows, K)
@@ -234,7 +234,7 @@ def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) 
 def check_forms(trial: Trial) -> Iterator[str]:
     """Check whether a reward prefers str(solution), such as "['cat', 'kitten']", to a natural answer.
 
-    A model would write one list element, the letter of a choice, or a box in its own unit.
+    Natural answers are one list element, the letter of a choice, or a box in the model's unit.
     """
     forms, values_of_rows = trial.forms()
     for k, reward in enumerate(trial.rewards):
@@ -296,7 +296,7 @@ def check_constant(
     frequency = num_equal / len(solutions)
     means = [constant[mask].nanmean().nan_to_num(0.0).item() for mask in (is_equal, ~is_equal)]
     constant_mean = frequency * means[0] + (1 - frequency) * means[1]
-    # other checks report unreadable correct answers, which score far lower
+    # above 1.25: rewards cannot parse correct answers, which other checks report
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {truncate(format_completion(solution, trial.processor), 80)} scores "
@@ -320,9 +320,9 @@ def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
 
 
 def check_cache(trial: Trial) -> Iterator[str]:
-    """Check whether a reward caches values by completion text and ignores the solution."""
+    """Check whether a reward caches values by completion text alone, without the solution."""
     solutions = [row.columns.get("solution") for row in trial.rows]
-    # data.answer_format=whole: a different reasoning is a different answer
+    # with data.answer_format=whole, the reasoning is a part of the answer
     if trial.processor.answer_format == "whole" or all(solution == solutions[0] for solution in solutions):
         return
     answers, rows = trial.right_answers(), [*trial.rows]
@@ -344,7 +344,6 @@ def check_cache(trial: Trial) -> Iterator[str]:
 
 
 def format_completion(answer: str, processor: Processor, thought: str = "hm") -> str:
-    """Format an answer according to data.answer_format."""
     form = {"tags": ROLLOUT, "whole": "{1}"}.get(processor.answer_format, "{}\n{}")
     return form.format(thought, find_answer(answer) or answer)
 
@@ -355,17 +354,17 @@ def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
 
 
 def answer_forms(row: Row, processor: Processor) -> list[str]:
-    """Return forms of a row's correct answer; `str(solution)` is last.
+    """Return the spellings of a row's correct answer, `str(solution)` last.
 
     Examples: ["cat", "dog"] gives `cat`, `dog`, `cat, dog`, `["cat", "dog"]` and `['cat', 'dog']`. If the prompt lists
     "B. horse", "horse" gives `B` and `horse`, and the index "1" gives `B` and `1`. "1,200" gives `1200` and `1,200`.
-    Boxes are in the model's unit.
+    Boxes are converted to the model's unit.
     """
     solution = row.columns.get("solution")
     elements = parse_literal(solution) if isinstance(solution, str) and solution.startswith("[") else solution
     forms = []
     if boxes := parse_boxes(str(solution)):
-        # pixels to box units of the model
+        # convert pixels to the model's box unit
         size, extent = image_and_box_sizes(row, row.prompt(processor), processor)
         if size and extent and size != extent:
             converted = [[round(number, 4) for number in Box(*box, size).to(extent).numbers] for box in boxes]

@@ -21,7 +21,7 @@ MAX_MARKUP_TOKENS = 64  # maximum tokens that the chat template adds to an answe
 
 
 def without_media(rows: Dataset) -> Iterator[Row]:
-    """Return rows without opening images, at most 1000 generated ones."""
+    """Return rows without opening images: all rows of a file, or at most 1000 generated ones."""
     if isinstance(rows, FileDataset):
         return (rows.read(number)[0] for number in range(len(rows)))
     return (rows[number] for number in range(min(len(rows), TASK_ROWS)))
@@ -45,9 +45,9 @@ def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], proce
 
 
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
-    """Check system messages, the order of tool results, and the place of images."""
+    """Check system messages, the order of tool results, and the position of images."""
     num_two_systems = num_misplaced = 0
-    image_orders = Counter()  # questions by whether the image is after the text
+    image_orders = Counter()  # {is the image after the text: number of questions}
     for row in without_media(all_rows):
         systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
         num_two_systems += len({*systems, system_prompt} - {None}) > 1

@@ -97,7 +97,7 @@ def convert(path: Path, options: argparse.Namespace) -> Path:
     noted: dict[str, list[str]] = defaultdict(list)
 
     def converted() -> Iterator[dict]:
-        for found in (dropped, changed, noted):  # parquet reads the rows twice
+        for found in (dropped, changed, noted):  # the parquet writer iterates over the rows twice
             found.clear()
         for where, row in source_rows(path, options, names):
             with row_errors(where):
@@ -149,7 +149,7 @@ def report_dropped(dropped: Counter, out: Path):
 
 
 def report_rows(noted: dict[str, list[str]], num_rows: int):
-    """Print how many rows have each problem. If all lack a question, data.prompt_template may add it."""
+    """Print how many rows have each problem. If no row has a question, data.prompt_template may add one."""
     for note, places in noted.items():
         if note != NO_QUESTION or len(places) < num_rows:
             print(f"{len(places)} of {num_rows} rows have {note.format(places[0])}", file=sys.stderr)
@@ -157,7 +157,7 @@ def report_rows(noted: dict[str, list[str]], num_rows: int):
 
 @contextmanager
 def row_errors(where: str) -> Iterator[None]:
-    """Add file and line to error messages, also for unexpected types."""
+    """Add file and line to error messages, and explain values of unexpected types."""
     with error_context(where):
         try:
             yield
@@ -169,7 +169,7 @@ def row_errors(where: str) -> Iterator[None]:
 
 
 def check_new_row(row: dict, folder: Path) -> dict[str, str]:
-    """Return notes for a row that some runs refuse; raise UserError if all runs refuse it."""
+    """Return notes for a row that some recipes refuse; raise UserError if every recipe refuses it."""
     json.dumps(row, ensure_ascii=False, default=str).encode()  # encode raises ValueError for lone surrogates
     # rows without a prompt, as in an imagefolder, need data.prompt_template
     options = RowOptions() if has_prompt(row) else RowOptions(prompt_template="What is it?")
@@ -198,7 +198,7 @@ def check_new_row(row: dict, folder: Path) -> dict[str, str]:
 
 
 def source_rows(path: Path, options: argparse.Namespace, names: set[str] | None = None) -> Rows:
-    """Yield rows with renamed columns, and add the old names to `names`."""
+    """Yield rows with renamed columns, and add the old column names to the set `names`."""
     change: Callable[[dict], dict] = find_format(options.format) if options.format else dict
     for where, row in read_rows(path):
         with error_context(where):
@@ -251,7 +251,7 @@ def is_read(path: Path) -> bool:
 
 
 def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
-    """Write a JSON Lines or parquet file; parquet needs a pass for column types."""
+    """Write a JSON Lines or parquet file; for parquet, a first pass over the rows finds the column types."""
     if suffix != ".parquet":
         with out.open("w", encoding="utf-8") as file:
             for row in rows():

@@ -36,7 +36,7 @@ QUESTIONS = ("problem", "question", "query", "instruction", "prefix", "prompt")
 ANSWER_TEXTS = ("completion", "chosen", "rejected")
 LISTS = ("messages", "conversations", "conversation", "history", *MEDIA, "options", "choices", "texts",
          *QUESTIONS, *ANSWER_TEXTS)  # fmt: skip
-# note, printed once, about boxes from `objects` in the text
+# printed if boxes from `objects` are written into the text
 BOX_UNIT = "the unit of the boxes in `objects`, which are in pixels of the image file"
 TAGS = {"<ref-object>": "ref", "<bbox>": "bbox"}  # {ms-swift tag: its list in `objects`}
 RENDERED = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\s*|$)(?=<\|im_start\|>|\s*$)", re.DOTALL)
@@ -44,7 +44,7 @@ VISION = re.compile(r"<\|vision_start\|>(?:<\|(image|video)_pad\|>)+<\|vision_en
 
 
 class Columns(dict):
-    """Columns of a row without missing values; `dropped` counts losses of the conversion."""
+    """A row's columns without missing values; `dropped` counts columns and keys lost in the conversion."""
 
     def __init__(self, row: dict, dropped: Counter):
         # value == value is False for NaN
@@ -81,7 +81,7 @@ class Columns(dict):
             value = turn.get("value", turn.get("content"))
             is_parts = isinstance(value, list) and all(isinstance(p, dict) and p.keys() & PART_KEYS for p in value)
             if not (value is None or isinstance(value, str) or is_parts):
-                value = json.dumps(value, ensure_ascii=False)  # number, box or object, as for VLM-R1
+                value = json.dumps(value, ensure_ascii=False)  # VLM-R1's answers may be numbers, boxes or objects
             if value is None and not turn.get("tool_calls"):
                 raise UserError(
                     f"turn {number} of {name!r} has no text in 'value' or 'content', only the keys {[*turn]}"
@@ -291,7 +291,7 @@ def turn_of(role: str, content: Plain) -> dict:
 def split_pair(row: Columns, turns: list[dict]) -> Columns:
     """Add a conversation to a row, as a chosen-rejected pair if there is a rejected answer."""
     if turns[-1]["role"] != "assistant":  # without a final answer, all turns are the prompt
-        for name in ("chosen", "rejected"):  # single turns in LLaMA-Factory
+        for name in ("chosen", "rejected"):  # in LLaMA-Factory, both are single turns
             if isinstance(row.get(name), dict):
                 row[name] = row.turns(name)
         return row.put(prompt=turns)
@@ -322,7 +322,7 @@ def add_choices(row: Columns):
             f"the choices {truncate(choices, 60)} seem to be images, which the prompt must show; see --format"
         )
     answer = str(row.get("answer", row.get("solution"))).strip()
-    # reject an index, as in AI2D: it may start at 0 or 1
+    # reject a choice index, as in AI2D: it may start at 0 or 1
     is_choice = not answer.isdecimal() or answer in map(str, choices)
     require(is_choice, "the answer", answer, "a letter or one of the choices of the row; write it with --format")
     names = LETTERS[: len(choices)]

@@ -4,8 +4,8 @@ minivlmrl memory RECIPE --gpu_memory auto [--section.name=value ...]
 minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--section.name=value ...]
 
 No weights are loaded. Prompt lengths are measured if the rows exist; otherwise, or with --text_tokens or
---image_tokens, one length is assumed. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto for this
-machine's free memory. For known cards, the minimum time per step is also printed.
+--image_tokens, all prompts have one assumed length. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto
+for this machine's free memory. For known cards, the minimum time per step is also printed.
 """
 
 import argparse
@@ -125,8 +125,8 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
 def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
     """Return the minimum seconds per training-step phase, from a GPU's data sheet.
 
-    Assumes prompts as long as the longest, and matrix products at peak speed. Attention, activation functions and CPU
-    time are not counted.
+    Assumes that all prompts are as long as the longest, and matrix products at peak speed. Attention, activation
+    functions and CPU time are not counted.
     """
     config, options, estimator = question.config, question.options, question.estimator
     row, model = question.rows[0], question.models.policy

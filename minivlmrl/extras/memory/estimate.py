@@ -72,7 +72,7 @@ class AllocationTracker(TorchDispatchMode):
 
     def __init__(self, uncounted: list[Tensor]):
         super().__init__()
-        # storages, counted once
+        # tensor storages already counted
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
         self.now = 0
         self.peak = 0
@@ -96,7 +96,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def meta_batch(model_config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) -> GroupBatch:
-    """Build a micro-batch whose patches have no data."""
+    """Build a micro-batch on the meta device, without data."""
     merge = model_config.vision_config.spatial_merge_size
     frame_tokens = work.image_tokens // work.frames
     rows = max(math.isqrt(frame_tokens), 1)
@@ -193,14 +193,14 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, config.adapter.dropout if train else 0.0, "memory")
-        # cached tensors would not be counted
+        # clear the cache: its tensors would not be counted
         vision_layout.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
             yield models, live
 
     def keys_and_values(self, dtype: torch.dtype, work: BatchShape) -> int:
-        """Return bytes of KV cache and recurrent states; completions share the prompt's."""
+        """Return bytes of KV cache and recurrent states; completions share their prompt's KV cache."""
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
         layer_states = [module.initial_state(rows) for module in self.model.modules() if isinstance(module, HasState)]
         recurrent_bytes = sum(map(bytes_of, layer_states))
@@ -313,7 +313,6 @@ def answers_batch(question: MemoryQuestion, rows: Sequence[RowSize], prompts: in
 
 
 def sampling_batch(question: MemoryQuestion) -> BatchShape:
-    """Return a GPU's largest sampling batch."""
     options, sampling = question.options, question.config.sampling
     steps = getattr(options, "steps_per_generation", 1)
     prompts = math.ceil(options.prompts_per_step * steps / question.gpus)
@@ -362,7 +361,7 @@ def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
     if not question.config.uses_fsdp:
         return 0
     blocks = [computed_bytes(block, question.dtype) for block in model.blocks()]
-    # two blocks, because FSDP prefetches the next one
+    # FSDP gathers two blocks at once, because it prefetches the next one
     return computed_bytes(model, question.dtype) - sum(blocks) + 2 * max(blocks)
 
 
@@ -380,7 +379,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
     if copies:
         items["16-bit adapters"] = bytes_of(copies)
     items["keys and values"] = keys_and_values = estimator.keys_and_values(dtype, work)
-    # only the larger entry: prefill activations are freed before logits are computed
+    # count only the larger one: prefill activations are freed before sampling logits are computed
     logits = DRAW_BYTES * rows * estimator.config.vocab_size
     forward = prefill - keys_and_values
     items["logits" if logits > forward else "prompts' forward"] = max(logits, forward)
@@ -411,7 +410,7 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
         weights = sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
         gradients += sum(p.numel() * torch.promote_types(p.dtype, torch.float32).itemsize for p in trained)
     return {
-        "gathered": weights + gathered,  # weights and gradients
+        "gathered": weights + gathered,  # gathered weights, and gradients of two blocks
         "gradients": gradients,
         "forward and backward": scored["forward"],
         "logits": scored["logits"],
@@ -419,7 +418,7 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
 
 
 def persistent_items(question: MemoryQuestion) -> dict[str, int]:
-    """Return unsharded bytes of all phases, such as weights and optimizer state."""
+    """Return the bytes needed in all phases, before sharding, such as weights and optimizer state."""
     config, models = question.config, question.models
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
@@ -430,13 +429,13 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
     items = {"weights": weights, "optimizer": moments}
     if models.critic is not None:
         items["critic"] = bytes_of([*models.parameters(), *models.buffers()]) - weights
-    if question.has_reference:  # without weights shared with the policy
+    if question.has_reference:  # count no weights shared with the policy
         if config.reference.path is not None:
             reference = MemoryEstimator.from_folder(config.reference.path)
             items["reference"] = reference.parameters * question.dtype.itemsize
         elif config.adapter.r or not config.uses_fsdp:
             items["reference"] = bytes_of(trained_parameters(policy))
-        else:  # a sharded reference is a full copy in the compute dtype
+        else:  # with FSDP, the reference shares no weights: count a copy in the compute dtype
             items["reference"] = computed_bytes(policy, question.dtype)
     if not question.trainer.trains_policy:  # with adapters, policy and reward model share base weights
         items["policy"] = adapters or weights
@@ -453,7 +452,6 @@ def peak_bytes(phases: dict[str, dict]) -> float:
 
 
 def state_bytes(question: MemoryQuestion) -> int:
-    """Return the size of a saved training state, in bytes."""
     items = persistent_items(question)
     items["weights"] = bytes_of(adapter_parameters(question.models.policy)) or items["weights"]
     saved = ("weights", "optimizer", "critic", "reference", "policy")

@@ -1,6 +1,6 @@
 """Count floating-point operations (FLOPs) in forward and backward passes.
 
-A matrix value costs 2 FLOPs per token in the forward pass, 2 for input gradients and 2 for weight gradients. Attention,
+Per token, a weight costs 2 FLOPs in the forward pass, 2 for input gradients and 2 for weight gradients. Attention,
 recurrence, norms, activation functions and recomputation are not counted.
 """
 
@@ -75,7 +75,7 @@ CARDS = {
     "V100 32GB": (1.57e13, 9.0e11, 32e9, True),
     "V100": (1.57e13, 9.0e11, 16e9, True),
 }
-VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # words of other cards
+VARIANTS = {"Laptop", "Ti", "SUPER", "Max", "D"}  # a 4090 Laptop is not a 4090
 
 
 def find_card(name: str) -> Card | None:
@@ -111,7 +111,7 @@ def flops_by_input(model: nn.Module, model_config: ModelConfig, backward: bool =
     found = list(matrices(model))
     trains_merger = any(trained for name, _, trained in found if "visual." in name)
     trains_tower = any(trained for name, _, trained in found if "visual." in name and "merger" not in name)
-    # input gradients are needed only after a trained layer
+    # layers before the first trained one need no input gradients
     has_input_gradient = {"patches": trains_tower, "merged": trains_merger, "tokens": True, "scored": True}
     flops: dict[str, float] = dict.fromkeys(has_input_gradient, 0.0)
     for name, size, trained in found:

@@ -52,7 +52,7 @@ class MemoryCheck(Callback):
     estimator: MemoryEstimator | None = None
 
     def on_setup(self, config: RunConfig, world: World):
-        self.plans = {}  # (estimate's inputs, bytes of optimizer state) by stage, empty on CPUs
+        self.plans = {}  # {stage: (inputs of the estimate, optimizer state bytes)}, empty on CPUs
         if config.model.path is None:  # skip models with random weights, which are small
             return
         self.estimator = MemoryEstimator.from_folder(config.model.path, is_before_ampere(world.device))

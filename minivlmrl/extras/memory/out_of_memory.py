@@ -130,7 +130,7 @@ def smaller_micro_batch(config: RunConfig, stage: str, gpus: int) -> str:
     for smaller in range(size // 2, 0, -1):
         changed = copy.copy(config)
         setattr(changed, stage, replace(section, micro_batch_size=smaller))
-        with suppress(UserError):  # a stage may need a multiple
+        with suppress(UserError):  # the trainer may reject this size
             find_trainer(stage, changed).check(changed)
             return f"--{stage}.micro_batch_size={smaller}"
     if size == 1 and getattr(section, "max_tokens_per_micro_batch", 0) is None:
