@@ -1,4 +1,4 @@
-"""Check a loss function against laws, which hold for any correct loss: "padding changes nothing".
+"""Check a loss function against laws, which any correct loss obeys, such as "padding changes nothing".
 
 Laws need no reference loss. Small batches come first, so a finding shows the smallest batch with the error.
 

@@ -39,10 +39,10 @@ class Finding:
     stage: str
     error: float
     numbers: int
-    where: Sequence[str] = ()  # wrong-number counts, then examples
+    where: Sequence[str] = ()  # number of wrong values per tensor, then examples
     explained: Sequence[Bug] = ()
     again: bool = False  # explained by a bug found in an earlier stage
-    groups: int = 0  # count: rows with wrong numbers; for advantages, groups
+    groups: int = 0  # number of rows (for advantages: groups) with wrong values
     has_ended: bool = False  # search time limit reached
 
     @property
@@ -179,10 +179,7 @@ def not_in_step(findings: list[Finding]) -> list[str]:
 
 
 def checked(folder, seconds: float = math.inf) -> tuple[list[Finding], Dump]:
-    """Read a recorded step from a folder, and compare it with recomputed numbers.
-
-    Raises ValueError if the step is not valid, or no number can be compared.
-    """
+    """Read a recorded step from a folder, and compare it with recomputed numbers."""
     d = read(folder)
     with error_context(folder):
         findings = audit(d, seconds)

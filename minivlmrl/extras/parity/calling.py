@@ -48,7 +48,7 @@ def loss_and_gradient(
 
     Args:
         my_loss: function (batch, options), or one like grpo_loss (config/loss_forms.py).
-        read: set; the names used by the loss are added.
+        read: set to which names used by the loss are added.
     """
     logps = batch["per_token_logps"].detach().requires_grad_()
     # copies: the loss may change its arguments in place

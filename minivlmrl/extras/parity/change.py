@@ -34,7 +34,7 @@ class Change(dict):
         self.d = d
 
     def __call__(self, name: str, x: Any, place=None, **values) -> Any:
-        """Return the value in a trainer with the bug for `name`, such as "rewards"; `x` is the correct value.
+        """Apply the bug to a quantity, such as "rewards"; `x` is the correct value.
 
         Replacements:
             - a value;

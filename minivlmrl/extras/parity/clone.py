@@ -166,7 +166,7 @@ class Candidate:
                     continue
                 x = case.by_name(name, logps)
                 if meaning(name, TENSORS) == "logps":
-                    logps = "old"  # a second such argument has old log-probs
+                    logps = "old"  # a second argument like log_probs is for the old policy
                 if x is None and parameter.default is parameter.empty:
                     x = Answers(case) if choices.get(name) is None else choices[name]
                 if x is not None:
@@ -227,7 +227,7 @@ def kind_of(node: ast.FunctionDef) -> str | None:
 @dataclass
 class Audited:
     candidate: Candidate
-    result: str  # agrees, design, mistake, broken law, differs, not bound (error)
+    result: str  # "agrees", "design", "mistake", "broken law", "differs", "not bound" (exception)
     says: str
 
     def __str__(self) -> str:

@@ -78,7 +78,7 @@ def in_reverse(batch: dict) -> Iterator[tuple]:
 
 
 def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
-    """Require micro-batch gradients with the step gradient as sum or mean.
+    """Require the sum or mean of micro-batch gradients to equal the step gradient.
 
     Sum: for losses divided by a count over the whole step. Mean: for losses divided by the rows in the micro-batch.
     """

@@ -155,7 +155,7 @@ class Forward:
         pixel_values, grids = self.pictures
         parts = list(pixel_values.split(grids.prod(1).tolist()))
         parts[image] = -parts[image]
-        # the first placeholder is predicted from text before the image
+        # the first placeholder is predicted from tokens before the image
         start = row, min(first + 1, last)
         allowed = self.allowed_moves(start, says, self.ids, torch.cat(parts), grids)
         if all(token <= last for _, token in allowed):
@@ -163,7 +163,7 @@ class Forward:
 
     def judge_probabilities(self, is_picture: Tensor, values: list[int]):
         """Require that probabilities add up to 1 over token ids, at the last text token in every row."""
-        # the sum has no image_token_id, which may have up to half the probability
+        # image_token_id is left out of the sum, but may have up to half of the probability
         missing = 0.5 if self.pictures else 0.0
         rounding = max(1e-6, len(values) * self.tolerance)
         could_change = self.is_scored & ~is_picture

@@ -47,7 +47,7 @@ def differentiable(my_loss: Callable, batch, options, array: Callable, value_and
     """Call a JAX or MLX loss; return a scalar tensor for autograd with the same value and gradient.
 
     Args:
-        array: converts a NumPy array to the framework.
+        array: converts a NumPy array to JAX or MLX.
         value_and_grad: such as jax.value_and_grad.
     """
     values = {name: array(x.detach().numpy()) for name, x in dict.items(batch)}

@@ -149,7 +149,7 @@ def explains(step: Dump, change: dict | None) -> bool:
 
 
 class Combination:
-    """Search for bugs that explain a loss together.
+    """Search for several bugs that together explain a loss.
 
     Args:
         steps: test cases to explain.

@@ -222,7 +222,7 @@ def update(d: Dump, change: Change) -> Answer:
 
 
 def adamw(change, options: dict, weight, gradient, state, decay) -> Tensor:
-    """Compute a weight after one AdamW step; `state`: both moments."""
+    """Compute a weight after one AdamW step; `state`: first and second moment."""
     weight = weight.clone()
     weight.grad = gradient
     numbers = {"lr": options["learning_rate"], "betas": options["betas"], "eps": change("eps", options["eps"])}

@@ -456,11 +456,11 @@ class Target:
     used_by: str = ""  # projects that do this on purpose, with their option
     threshold: float = 0.0  # smaller fitted numbers are mistakes in all projects
     unread: str = ""  # option or tensor not used by deliberate variants
-    read: str = ""  # option or tensor used by all losses with these mistakes
+    read: str = ""  # option or tensor; losses without it cannot have these mistakes
     values: dict = field(default_factory=dict)  # wrong constants by bug; "{c}" = fitted number
     instead: dict[str, dict] = field(default_factory=dict)  # {bug: {quantity: another one used instead}}
     orders: dict[str, str] = field(default_factory=dict)  # wrong orders of rows or tokens by bug, see units.py
-    general: dict[str, str] = field(default_factory=dict)  # {quantity: keys of GENERAL}
+    general: dict[str, str] = field(default_factory=dict)  # {quantity: names in GENERAL}
 
     def stage_names(self) -> set[str]:
         return set(self.stages.split(", "))

@@ -138,7 +138,7 @@ class GradientFactor:
     says: str
     weight: Callable[[Tensor, Tensor], Tensor]  # (ratio, advantage) -> gradient / -advantage
     loss_types: tuple[str, ...] = ()  # loss types with this factor
-    variant_of: tuple[str, ...] = ()  # loss types that have it in some projects
+    variant_of: tuple[str, ...] = ()  # loss types with this factor in some projects
 
 
 def clip(low: float, high: float, cap: float = math.inf) -> Callable[[Tensor, Tensor], Tensor]:
@@ -260,7 +260,7 @@ def the_ratio_acts_within_its_bounds(loss: Examined) -> Iterator[Finding]:
     right, fitting, tokens = right_and_fitting_factor(loss)
     asked = asked_type(loss)
     if fitting is None:
-        # or a loss that uses epsilon_low for both bounds, if more tokens fit
+        # fewer tokens may be wrong if epsilon_low is used for both bounds
         one_bound = replace(right, weight=clip(1 - loss.options["epsilon_low"], 1 + loss.options["epsilon_low"]))
         factors = [right, one_bound] if right.loss_types == CLIPPED else [right]
         wrong = [(factor, misfits(factor, tokens, loss.tolerance)) for factor in factors]
@@ -404,7 +404,7 @@ def kl_of_one_token(loss: Examined, beta: float = 1.0, **token: float) -> tuple[
 
 
 def the_reference_acts_through_beta(loss: Examined) -> Iterator[Finding]:
-    """Require a reference without effect if beta is 0, else with a gradient proportional to beta."""
+    """Require no effect of the reference if beta is 0, else a gradient proportional to beta."""
     near, far = (of_one_token(loss, ref=ref) for ref in (-2.5, -1.2))
     if near != far and math.isfinite(near[1]):
         yield Finding(

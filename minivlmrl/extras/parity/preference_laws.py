@@ -46,7 +46,7 @@ def answers_act_in_their_directions(loss: Examined) -> Iterator[Finding]:
 
 
 def only_log_ratios_count(loss: Examined) -> Iterator[Finding]:
-    """Require the same loss if policy and reference log-probs change by the same number."""
+    """Require the same loss after adding the same number to policy and reference log-probs."""
     if loss.loss_type == "sft":
         return
     batch = pair(0.4, -0.3)

@@ -6,7 +6,7 @@ OF_FORWARD = ("logps", "logps of old", "logps of sampler", "logps of reference",
 
 
 def known_numbers(d, stage: str) -> dict[str, float]:
-    """Return {name: number} for counts, options and ratios of options, except 1 and 0."""
+    """Return {description: factor} for counts, options and ratios of options, except 1 and 0."""
     about = d.about
     result = {"the number of ranks": about.get("world_size")}
     if stage in ("advantages", "loss"):

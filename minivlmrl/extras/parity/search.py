@@ -48,12 +48,12 @@ STAGES = {
 }
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
-SHOWN = 4  # bugs to print, if several fit
+SHOWN = 4  # maximum number of bugs to print
 IDS = ("tokens", "pictures", "mask")  # stages that compare integers, so no factor is fitted
 # start values for fitted numbers
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
 FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
-REFINED = 16  # only the best 16 bugs are fitted precisely
+REFINED = 16  # number of best bugs to fit precisely
 CASE_REFINED = 4  # REFINED for loss test cases
 
 
@@ -231,9 +231,9 @@ class Region(NamedTuple):
 
 
 def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
-    """List the whole step, and row sets with all wrong numbers, such as truncated completions."""
+    """List regions with all wrong numbers: the whole step, and row sets such as truncated completions."""
     regions = [Region("", {key: torch.tensor(True) for key in answer})]
-    if name in ("advantages", *BY_PARAMETER):  # these numbers are not by row
+    if name in ("advantages", *BY_PARAMETER):  # no numbers per row in the step
         return regions
     for says, rows in d.row_sets.items():
         masks = {}
@@ -278,9 +278,9 @@ class Search:
         try:
             for phase, some in ((self.tried, plain), (self.tried, scoped), (self.fitted, fitted)):
                 if not any(bug.parts == 1 for bug in self.explained):
-                    self.explained.extend(phase(some))  # one by one: the search may run out of time
+                    self.explained.extend(phase(some))  # keeps bugs found before the time limit
         finally:
-            self.explained += factors  # last: factors explain less
+            self.explained += factors  # last, because factors explain least
 
     def tried(self, bugs: list[Bug]) -> Iterator[Bug]:
         """Yield bugs that give the recorded numbers."""

@@ -129,7 +129,7 @@ def tokens(d: Dump, change: Change) -> Answer:
 
 
 def pictures(d: Dump, change: Change) -> Answer:
-    """Compare training images with those in sampling."""
+    """Compare images used in training with those used in sampling."""
     if not d.has("sampler_num_images"):
         return None
     sampled = shown(d, "sampler_")
@@ -146,7 +146,7 @@ def pictures(d: Dump, change: Change) -> Answer:
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
-    """Return (patches, grid) pairs per row; kind="sampler_": images in sampling."""
+    """Return (patches, grid) pairs per row; kind="sampler_": images used in sampling."""
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
     all_pictures = list(zip(patches, grids, strict=True))
@@ -260,7 +260,7 @@ class PolicyPieces:
         self.mask = mask_in(change, "the ratio")
         self.per_token_logps, old, self.ref_per_token_logps = inputs(logps, self.mask, change)
         self.old_per_token_logps = old
-        self.advantages = change("advantages", d["advantages"].view(len(logps), -1))  # per row (n, 1) or token (n, S)
+        self.advantages = change("advantages", d["advantages"].view(len(logps), -1))  # (n, 1) or (n, S)
         self.ref_log_ratio = self.per_token_logps - self.ref_per_token_logps
         self.log_ratio = change("log-ratio", self.per_token_logps - old, self)
 

@@ -24,7 +24,7 @@ BY_ROW = BY_TOKEN + names(
     "advantages micro_batch row pair chosen importance_sampling_ratio rollout_step rollout_tokens"
 )
 MODELS = names("model old_model ref_model")  # model folders
-# step.json fields named as options in TRL's GRPOConfig
+# step.json fields with the names of options in TRL's GRPOConfig
 OPTIONS_OF_A_ROLLOUT = names(
     "num_generations scale_rewards reward_weights multi_objective_aggregation temperature max_completion_length "
     "mask_truncated_completions"
