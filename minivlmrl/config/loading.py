@@ -106,7 +106,7 @@ class Resolver:
     """Make the paths in a recipe absolute, and refuse code if the recipe was found next to a model."""
 
     recipe: Path
-    typed: Collection[str]  # command-line options, such as "grpo.beta" or "grpo"
+    typed: Collection[str]  # options set on the command line, such as "grpo.beta" or "grpo"
     is_found: bool
 
     def __call__(self, hint: TypeHint, text: str, path: str) -> str:

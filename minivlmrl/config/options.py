@@ -302,7 +302,7 @@ class ShardingOptions:
     """FSDP2: shard weights, gradients and optimizer state over the ranks."""
 
     enabled: bool = False  # shard the model; False keeps a full copy on each rank
-    # model replicas over all ranks (HSDP); with one per node, no weights are sent between nodes
+    # number of model replicas (HSDP); with one per node, no weights are sent between nodes
     replicas: Annotated[int, ">= 1"] = 1
     cpu_offload: bool = False  # keep shards, gradients and optimizer state in CPU memory
     # gather weights and reduce gradients once per optimizer step, not per micro-batch: faster, but GPUs must hold all

@@ -1,4 +1,4 @@
-"""Check in a stage's first step that the loss depends on all images and text in the rows."""
+"""Check in the first step that the loss depends on all images and text in the rows."""
 
 from collections import defaultdict
 from collections.abc import Iterator

@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
     trainer, optimizer, step, rows = go_to(config, stage, number)
     print_group(trainer, step, rows, options.prompt)
     metrics = loop.optimizer_step(trainer, step, optimizer, number)
-    # the log has completions from all ranks
+    # completions.jsonl has completions from all ranks
     parts = trainer.world.gather_objects(groups(trainer, step))
     process_group.shutdown(trainer.world)
     completions = [line for part in parts for line in part]

@@ -99,7 +99,7 @@ class ReportPage(Callback):
         begin = clock()
         if self.is_main and self.seconds and begin >= self.next_time:
             self.write(self.seconds)
-            # updates take at most 1 % of the run's time
+            # updates take at most 1 % of the training time
             self.next_time = clock() + max(self.seconds, 100 * (clock() - begin))
 
     def write(self, seconds: float = 0):
@@ -120,7 +120,7 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
         found = FOLDERS.findall("\n".join(filter(None, [run["config"], *places, *warnings])))
         for name in sorted({*found}, key=len, reverse=True):
             text = text.replace(json_text(name)[1:-1], "")
-    text = text.replace("<", "\\u003c")  # </script> in the data would end the page's script
+    text = text.replace("<", "\\u003c")  # </script> in the data would end the script
     draft = out.with_suffix(".partial")
     draft.unlink(missing_ok=True)  # never write through a symlink
     draft.write_bytes(TEMPLATE.read_text("utf-8").replace("{{DATA}}", text).encode())

@@ -90,14 +90,14 @@ STARTED = WeakKeyDictionary()
 
 
 class Sampling:
-    """Sample tokens from vLLM's logits, and record them per completion."""
+    """Sample tokens from vLLM logits, and record them per completion."""
 
     def __init__(self, sample_token: TokenSampler, num_rows: int):
         self.sample_token = sample_token
         # per decode step: batch rows, token ids, log-probs and ended flags, all (r,)
         self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self.counts = torch.zeros(num_rows, dtype=torch.long)  # sampled tokens per row
-        self.ended: list[str] = []  # requests that ended in the latest step
+        self.ended: list[str] = []  # requests that ended in the latest decode step
 
     def sample(self, logits: Tensor, rows: list[int]) -> Tensor:
         """Sample from logits (r, V); return logits for vLLM: 0 for the sampled tokens, else -inf."""
@@ -110,21 +110,21 @@ class Sampling:
 
 
 class TokenChooser:
-    """vLLM logits processor: sample with minivlmrl's sampler, and make vLLM select these tokens."""
+    """vLLM logits processor: sample with minivlmrl, and make vLLM select the sampled tokens."""
 
     sampling: Sampling | None = None  # class attribute, because vLLM creates the instance
 
     def __init__(self, vllm_config, *_):
-        self.rows: dict[int, int] = {}  # {slot in vLLM's batch: row index}
+        self.rows: dict[int, int] = {}  # {slot in the vLLM batch: row index}
 
     def is_argmax_invariant(self) -> bool:
         return False
 
-    def update_state(self, batch_update):  # vLLM's V1 model runner
+    def update_state(self, batch_update):  # vLLM V1 model runner
         builtin = import_module("vllm.v1.sample.logits_processor.builtin")
         builtin.process_dict_updates(self.rows, batch_update, row_of_request)
 
-    def add_request(self, slot: int, params) -> bool:  # vLLM's V2 model runner
+    def add_request(self, slot: int, params) -> bool:  # vLLM V2 model runner
         self.rows[slot] = (params.extra_args or {}).get("row", -1)  # -1 for warmup requests
         return True
 
@@ -213,7 +213,7 @@ class VLLMSampler(Sampler):
             params = vllm.SamplingParams(
                 max_tokens=self.sampling.max_new_tokens,
                 ignore_eos=True,
-                temperature=0,  # take the argmax, which is the sampled token
+                temperature=0,  # vLLM takes the argmax, which is the sampled token
                 detokenize=False,
                 extra_args={"row": row},
             )
@@ -302,7 +302,7 @@ class VLLMSampler(Sampler):
 
 
 def computed_dtype(model: VisionLanguageModel) -> torch.dtype:
-    """Return the compute dtype of the policy's layers."""
+    """Return the compute dtype of the policy layers."""
     sharding = getattr(model, "sharding", None)
     return sharding.compute_dtype if sharding else model.lm_head.weight.dtype
 

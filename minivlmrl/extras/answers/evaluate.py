@@ -190,7 +190,7 @@ def result_line(processor: Processor, names: Sequence[str], row: Row, completion
 
 
 def summarize(lines: list[dict], names: Sequence[str]) -> dict:
-    """Compute the fraction of truncated answers and each reward's mean over scored rows."""
+    """Compute the fraction of truncated answers, and mean rewards over scored rows."""
     cut_flags = [not answer["stopped"] for line in lines for answer in line["answers"]]
     summary: dict[str, float | None] = {"cut": sum(cut_flags) / len(cut_flags)}
     for name in names:

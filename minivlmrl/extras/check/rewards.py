@@ -55,7 +55,7 @@ class Trial:
     max_new_tokens: int = 64  # length of the longest text to score, in tokens
 
     def score_texts(self, texts: Iterable[str]) -> Tensor:
-        """Return rewards, (rows, K), for one completion text per row."""
+        """Return (rows, K) rewards for one completion text per row."""
         prompts = [row.prompt(self.processor) for row in self.rows]
         groups = []
         for text in texts:
@@ -64,7 +64,7 @@ class Trial:
         return call_rewards(self.rewards, reward_columns(self.rows, prompts, groups, self.processor))
 
     def score_answers(self, answers: Iterable[str]) -> Tensor:
-        """Return rewards, (rows, K), for one answer per row, formatted by data.answer_format."""
+        """Return (rows, K) rewards for one answer per row, formatted by data.answer_format."""
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:
@@ -128,7 +128,7 @@ def check_contradictions(
         if "solution" not in reward.columns or not reward.columns <= rows[0].columns.keys():
             continue
         trial = Trial([reward], torch.ones(1), rows, processor)
-        # rewards, (answer columns, rows)
+        # (answer columns, rows) rewards
         scores = torch.stack([trial.score_texts(answer_text(row, name) for row in rows)[:, 0] for name in names])
         highest = scores.nan_to_num(0.0).max()
         is_good = [trainer.needs != "labels" or bool(row.columns["label"]) for row in rows]
@@ -178,7 +178,7 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
     # one list per text without an answer, then one list with the correct answers
     text_lists = [[text.replace("{question}", text_of(row.messages[-1])) for row in rows] for text in probes.values()]
     text_lists.append([format_completion(answer, trial.processor) for answer in right_answers])
-    # rewards, (texts, rows, K)
+    # (texts, rows, K) rewards
     values = torch.stack([*map(trial.score_texts, text_lists[:-1]), right_values])
     # mean total rewards: empty text first, correct answers last
     totals = [combine(x, trial.weights).nanmean().item() for x in values]
@@ -259,7 +259,7 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
     Labels with digits are skipped: 1-5 and 15 are different labels.
     """
     solution_counts = count_answers(solutions)
-    names = defaultdict(list)  # {solution, letters only: its spellings, most frequent first}
+    names = defaultdict(list)  # {letters of a solution: its spellings, most frequent first}
     for solution, _ in solution_counts.most_common():
         letters = re.sub(r"[\W_]", "", normalize(solution))
         if letters.isalpha():
@@ -364,7 +364,7 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
     elements = parse_literal(solution) if isinstance(solution, str) and solution.startswith("[") else solution
     forms = []
     if boxes := parse_boxes(str(solution)):
-        # convert pixels to the model's box unit
+        # convert pixels to the box unit of the model
         size, extent = image_and_box_sizes(row, row.prompt(processor), processor)
         if size and extent and size != extent:
             converted = [[round(number, 4) for number in Box(*box, size).to(extent).numbers] for box in boxes]

@@ -81,7 +81,7 @@ class Columns(dict):
             value = turn.get("value", turn.get("content"))
             is_parts = isinstance(value, list) and all(isinstance(p, dict) and p.keys() & PART_KEYS for p in value)
             if not (value is None or isinstance(value, str) or is_parts):
-                value = json.dumps(value, ensure_ascii=False)  # VLM-R1's answers may be numbers, boxes or objects
+                value = json.dumps(value, ensure_ascii=False)  # in VLM-R1, answers may be numbers, boxes or objects
             if value is None and not turn.get("tool_calls"):
                 raise UserError(
                     f"turn {number} of {name!r} has no text in 'value' or 'content', only the keys {[*turn]}"

@@ -17,7 +17,7 @@ from minivlmrl.errors import UserError, truncate
 def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
     """Write a row for TRL.
 
-    A completion with several turns becomes `messages`: TRL would train on all turns in `completion`, even the user's.
+    A completion with several turns becomes `messages`: TRL would train on all turns in `completion`, even user turns.
     """
     prompt, answers, media, others = read(columns, folder)
     if any(item.kind == "video" for item in media):

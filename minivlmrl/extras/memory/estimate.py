@@ -170,7 +170,7 @@ class MemoryEstimator:
         return live.peak + batch.pixel_values.nbytes
 
     def prefill(self, config: RunConfig, policy: VisionLanguageModel, work: BatchShape) -> int:
-        """Return peak bytes while prefilling a rollout's prompts, including the KV cache."""
+        """Return peak bytes while prefilling rollout prompts, including the KV cache."""
         batch = meta_batch(self.config, replace(work, num_generations=0), patch_dtype(config))
         prompt_index = torch.arange(work.prompts).repeat_interleave(work.num_generations)
         with self.tracked(config, TrainedModels(policy), batch, False) as (models, live):
@@ -200,7 +200,7 @@ class MemoryEstimator:
             yield models, live
 
     def keys_and_values(self, dtype: torch.dtype, work: BatchShape) -> int:
-        """Return bytes of KV cache and recurrent states; completions share their prompt's KV cache."""
+        """Return bytes of KV cache and recurrent states; completions share the KV cache of their prompt."""
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
         layer_states = [module.initial_state(rows) for module in self.model.modules() if isinstance(module, HasState)]
         recurrent_bytes = sum(map(bytes_of, layer_states))

@@ -1,4 +1,4 @@
-"""Run a stage's largest batches before its first step, to detect out-of-memory errors early."""
+"""Run the largest batches of a stage before its first step, to detect out-of-memory errors early."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
