@@ -2,11 +2,12 @@
 
 A new token attends to its prompt's keys, shared by all completions of the prompt, and to its own completion's keys.
 
-Derivation. The keys are divided into parts. For part j, with scores s_i = q k_i D^-1/2 log2 e, compute
+Derivation. The keys are divided into parts, computed in parallel. For part j, with scores s_i = q k_i D^-1/2 log2 e,
+compute
 
     m_j = max s_i        l_j = sum 2^(s_i - m_j)        o_j = sum 2^(s_i - m_j) v_i / l_j
 
-Parts are computed in parallel. With e_j = m_j + log2 l_j, a second, small kernel computes attention over all keys:
+With e_j = m_j + log2 l_j, a second, small kernel computes attention over all keys:
 
     out = sum 2^(e_j - max e) o_j / sum 2^(e_j - max e)
 
@@ -192,7 +193,7 @@ def decode_attention(
     log_sums = torch.empty(parts, lines, dtype=torch.float32, device=q.device)
     outs = log_sums.new_empty(parts, lines, D)
     out = q.new_empty(q.shape)
-    with torch.cuda.device_of(q):  # Triton launches on the current device
+    with torch.cuda.device_of(q):  # Triton launches kernels on the current device
         _parts_kernel[(prompt_split.programs + own_split.programs,)](
             q.contiguous(), k, v, prompt_bias, own_k, own_v, own_bias, own_bias.stride(0), outs, log_sums, lines,
             prompt_programs=prompt_split.programs, prompt_rows=prompt_rows,

@@ -18,7 +18,7 @@ from minivlmrl.kernels.float32_matmul import float32_matmul
 # on a CPU with up to 128 keys and head dimension 64, plain matrix products take half the time of PyTorch's fused kernel
 MAX_KEYS = 128
 MAX_HEAD_DIM = 64
-# cuDNN: NaN gradients with a mask (pytorch 196678), wrong results below 8 key heads (pytorch 193893)
+# disable cuDNN attention: NaN gradients with a mask (pytorch 196678), wrong results below 8 key heads (pytorch 193893)
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -97,8 +97,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Check whether flash_attention supports device, dtype and head dimension.
 
-    The meta device counts as an NVIDIA GPU, for memory estimates. False on Apple GPUs (no log-sum-exp in PyTorch) and
-    AMD GPUs (not tested).
+    The meta device counts as an NVIDIA GPU, for memory estimates. Return False on Apple GPUs (no log-sum-exp in
+    PyTorch) and AMD GPUs (not tested).
     """
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
     if q.device.type == "meta":

@@ -62,7 +62,7 @@ def has_float32_products(device: torch.device) -> bool:
 def tf32_products() -> Iterator[None]:
     """Compute float32 products on a GPU in TF32 inside a `with` block.
 
-    PyTorch's setting is global. CPU products do not change.
+    PyTorch's TF32 setting is global, but CPU products do not change.
     """
     products = torch.backends.cuda.matmul
     before = products.fp32_precision

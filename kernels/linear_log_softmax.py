@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, and entropies, without storing all logits.
+"""Log-probabilities for given tokens, and entropies, without storing all logits.
 
 Derivation. For one hidden state h (D,), head W (V, D), chosen token y and temperature T:
 
@@ -12,8 +12,8 @@ advantage, clipped ratio).
 Blocks fit into the processor's cache: on a CPU, a few tokens and the whole vocabulary; in Triton, up to 4,096 tokens
 and at least 2,048 ids. With Triton, backward needs a float32 copy of the head's gradient for only one block of ids.
 
-Logits are float32 even for bfloat16 hidden states, because bfloat16 rounds 20.05 to 20. Gradients of logits are rounded
-to bfloat16, but those of hidden states and head are summed in float32.
+Logits are float32 even for bfloat16 hidden states, because bfloat16 rounds 20.05 to 20. Logit gradients are rounded to
+bfloat16, but gradients for hidden states and head are summed in float32.
 """
 
 import torch
@@ -177,7 +177,7 @@ def _(hidden, weight, ids, mask, temperature):
 def _linear_log_softmax_backward(
     inputs: list[Tensor], saved: list[Tensor], g: Tensor, e: Tensor | None, temperature: float, trains_head: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return gradients of hidden states and head; the head gradient is empty if the head is frozen."""
+    """Return gradients for hidden states and head; the head gradient is empty if the head is frozen."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
     # skip tokens without gradient, except on a GPU (the CPU would wait) or with a mask (it contains token indices)
@@ -230,7 +230,7 @@ _linear_log_softmax.register_autograd(_differentiate_scores, setup_context=_setu
 def linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float = 1.0, sampling_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities of given tokens, and entropies, under softmax(hidden @ weight.T / temperature).
+    """Compute log-probabilities for given tokens, and entropies, under softmax(hidden @ weight.T / temperature).
 
     Args:
         hidden: (M, D) hidden states that predict the tokens.

@@ -45,7 +45,7 @@ def nf4_unpack(packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, 
     """
     size = packed.numel()
     out = packed.new_empty(2 * size, dtype=dtype)
-    with torch.cuda.device_of(packed):  # Triton launches on the current device
+    with torch.cuda.device_of(packed):  # Triton launches kernels on the current device
         _kernel[(triton.cdiv(size, BYTES),)](
             packed, indices, scales, offset, *tables, out, size,
             BYTES=BYTES, GROUP=GROUP, num_warps=4, enable_fp_fusion=False,

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, and entropies, in one pass over the logits.
+"""Log-probabilities for given tokens, and entropies, in one pass over the logits.
 
 Derivation. For one row's logits z (V,), chosen token y and temperature T, with top = max_j z_j:
 
@@ -16,7 +16,7 @@ Backward pass. The derivatives are
 
     d logp / dz_j = ([j = y] - p_j) / T          dH / dz_j = -p_j (log p_j + H) / T
 
-With upstream gradients g (for logp) and e (for H), the gradient of the logits is
+With upstream gradients g (for logp) and e (for H), the logit gradient is
 
     dz_j = g [j = y] / T + exp(d_j) (a + b d_j)
     a = -(g + e (H - log s)) / (T s)        b = -e / (T s)
@@ -61,7 +61,7 @@ def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | No
 def differentiate_rows_(
     d: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, scratch=None
 ) -> Tensor:
-    """Compute the gradient of logits (m, V) from d = (logits - row maximum) / temperature.
+    """Compute the logit gradient (m, V) from d = (logits - row maximum) / temperature.
 
     Args:
         d: (m, V), overwritten.
@@ -95,7 +95,7 @@ def has_gradient(g: Tensor, e: Tensor | None) -> Tensor:
 
 
 def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[Tensor | None]:
-    """Select contiguous rows; None stays None."""
+    """Copy rows to contiguous tensors; None stays None."""
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 
@@ -240,7 +240,7 @@ def score_part_(
     rows, width = z.shape
     results = [z.new_empty(rows, dtype=torch.float32) for _ in range(4 if last else 0)]
     if rows:
-        with torch.cuda.device_of(z):  # Triton launches on the current device
+        with torch.cuda.device_of(z):  # Triton launches kernels on the current device
             _score_kernel[(rows,)](
                 z, ids, parts, *(results or [None] * 4),
                 stride=z.stride(0), rows=rows, width=width, first=first_id, k=LOG2E / temperature,
@@ -253,7 +253,7 @@ def score_part_(
 def differentiate_part_(
     z: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, out: Tensor, first_id: int = 0
 ) -> Tensor:
-    """Compute the gradient of logits in Triton, for one part of the vocabulary.
+    """Compute the logit gradient in Triton, for one part of the vocabulary.
 
     Args:
         z, first_id: as in score_part_.
@@ -296,7 +296,7 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
 
 
 def selective_log_softmax(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities of given tokens, and entropies, from logits.
+    """Compute log-probabilities for given tokens, and entropies, from logits.
 
     Args:
         logits: (..., V), float32, float16, bfloat16, or float64 (torch only).

@@ -177,7 +177,7 @@ def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     (_, H, D) = q.shape
     (rows, columns) = block_sizes(longest, D)
-    with torch.cuda.device_of(q):  # Triton launches on the current device
+    with torch.cuda.device_of(q):  # Triton launches kernels on the current device
         kernel[((len(cu_seqlens) - 1) * H,)](
             q, k, v, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cu_seqlens, **tensors,
             H=H, D=D, ROWS=rows, COLUMNS=columns,

@@ -76,7 +76,7 @@ class CapturedDecode(Decode):
         self.ids.copy_(ids)
         if self.graph is not None:
             self.graph.replay()
-        # no graph for the first step, in which kernels allocate workspaces
+        # run the first step without a graph, because kernels allocate workspaces
         elif is_new or ids.device.type != "cuda":
             self.step(model, attention)
         else:
@@ -94,7 +94,7 @@ class CapturedDecode(Decode):
         stream = capture_stream(self.ids.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # thread_local: other threads may use the GPU
+            # thread_local: other threads may use the GPU during the capture
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self.step(model, attention)

@@ -66,7 +66,7 @@ def generate(
     prompt_index = torch.arange(len(prompts)).repeat_interleave(num_generations)
     batch = pack(prompts, [[] for _ in prompts], model.config, device)
     logits, attention = prefill(model, batch, prompt_index, max_new_tokens, decode)
-    del batch  # free the image patches
+    del batch  # free memory of the image patches
     unfinished = torch.ones_like(attention.rows, dtype=torch.bool)
     steps = []
     for step in range(1, max_new_tokens + 1):

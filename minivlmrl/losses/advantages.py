@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-EPSILON = 1e-4  # avoids division by 0; same value as in TRL
+EPSILON = 1e-4  # added to standard deviations to avoid division by 0; same value as in TRL
 
 
 def combine(rewards: Tensor, weights: Tensor) -> Tensor:

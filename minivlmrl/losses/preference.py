@@ -200,7 +200,7 @@ def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None =
 
     Source: LD-DPO eq. 9 (arXiv 2409.06411); DPOTrainer.compute_ref_log_probs in TRL 1.16.
     """
-    weights = mask.to(per_token_logps.dtype)  # dtype of the log-probabilities, so that ld_alpha is not rounded
+    weights = mask.to(per_token_logps.dtype)  # same dtype as the log-probabilities, to not round ld_alpha
     if ld_alpha is not None:
         shorter = mask.sum(-1).amin(1)  # (B,)
         shared = mask.cumsum(-1) <= shorter[:, None, None]

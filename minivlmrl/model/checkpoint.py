@@ -56,7 +56,7 @@ def load_model(
         dtype: parameter dtype, default: torch_dtype in config.json.
         device: parameter device, ignored with sharding.
         sharding: Sharding from distributed/fsdp.py, to load only this rank's shard; None = no sharding.
-        adapt: adds adapters on the meta device, before weights are read.
+        adapt: function that adds adapters on the meta device, before weights are read.
     """
     folder = find_folder(folder)
     with unchanged(folder):
@@ -85,7 +85,7 @@ def _read_weights(
     folder: Path, files: list[Path], model: VisionLanguageModel, take_shard: Callable, device: torch.device | str
 ) -> dict[str, Tensor]:
     """Read weights from files, and return {parameter name: this rank's shard}."""
-    expected = base_weights(model)  # without a tied LM head
+    expected = base_weights(model)  # a tied LM head is not included
     is_tied = model.config.tie_word_embeddings
     family = family_of(model)
     weights: dict[str, Tensor] = {}

@@ -1,4 +1,7 @@
-"""ModelConfig and VisionConfig, with field names as in config.json. Families with other settings define subclasses."""
+"""ModelConfig and VisionConfig, with field names as in config.json.
+
+Model families with other settings define subclasses.
+"""
 
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
@@ -22,7 +25,7 @@ class VisionConfig:
     patch_size: Size = 14  # patch width and height, in pixels
     temporal_patch_size: Size = 2  # frames per patch; an image is repeated to fill a patch
     spatial_merge_size: Size = 2  # patches per side of the square merged into one decoder token
-    rope_theta: Annotated[float, "(0, inf)"] = 1e4  # base of the 2-D rotary embedding
+    rope_theta: Annotated[float, "(0, inf)"] = 1e4  # base for the frequencies of the 2-D rotary embedding
     # standard deviation for new learned position embeddings
     initializer_range: Annotated[float, "[0, inf)"] = 0.02
     # unused keys in vision_config, written back unchanged

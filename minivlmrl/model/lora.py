@@ -134,7 +134,7 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
     """Apply dropout to adapter inputs, but not to base inputs, inside a `with` block, as in PEFT.
 
-    The mask depends only on `key` and layer name, so activation checkpointing recomputes it.
+    The mask depends only on `key` and layer name, so activation checkpointing recomputes the same mask.
     """
     layers = adapters(model) if p else {}
     for name, layer in layers.items():

@@ -1,8 +1,8 @@
 """Quantize frozen weights to NF4, 4 bits per value, as in QLoRA (arXiv 2305.14314).
 
-Blocks of 64 values have a scale, their largest absolute value. A value is divided by the scale, and stored as the index
-of the nearest of 16 normal quantiles. Scales minus their mean are quantized to 8 bits ("double quantization"). A value
-takes 4.13 bits, including scales.
+Each block of 64 values has a scale, its largest absolute value. A value is divided by the scale, and stored as the
+index of the nearest of 16 normal quantiles. Scales minus their mean are quantized to 8 bits ("double quantization"). A
+value takes 4.13 bits, including scales.
 """
 
 from collections.abc import Callable

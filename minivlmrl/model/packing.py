@@ -137,7 +137,7 @@ def pack_turns(
 
 @dataclass
 class Segment:
-    """One prompt or completion."""
+    """Tokens, positions and images in one prompt or completion."""
 
     ids: Tensor  # (n,)
     # (n,) token ids, but -1 for sampled tokens, because a sampled image placeholder has no image

@@ -132,4 +132,4 @@ def _inverse_frequencies(count: int, theta: float, device: torch.device | str) -
     return 1.0 / theta ** (torch.arange(count, dtype=torch.float32, device=device) / count)
 
 
-_tensor = cache(torch.tensor)  # cached, to copy equal values only once
+_tensor = cache(torch.tensor)  # cached, so that equal values are copied to the device only once

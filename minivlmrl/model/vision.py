@@ -44,7 +44,7 @@ class MLP(nn.Module):
     def forward_padded(self, x: Tensor, missing: int) -> Tensor:
         """Compute the MLP with a zero-padded intermediate size."""
 
-        # not padded in advance: checkpoints and shards keep the shapes in config.json
+        # weights are not padded in advance, so that checkpoints and shards keep the shapes in config.json
         def padded(layer: nn.Linear) -> Tensor:
             bias = None if layer.bias is None else F.pad(layer.bias, (0, missing))
             return F.linear(x, F.pad(layer.weight, (0, 0, 0, missing)), bias)
@@ -163,7 +163,7 @@ class VisionTransformer(VisionTower):
         for i, block in enumerate(self.blocks):
             segments = layout.frames if i in self.config.fullatt_block_indexes else layout.windows
             x = block(x, layout.cos, layout.sin, segments)
-        # after merging, only a quarter of the rows are left
+        # reorder after merging, when only a quarter of the rows are left
         return Reorder.apply(self.merger(x), layout.raster_order)
 
 

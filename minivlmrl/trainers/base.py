@@ -67,7 +67,7 @@ class SampledBatch(MicroBatch):
 
     @property
     def completion_index(self) -> Tensor:
-        """Return `index` for all samples: (samples,)."""
+        """Return Sample.index for all samples: (samples,)."""
         return torch.tensor([sample.index for sample in self.samples])
 
     def completion_advantages(self) -> list[float]:
@@ -116,7 +116,7 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)  # {metric: value}, identical on all ranks
     ends_rollout: bool = True  # last step on a rollout; only then can a checkpoint be saved
     rollout: Rollout | None = None
-    groups: Sequence[list[Sample]] = ()  # groups sampled on this rank, but maybe trained on others
+    groups: Sequence[list[Sample]] = ()  # groups sampled on this rank; other ranks may train on them
 
 
 class Trainer:

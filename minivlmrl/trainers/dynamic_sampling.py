@@ -41,7 +41,7 @@ def sample_until_groups_differ(trainer: "GRPOTrainer", rows: Sequence[Row]) -> R
 
 
 def gather_groups(trainer: "GRPOTrainer", rollout: Rollout) -> list[tuple[SerializedGroup, bool]]:
-    """Return [(group, whether its rewards differ), ...] of all ranks, in sampling order."""
+    """Return [(group, whether its rewards differ), ...] from all ranks, in sampling order."""
     size = trainer.options.num_generations
     compared = trainer.total_rewards(rollout.samples)[:, None]  # (samples, 1)
     if trainer.options.multi_objective_aggregation == "normalize_then_sum":
@@ -49,5 +49,5 @@ def gather_groups(trainer: "GRPOTrainer", rollout: Rollout) -> list[tuple[Serial
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = list(zip(map(SerializedGroup.from_samples, rollout.groups), differs.tolist(), strict=True))
     groups = chain(*trainer.world.gather_objects(local))
-    # sampling order: the last number in a key, such as 17 in "0/grpo/3/17"
+    # sort by the last number in a key, such as 17 in "0/grpo/3/17"
     return sorted(groups, key=lambda pair: int(pair[0].key.rpartition("/")[2]))

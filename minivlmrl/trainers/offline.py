@@ -97,7 +97,7 @@ class PairTrainer(OfflineTrainer):
     answers = ("chosen", "rejected")
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Compute scores, chosen minus rejected: (pairs,)."""
+        """Compute score differences, chosen minus rejected: (pairs,)."""
         raise NotImplementedError
 
     @torch.no_grad()

@@ -79,9 +79,9 @@ def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequenc
 def assign_groups(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks: equal group counts, nearly equal token counts.
 
-    Groups are assigned longest first, to the rank with the fewest tokens that is not full. A group moves only if its
-    rank is full, or if another rank has fewer tokens by more than WORTH_MOVING times the mean. If no rank has more than
-    (1 + WORTH_MOVING) times the mean, no group moves.
+    Groups are assigned longest first, to the rank with the fewest tokens among ranks with room. A group moves only if
+    its rank is full, or if another rank has fewer tokens by more than WORTH_MOVING times the mean. If no rank has more
+    than (1 + WORTH_MOVING) times the mean, no group moves.
 
     Example, tokens per group:
         before    rank 0: 9, 5, 1    rank 1: 8, 7, 2

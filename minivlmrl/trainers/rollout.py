@@ -187,7 +187,7 @@ class RolloutTrainer(Trainer):
         return rebalance(self.batches, groups, lengths)
 
     def split(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
-        """Split samples by micro_batch_size prompts or max_tokens_per_micro_batch tokens."""
+        """Split samples into micro-batches, by micro_batch_size or max_tokens_per_micro_batch."""
         size = self.options.micro_batch_size
         max_tokens = self.options.max_tokens_per_micro_batch
         if max_tokens is None:

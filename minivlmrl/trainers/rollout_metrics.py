@@ -11,14 +11,14 @@ from minivlmrl.errors import UserError
 from minivlmrl.losses.advantages import group_std, nanstd
 from minivlmrl.rewards.registry import RewardLog
 
-# metrics added in every optimizer step
+# metrics logged in every optimizer step
 STEP_METRICS = "stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"
 # metrics to sum over micro-batches; see GRPOTrainer.loss
 CLIP_RATIOS = "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio"
 
 
 def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Compute the mean weighted sum, and mean and standard deviation per reward.
+    """Compute the mean weighted reward sum, and mean and standard deviation per reward function.
 
     Args:
         rewards: (n, K) on all ranks, NaN where a reward function returned None.
@@ -29,7 +29,7 @@ def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict
             f"rewards: {', '.join(names)} returned None for all {len(rewards)} completions of a rollout; check that "
             "the rows have values in the columns that these rewards use, for example in the column solution"
         )
-    # float64: same result in any rank order
+    # float64 means: same result in any rank order
     metrics = {"reward": total.double().nanmean().item()}
     for name, values in zip(names, rewards.double().unbind(1), strict=True):
         metrics[f"rewards/{name}/mean"] = values.nanmean().item()

@@ -1,4 +1,4 @@
-"""Registry of model families, and parameter names in weight files."""
+"""Registry of model families, and conversion of parameter names in weight files."""
 
 import functools
 import re
