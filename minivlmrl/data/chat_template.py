@@ -99,10 +99,9 @@ class ChatTemplate:
         names: set[str] = {IMAGE, VIDEO}
         written = [text]
         # a template may build control tokens: '<|' + message.role + '|>'
-        for conversation in [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]:
-            messages = [{"role": role, "content": ""} for role in conversation]
+        for roles in [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]:
             with suppress(ValueError):  # a template may reject roles, such as tool
-                written.append(self._render(messages, True))
+                written.append(self._render([{"role": role, "content": ""} for role in roles], True))
         for name in special_tokens:
             # exclude single characters such as "#", because messages may contain them
             is_written = len(name) > 1 and any(name in text for text in written)

@@ -49,11 +49,10 @@ def find_folder(name: str | Path, patterns: Sequence[str] = DOWNLOADED) -> Path:
             "Hugging Face format or the id of a repository, with its owner, such as Qwen/Qwen2.5-VL-3B-Instruct."
             + (f" If {name} is a repository, write {name}@main." if "/" in str(name) else "")
         )
-    return _snapshot(repository["id"], repository["revision"], patterns)
+    return _snapshot(repository["id"], repository["revision"], patterns, str(name))
 
 
-def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    name = f"{repo_id}@{revision}" if revision else repo_id
+def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str], name: str) -> Path:
     with optional_dependency("hub", f"{name}: there is no such folder, and a download requires huggingface_hub"):
         from huggingface_hub import HfApi, snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError

@@ -261,12 +261,12 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
     """
     answers = {name: getattr(row, name) for name in ANSWERS}
     texts = {"prompt": repr(row.messages)} | {name: repr(answer) for name, answer in answers.items()}
-    joined = {name: "\n".join(map(text_of, as_turns(answer or []))) for name, answer in answers.items()}
-    boxes = {name: MARKED_BOX.search(text) for name, text in joined.items()}
+    boxes = {
+        name: MARKED_BOX.search("\n".join(map(text_of, as_turns(answer or [])))) for name, answer in answers.items()
+    }
     solution = row.columns.get("solution")
     literal_tokens = CONTROL.findall("".join([*texts.values(), str(solution)]))
     shown = media + [part["image"] for part in answer_image_parts(row)]
-    images = [item for item in shown if item.kind == "image"]
     with error_context(row.where):
         sizes, times, missing = look_at_files(row, shown if checks_files else [], file.folder)
     facts = RowFacts(
@@ -281,7 +281,11 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
         literal_tokens=tuple(dict.fromkeys(literal_tokens)),
         boxes={name: box[0] for name, box in boxes.items() if box},
         box_space=row.columns.get("box_space"),
-        images=tuple((image_size(item, file.folder) if checks_files else None, item.options) for item in images),
+        images=tuple(
+            (image_size(item, file.folder) if checks_files else None, item.options)
+            for item in shown
+            if item.kind == "image"
+        ),
     )
     return facts, missing
 

@@ -137,8 +137,7 @@ def resize_frames(frames: Iterable[Image], height: int, width: int, mean: np.nda
     Returns:
         (T, 3, height, width) float32.
     """
-    size = (width, height)
-    resized = np.stack([np.asarray(frame.resize(size, Resampling.BICUBIC)) for frame in frames])
+    resized = np.stack([np.asarray(frame.resize((width, height), Resampling.BICUBIC)) for frame in frames])
     gray_levels = (np.arange(256) / 255).astype(np.float32)
     return look_up((gray_levels - mean) / std, resized)
 

@@ -21,12 +21,11 @@ def torch_resize_frames(
     frames: Iterable[PIL.Image.Image], height: int, width: int, mean: np.ndarray, std: np.ndarray
 ) -> np.ndarray:
     """Resize and normalize RGB frames with torch, bitwise equal to transformers' torchvision processor."""
-    size = (height, width)
     resized = []
     for frame in frames:
         # resize uint8 pixels, as transformers does: torch rounds them after height and after width
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
-        pixels = torch.nn.functional.interpolate(pixels, size, mode="bicubic", antialias=True)
+        pixels = torch.nn.functional.interpolate(pixels, (height, width), mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
     scale = np.float32(1 / (1 / 255))  # 255 with float rounding error, as in transformers
     gray_levels = np.arange(256, dtype=np.float32)
@@ -56,8 +55,6 @@ SAMPLING = {"fps": "fps", "nframes": "num_frames", "min_frames": "min_frames", "
 FPS = 2.0  # default frames per second
 # default bounds on the frame area, in tokens of 28 * 28 pixels
 MIN_FRAME_TOKENS, MAX_FRAME_TOKENS = 128, 768
-# fields with the same name in preprocessor_config.json and ImageProcessor
-SAME_NAMES = ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
 
 
 @dataclass
@@ -119,7 +116,11 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
 
 
 def patch_settings(holder: ImageSettings | ImageProcessor) -> dict:
-    return {name: getattr(holder, name) for name in SAME_NAMES}
+    """Return the settings with the same name in preprocessor_config.json and ImageProcessor."""
+    return {
+        name: getattr(holder, name)
+        for name in ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
+    }
 
 
 def write_image_processor(processor: ImageProcessor, options: dict[str, int]) -> dict:

@@ -47,8 +47,9 @@ class Batches(Iterator[list[Row]]):
         batch_size = self.step_size * trainer.options.steps_per_rollout
         self.numbers = shuffled(len(dataset), batch_size, seed, skip=batches_consumed * batch_size)
         # PyTorch uses one thread in each worker: more are slower
-        num_workers = max(1, options.image_workers)
-        self.workers = ThreadPoolExecutor(num_workers, initializer=torch.set_num_threads, initargs=(1,))
+        self.workers = ThreadPoolExecutor(
+            max(1, options.image_workers), initializer=torch.set_num_threads, initargs=(1,)
+        )
         self.max_ahead = MAX_AHEAD if options.image_workers else 0
         self.batches_consumed = batches_consumed
         self.next_batch = self.batch_rows(batches_consumed)
@@ -57,11 +58,11 @@ class Batches(Iterator[list[Row]]):
     def batch_rows(self, number: int) -> list[tuple[int, str]]:
         """Return (dataset index, seed string) for this rank's rows in a batch."""
         numbers = next(self.numbers)
-        rows = []
-        for first in range(0, len(numbers), self.step_size):
-            for position in self.world.share(range(first, first + self.step_size)):
-                rows.append((numbers[position], f"{self.key}/{number}/{position}"))
-        return rows
+        return [
+            (numbers[position], f"{self.key}/{number}/{position}")
+            for first in range(0, len(numbers), self.step_size)
+            for position in self.world.share(range(first, first + self.step_size))
+        ]
 
     def __next__(self) -> list[Row]:
         batch = self.next_batch
@@ -102,8 +103,7 @@ class Batches(Iterator[list[Row]]):
             rows.append(row)
             for number in failures.keys() - self.skipped:
                 self.skipped.add(number)
-                warning = f"{failures[number]}; this row is skipped; {len(self.skipped)} so far"
-                warnings.warn(warning, stacklevel=2)
+                warnings.warn(f"{failures[number]}; this row is skipped; {len(self.skipped)} so far", stacklevel=2)
         return rows
 
 

@@ -230,9 +230,9 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
     if len(names) > 1:
         raise UserError(f"the {kind} has both {names[0]!r} and {names[1]!r}; use only one of them")
     known = ("type", "text", "index", *SOURCES[kind])
-    options = {name: value for name, value in entry.items() if name not in known and value is not None}
-    if options:
-        options = check_options(kind, options)
+    options = check_options(
+        kind, {name: value for name, value in entry.items() if name not in known and value is not None}
+    )
     if not names and next_media is not None:
         listed = next(next_media)  # cannot be empty: check_counts has compared parts and files
         return Media(kind, listed.source, listed.options | options, listed.column)

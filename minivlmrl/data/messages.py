@@ -116,11 +116,12 @@ def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
     """
     placed = []
     for turn in turns:
-        parts = []
-        for part in content_parts(turn):
+        parts = [
+            {"type": piece} if number % 2 else {"type": "text", "text": piece}
+            for part in content_parts(turn)
             # text and tag names alternate: "a<image>b" -> "a", "image", "b"
-            for number, piece in enumerate(MARK.split(part["text"])):
-                parts.append({"type": piece} if number % 2 else {"type": "text", "text": piece})
+            for number, piece in enumerate(MARK.split(part["text"]))
+        ]
         placed.append({**turn, "content": parts})
     first_user = next((turn for turn in placed if turn["role"] == "user"), None)
     if first_user and not shown_parts_of(placed):
@@ -141,10 +142,10 @@ def check_counts(kinds: Sequence[str | None], media: Mapping[str, int]):
     places = [kinds.count(kind) for kind in KINDS]
     numbers = [media.get(kind, 0) for kind in KINDS]
     if places != numbers:
-        images, videos = (pluralize(number, kind) for number, kind in zip(numbers, KINDS, strict=True))
         raise UserError(
             f"the prompt has {pluralize(places[0], 'placeholder')} for an image and "
-            f"{pluralize(places[1], 'placeholder')} for a video, but {images} and {videos} were given. A placeholder "
+            f"{pluralize(places[1], 'placeholder')} for a video, but {pluralize(numbers[0], 'image')} and "
+            f"{pluralize(numbers[1], 'video')} were given. A placeholder "
             "is a part {type: image} without a file or, in a prompt without parts, a tag <image> or <video>. Add what "
             "is missing, or reword a tag that is only text"
         )

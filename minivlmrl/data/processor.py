@@ -86,7 +86,7 @@ class Processor:
         for piece in pieces:
             piece_ids = self.tokenizer.encode(piece)
             if piece is IMAGE or piece is VIDEO:
-                piece_ids = piece_ids * self.image_processor.num_tokens(next(remaining_grids))
+                piece_ids *= self.image_processor.num_tokens(next(remaining_grids))
             ids.append(piece_ids)
         return ids
 
@@ -102,7 +102,7 @@ class Processor:
         """Decode a completion to text, without the stop token."""
         id_list = ids.tolist()
         if id_list and id_list[-1] in self.stop_token_ids:
-            id_list = id_list[:-1]
+            id_list.pop()
         return self.tokenizer.decode(id_list)
 
     def decode_assistant_turn(self, completion: Completion) -> str:
@@ -188,12 +188,13 @@ def encode_windows(
 
 def encode_turns(processor: Processor, messages: list[dict], turns: list[dict]) -> Completion:
     pieces = processor.mark_results(processor.template.render_completion(messages, turns))
-    shown = shown_parts(turns, images_in(turns), ())
-    pictures = [(image, *processor.image_processor(image, **options)) for image, options in shown]
+    pictures = [
+        (image, *processor.image_processor(image, **options))
+        for image, options in shown_parts(turns, images_in(turns), ())
+    ]
     if len(pictures) != sum(piece is IMAGE for piece, _ in pieces):
         raise UserError("the chat template cannot render an image in the answer; use a model whose template can")
-    grids = [grid for *_, grid in pictures]
-    encoded_pieces = processor.encode([piece for piece, _ in pieces], grids)
+    encoded_pieces = processor.encode([piece for piece, _ in pieces], [grid for *_, grid in pictures])
     ids = []
     written = []
     for piece_ids, (piece, is_written) in zip(encoded_pieces, pieces, strict=True):

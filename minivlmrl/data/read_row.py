@@ -106,11 +106,12 @@ def shared_turns(answers: Answers, columns: dict) -> list[dict]:
     conversations = [answers[name] for name in ("chosen", "rejected") if isinstance(answers.get(name), list)]
     if len(conversations) < 2:
         name = next((name for name in PROMPTS if name in columns), "problem")
-        cure = (
+        raise missing_column(
+            name,
+            columns,
             "Rename the column of the question with data.columns: {YOURS: problem}, or set the same question for all "
-            "rows with data.prompt_template"
+            "rows with data.prompt_template",
         )
-        raise missing_column(name, columns, cure)
     pairs = zip(*conversations, strict=False)
     shared = [turn for turn, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
     if not shared:

@@ -30,7 +30,7 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
     for number, message in enumerate(messages):
         texts += [(text, number, "text") for text in _written_texts(message, number < history)]
         calls += [(value, number, "tool call with") for value in _call_texts(message.get("tool_calls") or [])]
-    missing = [texts[index] for index in _missing_texts([text for text, *_ in texts], compact)]
+    missing = [texts[index] for index in _missing_texts([_compact(text) for text, *_ in texts], compact)]
     missing += [call for call in calls if not any(form in compact for form in _json_forms(call[0]))]
     if not missing:
         return None
@@ -46,7 +46,7 @@ def _compact(text: str) -> str:
 
 def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
     start = 0
-    for text in map(_compact, texts):
+    for text in texts:
         place = compact.find(text, start)
         if place < 0:
             break
@@ -55,7 +55,7 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
         return []
     # longer strings first: they may contain shorter ones
     missing = []
-    for index, text in sorted(enumerate(map(_compact, texts)), key=lambda item: -len(item[1])):
+    for index, text in sorted(enumerate(texts), key=lambda item: -len(item[1])):
         before, found, after = compact.partition(text) if text else (compact, " ", "")
         if not found:
             missing.append(index)
@@ -82,13 +82,11 @@ def _call_texts(calls: Plain) -> Iterator[str]:
     """Yield all names and strings in nested tool calls."""
     if isinstance(calls, dict):
         for key, value in calls.items():
-            if value is None:
+            if value is None or key in ("id", "type", "index"):
                 continue  # Parquet stores missing keys as None
-            if key in ("function", "name", "arguments"):
-                yield from _call_texts(value)
-            elif key not in ("id", "type", "index"):
+            if key not in ("function", "name", "arguments"):
                 yield key
-                yield from _call_texts(value)
+            yield from _call_texts(value)
     elif isinstance(calls, list):
         for value in calls:
             yield from _call_texts(value)

@@ -46,13 +46,13 @@ MEDIA_NAME = re.compile(
     r"(img|image|pic|picture|photo|video|media)s?(_?(path|file|name|url|uri|src|bytes)s?)*"
     r"|file_?names?"
 )
-SUFFIXES = {
-    "image": "png|jpe?g|jfif|webp|bmp|gif|tiff?|heic|heif|avif|jp2|ppm",
-    "video": "mp4|webm|mov|avi|mkv|m4v|mpe?g",
-}
 # media file path or URL, with an optional query string
 FILE_NAMES = {
-    kind: re.compile(rf"[^\n\t]{{1,400}}\.({suffixes})(\?\S*)?", re.IGNORECASE) for kind, suffixes in SUFFIXES.items()
+    kind: re.compile(rf"[^\n\t]{{1,400}}\.({suffixes})(\?\S*)?", re.IGNORECASE)
+    for kind, suffixes in {
+        "image": "png|jpe?g|jfif|webp|bmp|gif|tiff?|heic|heif|avif|jp2|ppm",
+        "video": "mp4|webm|mov|avi|mkv|m4v|mpe?g",
+    }.items()
 }
 # first bytes of JPEG, PNG, GIF, WebP, BMP and TIFF files
 MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
@@ -84,8 +84,7 @@ def checked_row(
     listed = [item for items in read_media(columns).values() for item in items]
     try:
         row, media = read_row(columns, options)
-        check_question(columns, media)
-        check_answers(row, columns)
+        check_answers(row, columns, media)
     except LayoutError:
         raise
     except ValueError:
@@ -107,8 +106,10 @@ def check_columns(columns: dict, known: Collection[str]):
             continue
         if name in VALUES and (name != "label" or name in known):  # other projects use `label` differently
             read_value(VALUES[name], value, f"column {name!r}", json=True)
-        if name == "solution" and str(value).count("<answer>") > 1:
-            require(False, "column 'solution'", value, "a string with at most one <answer> tag")
+        if name == "solution":
+            require(
+                str(value).count("<answer>") < 2, "column 'solution'", value, "a string with at most one <answer> tag"
+            )
         if name in ("tools", "functions") and name not in known:
             # tools such as {"type": "function", "function": {...}}
             items = literal_list(value) if isinstance(value, str) else value
@@ -130,8 +131,12 @@ def check_prompts(columns: dict, template: str):
     """Raise UserError if a row has two prompts, or one although data.prompt_template is a fixed question."""
     given = [name for name in PROMPTS if columns.get(name) is not None]
     if "{problem}" not in template:
-        expected = f"a string that contains {{problem}}, because the row has {given}"
-        require(not given, "data.prompt_template", template, expected)
+        require(
+            not given,
+            "data.prompt_template",
+            template,
+            f"a string that contains {{problem}}, because the row has {given}",
+        )
     # column `messages` may contain prompt and answer
     is_answered = given == ["messages"] and columns["messages"][-1]["role"] == "assistant"
     if is_answered and columns.get("completion") is not None:
@@ -159,15 +164,14 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
             f"{truncate(roles, 80)}"
         )
     for number, turn in enumerate(turns):
-        check_loss_keys(turn, f"message {number}", can_be_trained=turn["role"] == "assistant" and not is_prompt)
-        check_parts(turn, f"message {number}")
+        check_turn(turn, f"message {number}", can_be_trained=turn["role"] == "assistant" and not is_prompt)
     indices = [part["index"] for turn in turns for part in shown_parts_of([turn]) if part.get("index") is not None]
     if any(first >= second for first, second in pairwise(indices)):
         raise UserError(f"the parts show the images {indices}, but each image must be shown once, in order")
 
 
-def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
-    """Raise UserError for an unknown key, or a key such as "loss" with a wrong value or in a user turn."""
+def check_turn(turn: dict, name: str, can_be_trained: bool):
+    """Raise UserError for an unknown key, a wrong loss key, or ignored content in a part or tool call."""
     try:
         check_keys(turn, TURN_KEYS[turn["role"]], f"{name} of the role {turn['role']}")
     except ValueError as error:  # `minivlmrl convert` removes unknown keys
@@ -183,10 +187,6 @@ def check_loss_keys(turn: dict, name: str, can_be_trained: bool):
             f"{name}: {flags} asks for a loss on this turn, but only assistant turns in the answer are trained; "
             "remove the key, or move the turn into the answer"
         )
-
-
-def check_parts(turn: dict, name: str):
-    """Raise UserError for content in a message part or tool call that would be ignored."""
     if encoded := ENCODED.match(text_of(turn)):
         raise UserError(
             f"a text seems to contain an image that the model would not see: {truncate(encoded[0], 60)}. Write it as a "
@@ -212,14 +212,21 @@ def check_call(call: dict, turn_name: str):
     called, arguments = function.get("name"), function.get("arguments")
     # chat templates do not escape quotes in function names
     is_plain = isinstance(called, str) and json.dumps(called, ensure_ascii=False) == f'"{called}"'
-    is_name = is_plain and called.strip() != ""
-    require(is_name, f"the function name in {name}", called, "a string without quotes, backslashes and line breaks")
+    require(
+        is_plain and called.strip() != "",
+        f"the function name in {name}",
+        called,
+        "a string without quotes, backslashes and line breaks",
+    )
     if isinstance(arguments, str):
         with error_context(f"the arguments in {name}, {truncate(arguments, 40)}"):
             arguments = parse_json(arguments)
-    expected = "an object or its JSON text, {} for a function without arguments"
-    is_object = arguments is None or isinstance(arguments, dict)
-    require(is_object, f"the value of arguments in {name}", arguments, expected)
+    require(
+        isinstance(arguments, dict | None),
+        f"the value of arguments in {name}",
+        arguments,
+        "an object or its JSON text, {} for a function without arguments",
+    )
 
 
 def check_texts(columns: dict):
@@ -274,20 +281,14 @@ def is_list_text(text: str, column: str) -> bool:
     return all(isinstance(item, dict) and any(keys <= item.keys() for keys in pairs) for item in items)
 
 
-def check_question(columns: dict, media: Sequence[Media]):
-    """Raise UserError for a question without text, image and video."""
-    for name in PROMPTS:
-        value = columns.get(name)
-        asked = [turn for turn in as_turns(value or "", "user") if turn["role"] == "user"]
-        if value is not None and not media and not any(text_of(turn).strip() for turn in asked):
-            raise UserError(
-                f"column {name!r}: the question is empty or blank; write its text, add an image or remove the row"
-            )
-
-
-def check_answers(row: Row, columns: dict):
-    """Raise UserError for an empty answer, an answer without loss, or identical `chosen` and `rejected`."""
+def check_answers(row: Row, columns: dict, media: Sequence[Media]):
+    """Raise UserError for an empty question or answer, an answer without loss, or identical answers in a pair."""
     place = next((name for name in PROMPTS if columns.get(name) is not None), "chosen")
+    asked = [turn for turn in as_turns(columns.get(place) or "", "user") if turn["role"] == "user"]
+    if place in PROMPTS and not media and not any(text_of(turn).strip() for turn in asked):
+        raise UserError(
+            f"column {place!r}: the question is empty or blank; write its text, add an image or remove the row"
+        )
     contents = {}  # {answer column: turns with all text parts joined}
     for name in ANSWERS:
         answer = getattr(row, name)
@@ -371,7 +372,7 @@ def _unread_kind(item: str | bytes, folder: Path) -> str | None:
     if isinstance(item, bytes):
         return "image" if MAGIC.match(item) else None
     if encoded := ENCODED.match(item):
-        return encoded[1] if encoded[1] in SUFFIXES else "image"
+        return encoded[1] if encoded[1] in FILE_NAMES else "image"
     for kind, pattern in FILE_NAMES.items():
         # a name with spaces must be an existing file: "Describe cat.png" is a question
         if pattern.fullmatch(item) and (" " not in item or os.path.isfile(join(folder, item))):

@@ -62,8 +62,9 @@ def split_of(path: str | Path) -> tuple[Path, str | None]:
 def convert_advice(path: str | Path, format: str | None = None, columns: Mapping[str, str] | None = None) -> str:
     """Return advice for an error message, such as "convert the file once with `minivlmrl convert ...`"."""
     renamed = {theirs: ours for theirs, ours in (columns or {}).items() if theirs != ours}
-    options = {"format": format or "", "columns": json.dumps(renamed) if renamed else ""}
-    options = {name: value for name, value in options.items() if value}
+    options = {"format": format} if format else {}
+    if renamed:
+        options["columns"] = json.dumps(renamed)
     command = f"minivlmrl convert {_for_shell(str(path))}"
     for name, value in options.items():
         command += f" --{name}={_for_shell(value)}"
@@ -80,8 +81,7 @@ def _for_shell(text: str) -> str:
 
 
 def _open_folder(folder: Path, split: str | None) -> "Lines | Arrow":
-    parquet_files = sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")])
-    parquet_files = _without_converted(parquet_files)
+    parquet_files = _without_converted(sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")]))
     if not parquet_files and (inner := sorted({path.parent for path in folder.glob("*/*.parquet")})):
         raise UserError(
             f"{folder}: the folder has the configurations {', '.join(path.name for path in inner)}; choose one of "
@@ -100,12 +100,17 @@ def _open_folder(folder: Path, split: str | None) -> "Lines | Arrow":
         )
     if parquet_files:
         return Arrow(parquet_files)
-    row_files = [path for suffix in ("jsonl", "json", "csv", "tsv") for path in folder.glob(f"*.{suffix}")]
-    row_files = [path for path in row_files if not path.name.startswith("dataset_info")]
+    row_files = _without_converted(
+        [
+            path
+            for suffix in ("jsonl", "json", "csv", "tsv")
+            for path in folder.glob(f"*.{suffix}")
+            if not path.name.startswith("dataset_info")
+        ]
+    )
     # datasets.save_to_disk writes state.json
     if not row_files or [*folder.glob("state.json"), *folder.glob("*/state.json")]:
         raise UserError(f"{folder}: the folder has no .jsonl, .json or .parquet file; {convert_advice(folder)}")
-    row_files = _without_converted(row_files)
     if len(row_files) > 1:
         names = ", ".join(sorted(path.name for path in row_files))
         raise UserError(f"{folder}: the folder has several files of rows ({names}); choose one of them")

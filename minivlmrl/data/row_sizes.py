@@ -74,10 +74,7 @@ def row_size(row: Row, processor: Processor, answers: Sequence[str]) -> RowSize:
     given = [getattr(row, name) for name in answers if getattr(row, name)]
     encoded = [encode_completion(counter, row.messages, answer, row.images, row.videos) for answer in given]
     turns = [turn for completion in encoded for turn in completion.turns or [completion]]
-    longest = prompt_tokens
-    for turn in turns:
-        turn_prompt = len(turn.prompt.input_ids) if turn.prompt else prompt_tokens
-        longest = max(longest, turn_prompt + len(turn.ids))
+    sequences = [len((turn.prompt or prompt).input_ids) + len(turn.ids) for turn in turns]
     media = [f"an image of {image.width} x {image.height} pixels" for image in row.images]
     for video in row.videos:
         frames = video.read(counter.image_processor).frames
@@ -87,7 +84,7 @@ def row_size(row: Row, processor: Processor, answers: Sequence[str]) -> RowSize:
         image_tokens=image_tokens,
         frames=max(int(grids[:, 0].sum()), 1),
         answer_tokens=max((len(completion.ids) for completion in encoded), default=None),
-        longest=longest,
+        longest=max([prompt_tokens, *sequences]),
         where=row.where,
         media=", ".join([*media[:3], "..."] if len(media) > 3 else media),
         has_videos=bool(row.videos),
@@ -110,14 +107,15 @@ def measure(rows: Dataset, index: int, processor: Processor, answers: Sequence[s
         file.processor = processor
         file.sizes = {}
     sizes = file.sizes.setdefault(facts.line, {})
+    key = tuple(answers)
     if not answers and sizes:  # row already measured with answers: prompt size is known
         size = next(iter(sizes.values()))
         return replace(size, answer_tokens=None, longest=size.prompt_tokens)
-    if tuple(answers) not in sizes:
+    if key not in sizes:
         row = file.load(facts.line, read_header, outline_video)
         with error_context(row.where):
-            sizes[tuple(answers)] = row_size(row, processor, answers)
-    return sizes[tuple(answers)]
+            sizes[key] = row_size(row, processor, answers)
+    return sizes[key]
 
 
 def row_sizes(
@@ -165,10 +163,11 @@ def long_rows(
     if not isinstance(rows, FileDataset):
         return  # generated rows (data.task) have similar lengths
     counter = patch_counter(processor)
-    indices = []
-    for index, facts in enumerate(rows.facts):
+    indices = [
+        index
+        for index, facts in enumerate(rows.facts)
         # text has at most one token per byte
-        if text_bytes(facts, answers) + image_tokens(facts, counter) + MARKUP > limit:
-            indices.append(index)
+        if text_bytes(facts, answers) + image_tokens(facts, counter) + MARKUP > limit
+    ]
     sizes = row_sizes(rows, indices, processor, answers, [] if skip_unreadable else None)
     yield from (size for size in sizes if size.longest > limit)

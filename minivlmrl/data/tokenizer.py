@@ -152,8 +152,7 @@ def listed_tokens(folder: Path) -> list[AddedToken]:
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         named = [config[name] for name in SPECIAL_FIELDS if config.get(name) is not None]
         named += extra.values() if isinstance(extra, dict) else extra
-        named = [token if isinstance(token, dict) else {"content": token} for token in named]
-        names = {token["content"] for token in named}
+        names = {token["content"] if isinstance(token, dict) else token for token in named}
         tokens = []
         for token in [*listed.values(), *named]:
             flags: dict[str, Any] = token if isinstance(token, dict) else {"content": token}
@@ -176,9 +175,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=max(0, vocab_size - len(SPECIAL_TOKENS)),

@@ -77,7 +77,7 @@ def box_format(
     return [None if reason is NO_IMAGE else float(reason is None) for reason in reasons]
 
 
-def box_format_error(completion: str, extent: tuple[float, float], solution: Any = None) -> str | None:
+def box_format_error(completion: str, extent: tuple[float, float], solution: Any) -> str | None:
     """Return why the reward box_format is 0, or None if it is 1."""
     reason = format_error(completion)
     if reason is not None:

@@ -89,8 +89,7 @@ def make_rejected(label: str, rng: random.Random) -> str:
 
 
 def draw_picture(label: str, rng: random.Random) -> PIL.Image.Image:
-    background = tuple(rng.randint(200, 255) for _ in range(3))
-    image = PIL.Image.new("RGB", (SIZE, SIZE), background)
+    image = PIL.Image.new("RGB", (SIZE, SIZE), tuple(rng.randint(200, 255) for _ in range(3)))
     side = rng.randint(*OBJECT_SIZES)
     left = rng.randint(0, SIZE - side)
     top = rng.randint(0, SIZE - side)
