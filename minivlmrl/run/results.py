@@ -161,7 +161,7 @@ class Results:
     def chance(self) -> float | None:
         """Return chance accuracy (guessing without the image), None if the first reward is not `accuracy`.
 
-        With data files, guess the most frequent held-out solution to the question, or to any if it occurs once.
+        With data files, guess the most frequent solution to the question, or to any question if this one occurs once.
         """
         if self.held_out is None or self.config.eval_rewards[0] != "accuracy":
             return None

@@ -15,7 +15,7 @@ FRESH_ROWS = 1_000_000
 class Task:
     """A task: functions for datasets and tokenizer, and chance accuracy."""
 
-    # function (recipe section `data`, seed) -> {"demonstrations", "pairs" or "prompts": training rows}, held-out rows
+    # function (recipe section `data`, seed) -> {kind, such as "pairs" or "prompts": training rows}, held-out rows
     # (equal for all seeds). More parameters are task options, such as pairs in "shapes(pairs=8)".
     datasets: Callable[..., tuple[dict[str, Dataset], Dataset]]
     tokenizer: Callable[[], Tokenizer]  # trains a small tokenizer on all text in the task
