@@ -115,7 +115,7 @@ def check_reward(name: str | None, rewards: Iterable[str]):
 
 
 def settings_of(environment: Environment) -> Settings:
-    """Read attributes such as max_tool_calls."""
+    """Read settings from environment attributes, such as max_tool_calls."""
     names = [field.name for field in fields(Settings) if hasattr(environment, field.name)]
     return build(Settings, {name: getattr(environment, name) for name in names}, type(environment).__name__)
 
@@ -131,7 +131,7 @@ def tools_of(environment: Environment) -> dict[str, Callable]:
 
 
 def arguments_of(tool: Callable) -> type:
-    """Create a dataclass to validate arguments."""
+    """Create a dataclass to validate tool arguments."""
     arguments = []
     with error_context(f"tool {tool.__name__}"):
         if inspect.iscoroutinefunction(tool) or inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
