@@ -37,8 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
             if name in ("-h", "--help"):
                 return 0
             raise UserError(f"this is not one of the commands{did_you_mean(name, COMMANDS)}")
-        command = load_extra(COMMANDS[name][0], f"the command {name}")
-        return command(arguments[1:]) or 0
+        return load_extra(COMMANDS[name][0], f"the command {name}")(arguments[1:]) or 0
     except BrokenPipeError:  # stdout was closed, for example by `head`
         # avoid a second BrokenPipeError when Python flushes stdout at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

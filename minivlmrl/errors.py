@@ -93,8 +93,7 @@ def user_code(error: BaseException) -> str:
 def print_traceback(error: BaseException):
     """Print the failing line in user code and the message, then the traceback."""
     if line := user_code(error):
-        notes = getattr(error, "__notes__", ())
-        print(line, f"{type(error).__name__}: {error}", *notes, "", sep="\n", file=sys.stderr)
+        print(line, f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), "", sep="\n", file=sys.stderr)
     print_exception(error)
 
 
@@ -168,6 +167,11 @@ def truncate(value: Any, limit: int, to_text: Callable[[Any], str] = repr) -> st
     """Return `to_text(value)`, truncated to `limit` characters plus "..."."""
     text = to_text(value)
     return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def in_one_line(error: Exception) -> str:
+    """Return an error's type and message in one line, at most 300 characters of the message."""
+    return f"{type(error).__name__}: {truncate(error, 300, str)}".replace("\n", " ")
 
 
 def did_you_mean(name: str, names: Iterable[str], write: Callable[[str], str] = str) -> str:

@@ -195,8 +195,7 @@ def flush_file(path: Path):
         os.fsync(handle)
     except OSError as error:
         # FUSE and CIFS cannot flush folders
-        unsupported = error.errno in (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-        if not (is_folder and unsupported):
+        if not is_folder or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
             raise
     finally:
         os.close(handle)

@@ -46,7 +46,13 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
         is_found: True if the recipe was found next to a model. If such a recipe names a Python file, PermissionError is
             raised before any code runs.
     """
-    overrides = _join_values(overrides)
+    joined = [""]  # ["--seed", "1", "--x=2"] -> ["--seed=1", "--x=2"]
+    for argument in overrides:
+        if joined[-1].startswith("--") and "=" not in joined[-1] and not argument.startswith("--"):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    overrides = joined[1:]
     paths = [Path(recipe), recipes_folder() / str(recipe).removeprefix("recipes/")]
     path = next(filter(Path.is_file, paths), paths[0])
     values = read_yaml(path) or {}
@@ -142,17 +148,6 @@ class Resolver:
         # a copy of a built-in recipe may name files in the recipes folder, such as shapes_model.json
         paths = [folder / file for folder in (*folders, recipes_folder().parent, recipes_folder())]
         return os.path.abspath(next(filter(os.path.exists, paths), paths[0]))
-
-
-def _join_values(arguments: Sequence[str]) -> list[str]:
-    """Join options and values: ["--seed", "1", "--x=2"] -> ["--seed=1", "--x=2"]."""
-    joined = [""]
-    for argument in arguments:
-        if joined[-1].startswith("--") and "=" not in joined[-1] and not argument.startswith("--"):
-            joined[-1] += f"={argument}"
-        else:
-            joined.append(argument)
-    return joined[1:]
 
 
 def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:

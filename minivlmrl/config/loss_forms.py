@@ -33,9 +33,11 @@ def like_grpo_loss(function: Callable) -> Callable:
         batch["old_per_token_logps"] = per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps
         if ref_per_token_logps is not None:
             batch["ref_per_token_logps"] = ref_per_token_logps
-        options["tokens"] = normalizer.tokens
-        options["max_completion_length"] = normalizer.max_completion_length
-        options["whole_step"] = normalizer.sequences == len(mask)
+        options |= {
+            "tokens": normalizer.tokens,
+            "max_completion_length": normalizer.max_completion_length,
+            "whole_step": normalizer.sequences == len(mask),
+        }
         return function(batch, options)
 
     return loss

@@ -32,8 +32,9 @@ class Loader(yaml.SafeLoader):
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
-            problem = f"the alias *{event.anchor} is not supported; write its value instead"
-            raise ComposerError(None, None, problem, event.start_mark)
+            raise ComposerError(
+                None, None, f"the alias *{event.anchor} is not supported; write its value instead", event.start_mark
+            )
         node = super().compose_node(parent, index)
         keys = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
@@ -126,8 +127,7 @@ class Reader:
             return number
         if origin is Literal:
             # compare types as well, because Literal[1] must reject True == 1
-            choices = [(type(choice), choice) for choice in typing.get_args(hint)]
-            if (type(value), value) not in choices:
+            if (type(value), value) not in [(type(choice), choice) for choice in typing.get_args(hint)]:
                 raise self._wrong_choice(hint, value, name, type_text(hint))
             return value
         if origin is dict:
@@ -188,8 +188,12 @@ class Reader:
 
     def _read_dict(self, hint: TypeHint, value: Plain, name: str) -> dict:
         key_hint, item_hint = typing.get_args(hint)
-        expected = f"of type {type_text(hint)}; write {{name: value}}, with a space after the colon"
-        require(isinstance(value, dict), name, value, expected)
+        require(
+            isinstance(value, dict),
+            name,
+            value,
+            f"of type {type_text(hint)}; write {{name: value}}, with a space after the colon",
+        )
         read = {}
         for key, item in typing.cast(dict, value).items():
             key = self._read_plain(key_hint, key, f"{name}.{str(key).replace('.', '/')}")

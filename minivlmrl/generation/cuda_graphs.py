@@ -52,8 +52,7 @@ class StaticDecodeAttention(DecodeAttention):
         self.remember(layer_index, k, v)
         prompt_k, prompt_v = self.prompt_kv[layer_index]
         row_k, row_v = self.row_kv[layer_index]
-        row_bias = self.row_bias[:, 0, 0]
-        return decode_attention(q, prompt_k, prompt_v, self.prompt_bias, row_k, row_v, row_bias)
+        return decode_attention(q, prompt_k, prompt_v, self.prompt_bias, row_k, row_v, self.row_bias[:, 0, 0])
 
 
 class CapturedDecode(Decode):

@@ -36,12 +36,10 @@ class Filters:
             for seen_by_prompt, ids in zip(seen, self.prompts, strict=True):
                 seen_by_prompt[ids.to(seen.device)] = True
             self.seen = seen.repeat_interleave(self.num_generations, 0)
-        seen = None if self.seen is None else self.seen[rows]
-        scores = filter_logits(logits, self.sampling, seen)
+        scores = filter_logits(logits, self.sampling, None if self.seen is None else self.seen[rows])
         if self.sampling.truncates:
             is_allowed = ~scores.isneginf()
-            flat_allowed_ids = is_allowed.nonzero()[:, 1].int().cpu()
-            allowed_of_rows = flat_allowed_ids.split(is_allowed.sum(1).tolist())
+            allowed_of_rows = is_allowed.nonzero()[:, 1].int().cpu().split(is_allowed.sum(1).tolist())
             for row, ids in zip(rows.tolist(), allowed_of_rows, strict=True):
                 self.allowed_ids[row].append(ids)
         return scores

@@ -103,8 +103,11 @@ class Sampler:
         if sampling.stop_strings:
             from minivlmrl.generation.stop_strings import StopStrings
 
-            ids_of_rows = [prompt_ids for prompt_ids in ids for _ in range(num_generations)]
-            self.stop_strings = StopStrings(sampling.stop_strings, self.processor.tokenizer, ids_of_rows)
+            self.stop_strings = StopStrings(
+                sampling.stop_strings,
+                self.processor.tokenizer,
+                [prompt_ids for prompt_ids in ids for _ in range(num_generations)],
+            )
         stop_ids = self.processor.stop_token_ids if sampling.stop_token_ids is None else sampling.stop_token_ids
         largest = max(stop_ids, default=0)
         vocab_size = self.model.config.vocab_size
@@ -113,8 +116,7 @@ class Sampler:
                 f"stop_token_ids contains {largest}, but the vocabulary of the model has only "
                 f"{vocab_size} tokens; use ids from 0 to {vocab_size - 1}"
             )
-        uniforms = uniform_numbers(keys, num_generations, sampling.max_new_tokens)
-        sample = sample_by_uniforms(uniforms, self.device)
+        sample = sample_by_uniforms(uniform_numbers(keys, num_generations, sampling.max_new_tokens), self.device)
         sample_token = make_token_sampler(sampling.temperature, stop_ids, sample, self.filters, self.device)
 
         def sample_and_record(logits: Tensor, rows: Tensor, counts: Tensor):
@@ -141,14 +143,14 @@ class Sampler:
         num_patches = [int(prompt.image_grid_thw.prod(-1).sum()) for prompt in prompts]
         if self.keeps_vision and any(num_patches):  # encode images once; later forward passes skip the vision tower
             pixel_values = to_device(torch.cat([prompt.pixel_values for prompt in prompts]), self.device)
-            image_grid_thw = torch.cat([prompt.image_grid_thw for prompt in prompts])
-            vision_embeds = model.visual(pixel_values, image_grid_thw)
+            vision_embeds = model.visual(pixel_values, torch.cat([prompt.image_grid_thw for prompt in prompts]))
             patches_per_token = model.config.vision_config.spatial_merge_size**2
             num_tokens = [count // patches_per_token for count in num_patches]
             for prompt, embeds in zip(prompts, vision_embeds.split(num_tokens), strict=True):
                 prompt.vision_embeds = embeds
-        limit = self.sampling.max_new_tokens
-        groups = generate(model, prompts, num_generations, limit, sample_token, self.decode(), self.device)
+        groups = generate(
+            model, prompts, num_generations, self.sampling.max_new_tokens, sample_token, self.decode(), self.device
+        )
         if self.filters is not None:
             self.filters.record_masks(chain(*groups))
         return groups

@@ -16,7 +16,7 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import truncate
+from minivlmrl.errors import in_one_line
 from minivlmrl.load_extra import has_extras, load_extra
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.run.metrics import MetricsLog
@@ -107,9 +107,8 @@ def harmless(hook: Callable) -> Callable:
             raise
         except Exception as error:
             self.failed = True
-            text = truncate(error, 300, str).replace("\n", " ")
             print(
-                f"{type(self).__name__} failed and no longer watches this run: {type(error).__name__}: {text}. The run "
+                f"{type(self).__name__} failed and no longer watches this run: {in_one_line(error)}. The run "
                 "continues, and its numbers do not change",
                 file=sys.stderr,
                 flush=True,

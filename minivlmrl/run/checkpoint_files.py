@@ -60,8 +60,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
         rows, first = local_rows(tensors[name])
         check_finite(name, rows, folder)
         content[f"{first}:{name}"] = rows.cpu().contiguous()
-        is_full = sum(part.nbytes for part in content.values()) >= FILE_SIZE
-        if is_full or name == names[-1]:
+        if sum(part.nbytes for part in content.values()) >= FILE_SIZE or name == names[-1]:
             file = f"{world.rank:04d}_{len(files):04d}.safetensors"
             save_tensors(content, folder / file)
             flush_file(folder / file)
@@ -77,8 +76,7 @@ def find_shards(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
         with safe_open(file, framework="pt") as handle:
             for key in handle.keys():  # noqa: SIM118
                 first, name = key.split(":", 1)
-                rows = handle.get_slice(key).get_shape()[0]
-                shards.setdefault(name, []).append((int(first), rows, file))
+                shards.setdefault(name, []).append((int(first), handle.get_slice(key).get_shape()[0], file))
     return shards
 
 

@@ -61,8 +61,9 @@ def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
 
 def state_folders(folder: Path) -> list[Path]:
     """Return the complete checkpoints in states/, oldest first."""
-    folders = [path for path in folder.glob("*") if re.fullmatch(r"[0-9]{6,}", path.name)]
-    return sorted(folders, key=lambda path: int(path.name))
+    return sorted(
+        (path for path in folder.glob("*") if re.fullmatch(r"[0-9]{6,}", path.name)), key=lambda path: int(path.name)
+    )
 
 
 def remove_state(folder: Path):
@@ -106,8 +107,8 @@ class Resumed(NamedTuple):
 
 def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> Resumed:
     """Select the checkpoint to resume from, and compare its recipe and files with this run."""
-    media = datasets if world.is_main else {}  # only rank 0 knows image and video file sizes
-    files = fingerprints(config, media)
+    # only rank 0 knows image and video file sizes
+    files = fingerprints(config, datasets if world.is_main else {})
     new = TrainerState(config.seed, config.stage_names, recipe=recipe_options(config), files=files)
     # list from rank 0: ranks on a network file system may see different checkpoints
     saved = world.gather_objects(state_folders(Path(config.output_dir) / "states"))[0]
@@ -121,15 +122,14 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
             f"and seed {state.seed}; use the same stages and seed to resume it"
         )
     if world.is_main:
-        stage = new.stages[state.stage]
-        print(f"resuming from {folder}: {pluralize(state.step, 'step')} of {stage} done", flush=True)
+        print(f"resuming from {folder}: {pluralize(state.step, 'step')} of {new.stages[state.stage]} done", flush=True)
     # --resume=auto rejects changed rows, --resume=FOLDER accepts them
     same_rows = config.resume == "auto"
     if not same_rows:
         state.rows = 0
-    has_base = None not in (state.files.base, new.files.base)
-    quantized = [options.get("adapter.quantize") for options in (state.recipe, new.recipe)]
-    if (has_base and state.files.base != new.files.base) or quantized[0] != quantized[1]:
+    bases = {state.files.base, new.files.base} - {None}
+    quantized = {options.get("adapter.quantize") for options in (state.recipe, new.recipe)}
+    if len(bases) > 1 or len(quantized) > 1:
         raise UserError(
             f"resume: the base weights of the adapter have changed since {folder} "
             "was saved; restore the earlier weights (model.path) and adapter.quantize"
@@ -225,7 +225,7 @@ def load_checkpoint(folder: Path, stamps: dict, trainer: Trainer, optimizer: Opt
 
 def save_checkpoint(folder: Path, state: TrainerState, trainer: Trainer, optimizer: Optimizer, world: World):
     """Write a checkpoint from the ranks in `world`, and keep only the two newest."""
-    draft = folder.with_name(folder.name + ".partial")
+    draft = Path(f"{folder}.partial")
     checksums = {}
 
     def write():
@@ -345,7 +345,7 @@ class CheckpointManager:
 
 def is_in_update(error: BaseException) -> bool:
     """Return True if the error, or one that caused it, occurred during a weight update."""
-    cause: BaseException | None = error
+    cause = error
     while cause is not None:
         if getattr(cause, "phase", "") == UPDATE:
             return True

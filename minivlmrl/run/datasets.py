@@ -45,8 +45,10 @@ def load_datasets(
         reads: columns to read, None = all.
     """
     world = world or World()
-    load = partial(_load_datasets, config, stages, {*reward_columns}, eval_columns, world.is_main, reads)
-    return world.run_on_all_ranks(load, "open the data files")
+    return world.run_on_all_ranks(
+        partial(_load_datasets, config, stages, {*reward_columns}, eval_columns, world.is_main, reads),
+        "open the data files",
+    )
 
 
 def columns_read(config: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[str] | None:
@@ -63,9 +65,10 @@ def columns_read(config: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[
     own_stages = [trainer for trainer in stages.values() if not trainer.__module__.startswith("minivlmrl.")]
     if config.sampling.environment or own_stages or any(reward.receives_all for reward in rewards):
         return None
-    needed = [NEEDS[trainer.needs] for trainer in stages.values()]
-    more = [trainer.columns(getattr(config, name)) for name, trainer in stages.items()]
-    return {*chain(*needed, *more, *(reward.optional_columns for reward in rewards))}
+    columns: list[Iterable[str]] = [reward.optional_columns for reward in rewards]
+    for name, trainer in stages.items():
+        columns += NEEDS[trainer.needs], trainer.columns(getattr(config, name))
+    return {*chain(*columns)}
 
 
 def _load_datasets(
@@ -119,20 +122,15 @@ def _load_datasets(
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(options.eval_file, eval_columns, options.eval_rows)
     if stages:  # without training, the file may already have the new column names
-        _check_renamed(options.columns, datasets)
+        columns = {name for rows in datasets.values() if isinstance(rows, FileDataset) for name in rows.columns}
+        for name in options.columns:
+            if name not in columns:
+                own = sorted(columns - {*options.columns.values()})
+                raise UserError(
+                    f"data.columns renames {name!r}, but no row has this column; the columns are "
+                    f"{', '.join(sorted(columns))}{did_you_mean(name, own)}"
+                )
     return {name: datasets[name] for name in [*stages, "eval"] if name in datasets}
-
-
-def _check_renamed(renamed: Mapping[str, str], datasets: Mapping[str, Dataset]):
-    """Raise UserError if data.columns renames an unknown column."""
-    columns = {name for rows in datasets.values() if isinstance(rows, FileDataset) for name in rows.columns}
-    for name in renamed:
-        if name not in columns:
-            own = sorted(columns - {*renamed.values()})
-            raise UserError(
-                f"data.columns renames {name!r}, but no row has this column; the columns are "
-                f"{', '.join(sorted(columns))}{did_you_mean(name, own)}"
-            )
 
 
 def load_task(config: RunConfig, stages: Mapping[str, str]) -> dict[str, Dataset]:

@@ -57,14 +57,15 @@ def evaluate(
         )
         scores = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.float64)  # shape (rows, reward functions)
         means[name] = scores.nanmean(0).tolist()
-    values = metrics_by_name([reward.name for reward in rewards], means)
-    return {name: value for name, value in values.items() if not math.isnan(value)}
+    values = metrics_by_name([reward.name for reward in rewards], means).items()
+    return {name: value for name, value in values if not math.isnan(value)}
 
 
 def evaluation_sampling(sampling: SamplingOptions) -> SamplingOptions:
     """Return sampling options for evaluations: built-in sampler, at most 16,384 tokens per batch."""
-    max_batch_tokens = min(sampling.max_batch_tokens or BATCH_TOKENS, BATCH_TOKENS)
-    return replace(sampling, engine="native", max_batch_tokens=max_batch_tokens)
+    return replace(
+        sampling, engine="native", max_batch_tokens=min(sampling.max_batch_tokens or BATCH_TOKENS, BATCH_TOKENS)
+    )
 
 
 def metrics_by_name(rewards: Sequence[str], means: dict[str, list]) -> dict[str, float]:
@@ -92,8 +93,10 @@ def lowered_metrics(config: RunConfig) -> set[str]:
 
 
 def gray_images(row: Row, _rows: Dataset) -> dict[str, list]:
-    images = [PIL.Image.new("RGB", image.size, "gray") for image in row.images]
-    return {"images": images, "videos": [video.gray() for video in row.videos]}
+    return {
+        "images": [PIL.Image.new("RGB", image.size, "gray") for image in row.images],
+        "videos": [video.gray() for video in row.videos],
+    }
 
 
 def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
@@ -138,22 +141,19 @@ def generate_for_rows(
     no_columns = dict.fromkeys(required_columns(rewards))
     for numbers in split(range(len(rows)), BATCH_SIZE * world.size):
         world.stop_if_preempted()
-        share, _ = world.shard_evenly(numbers)
         batch = []
-        for index in share:
+        for index in world.shard_evenly(numbers)[0]:
             row = rows[index]
-            columns = no_columns | row.columns
-            row = replace(row, key=f"{key}/{index}", index=index, columns=columns)
+            row = replace(row, key=f"{key}/{index}", index=index, columns=no_columns | row.columns)
             if images is not None:
                 row = replace(row, **images(row, rows))
             batch.append(row)
         with error_phase("evaluation", batch):
             scores, completions = generate_and_score(sample, batch, count, rewards)
-        rewards_of_rows = scores.view(len(batch), count, len(rewards)).tolist()
-        described = [describe(*answer) for answer in zip(batch, completions, rewards_of_rows, strict=True)]
-        all_ranks = world.gather_objects(described)
+        scores = scores.view(len(batch), count, len(rewards)).tolist()
+        described = [describe(*answer) for answer in zip(batch, completions, scores, strict=True)]
         # restore the row order: with two ranks, rank 0 has rows 0, 2, 4, ...
-        in_order = chain.from_iterable(zip(*all_ranks, strict=True))
+        in_order = chain.from_iterable(zip(*world.gather_objects(described), strict=True))
         yield list(in_order)[: len(numbers)]
         bar.update(len(numbers))
     bar.close()

@@ -76,7 +76,8 @@ def train_stages(
     resumed: Resumed,
 ):
     """Train all stages, from the resumed step on, and write the results."""
-    config, state = results.config, results.state
+    config = results.config
+    state = results.state
     trainer = None
     for stage in config.stage_names[state.stage :]:
         is_first = trainer is None
@@ -85,8 +86,9 @@ def train_stages(
             trainer.save(results.folder, merge=config.save != "adapter" or not trainer.trains_policy)
             results.world.barrier()  # the next stage may read the saved files
         with error_phase("load"):
-            steps_done = state.step if is_first else 0
-            trainer = trainers[stage](config, results.model, results.processor, results.world, steps_done)
+            trainer = trainers[stage](
+                config, results.model, results.processor, results.world, state.step if is_first else 0
+            )
         if not is_first:  # begin the next stage after loading, so that an out-of-memory error loses no step
             state.stage += 1
             state.step = 0
@@ -105,7 +107,8 @@ def train_stages(
                 load_checkpoint(resumed.folder, resumed.stamps, trainer, optimizer)
             for group, numbers in zip(optimizer.param_groups, state.optimizer, strict=False):
                 group.update(numbers)
-        checkpoints.trainer, checkpoints.optimizer = trainer, optimizer
+        checkpoints.trainer = trainer
+        checkpoints.optimizer = optimizer
         if is_first:
             begin_run(results, resumed)
         train_stage(trainer, optimizer, datasets[stage], results, checkpoints)
@@ -148,13 +151,15 @@ def train_stage(
     trainer: Trainer, optimizer: Optimizer, rows: Dataset, results: Results, checkpoints: CheckpointManager
 ):
     """Train one stage, from its first step or a checkpoint."""
-    stage, options = trainer.stage, trainer.options
-    log, state, callbacks = results.log, results.state, results.callbacks
+    stage = trainer.stage
+    log = results.log
+    state = results.state
+    callbacks = results.callbacks
     batches = Batches(rows, trainer, state.batches_consumed)
     steps = trainer.steps(batches)  # generator: samples completions when a step is requested
     callbacks.on_stage_begin(trainer, optimizer, state)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
-    for number in range(state.step, options.max_steps):
+    for number in range(state.step, trainer.options.max_steps):
         # after a checkpoint, so that a killed evaluation loses no step
         if number > 0:
             results.evaluate_if_due(trainer, number)
@@ -194,7 +199,7 @@ def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: i
     metrics = run_micro_batches(trainer, step.micro_batches, number)
     with trainer.phase("update"):
         grad_norm = finish_gradients(trainer.trained, trainer.world, trainer.config.optimizer.max_grad_norm)
-    metrics = metrics | step.metrics | {"grad_norm": grad_norm}
+    metrics |= step.metrics | {"grad_norm": grad_norm}
     if not math.isfinite(metrics["loss"]) or not math.isfinite(grad_norm):
         raise FloatingPointError(f"the loss {metrics['loss']} or the gradient norm {grad_norm} is not finite")
     check_mismatch(trainer.config, metrics)
@@ -210,7 +215,8 @@ def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: i
 def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: int) -> dict[str, float]:
     """Accumulate gradients over micro-batches, and average metrics over ranks."""
     world = trainer.world
-    values, counts = [], []  # per micro-batch: metrics, and token or answer counts
+    values = []  # metrics per micro-batch
+    counts = []  # token or answer counts per micro-batch
     # with a trained vision tower alone, micro-batches without images have no gradient
     trains_texts = any(p.requires_grad and "visual." not in name for name, p in trainer.trained.named_parameters())
 
@@ -242,8 +248,7 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
     # one GPU transfer for all metrics
     numbers = iter(torch.stack([value.detach().double() for part in values for value in part.values()]).tolist())
     parts = [{name: (next(numbers), count[name]) for name in part} for part, count in zip(values, counts, strict=True)]
-    means = merge(world.gather_objects(merge(parts)))
-    return {name: value for name, (value, _) in means.items()}
+    return {name: mean for name, (mean, _) in merge(world.gather_objects(merge(parts))).items()}
 
 
 def num_tokens(batch: MicroBatch) -> int:

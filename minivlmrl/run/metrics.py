@@ -24,7 +24,7 @@ import torch
 from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import UserError, error_context, truncate
+from minivlmrl.errors import UserError, error_context, in_one_line
 from minivlmrl.files import file_inside
 from minivlmrl.json_files import json_text
 from minivlmrl.run.progress_bar import ProgressBar
@@ -34,8 +34,10 @@ from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
 from minivlmrl.trainers.rollout_metrics import CLIP_RATIOS
 
-METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
-EVALUATIONS, WARNINGS = "evaluations.jsonl", "warnings.jsonl"
+METRICS = "metrics.jsonl"
+TIMINGS = "timings.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+WARNINGS = "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 SPEED_STEPS = 10  # steps to average for the printed speed
 MANY_STEPS = 50  # stages with more steps print only every tenth step
@@ -70,7 +72,25 @@ class MetricsLog(ExitStack):
         self.num_lines = self.state.num_log_lines | dict.fromkeys(names, 0)
         for name in names if self.world.is_main else ():
             path = Path(config.output_dir, name)
-            self.num_lines[name] = begin_log(path, self.state, resumed)
+            if resumed is None:
+                path.write_bytes(b"")
+            else:
+                source = folder_of_logs(path.parent, resumed) / name
+                if source != path and source.is_file():
+                    shutil.copyfile(file_inside(source.parent, name), path)
+                # None (no count in the checkpoint) keeps all lines
+                num_lines = self.state.num_log_lines.get(name)
+                path.touch()
+                with path.open("rb+") as file:
+                    sizes = [len(line) for line in islice(file, num_lines) if line.endswith(b"\n")]
+                    file.truncate(sum(sizes))
+                if len(sizes) < (num_lines or 0):
+                    print(
+                        f"{source} has only {len(sizes)} of the {num_lines} lines that it had when {resumed} was "
+                        "saved; the log continues without the missing lines",
+                        flush=True,
+                    )
+                self.num_lines[name] = len(sizes)
             self.files[name] = self.enter_context(path.open("ab", buffering=0))
         for name, line in self.state.last_lines.items() if self.files else ():
             where = f"{line['stage']} step {line['step']}"
@@ -108,8 +128,8 @@ class MetricsLog(ExitStack):
                 raise
             except Exception as error:
                 del self.trackers[name]
-                text = truncate(f"{type(error).__name__}: {error}", 300, str).replace("\n", " ")
-                self.bar.print(f"report_to {name} failed, and gets no more metrics: {text}", file=sys.stderr)
+                text = f"report_to {name} failed, and gets no more metrics: {in_one_line(error)}"
+                self.bar.print(text, file=sys.stderr)
 
     def stage(self, trainer: Trainer, steps_done: int, seconds: float):
         """Start a stage with a new progress bar.
@@ -163,11 +183,16 @@ class MetricsLog(ExitStack):
         if self.files:
             seconds = self.seconds
             step_time = seconds - self.last_seconds
-            speed = {"step_time": step_time, "phases": phases, "tokens_per_second": num_tokens / step_time}
-            timing = {"seconds": seconds} | speed | memory_use()
+            timing = {
+                "seconds": seconds,
+                "step_time": step_time,
+                "phases": phases,
+                "tokens_per_second": num_tokens / step_time,
+                **memory_use(),
+            }
             self.state.last_lines[TIMINGS] = line | timing
-            for name in (METRICS, TIMINGS):
-                self.write(name, self.state.last_lines[name])
+            self.write(METRICS, line | metrics)
+            self.write(TIMINGS, line | timing)
             self.last_seconds = seconds
             self.timings.append(timing)
         self.world.barrier("write the metrics of the step")
@@ -191,12 +216,13 @@ class MetricsLog(ExitStack):
             means = [name for name in metrics if re.fullmatch("rewards/.*/mean", name)]
             names = ["reward", *means[:3], "completions/mean_length", "kl"]
         names = [name for name in names if name in metrics]
-        values = []
-        for name, short in zip(names, short_names(names), strict=True):
-            short = re.sub("^(rewards|completions)/|/mean$", "", short)
-            values.append(f"{short}={metrics[name]:.3f}")
+        values = [
+            f"{re.sub('^(rewards|completions)/|/mean$', '', short)}={metrics[name]:.3f}"
+            for name, short in zip(names, short_names(names), strict=True)
+        ]
         self.bar.update(values=values[:3])
-        done, total = number + 1, self.bar.total
+        done = number + 1
+        total = self.bar.total
         # print less in notebooks, which keep all lines
         print_every = 10 if total > MANY_STEPS or "ipykernel" in sys.modules else 1
         if self.bar.hidden and (done in (1, total) or done % print_every == 0):
@@ -212,11 +238,12 @@ class MetricsLog(ExitStack):
         self.evaluated = values
         if not self.files:
             return
-        line = {"stage": stage, "step": steps_done}
-        self.write(EVALUATIONS, line | values)
+        self.write(EVALUATIONS, {"stage": stage, "step": steps_done, **values})
         self.track(values)
-        pairs = zip(short_names(values), values.values(), strict=True)
-        shown = " ".join(f"{name.removeprefix('eval/')}={value:.3f}" for name, value in pairs)
+        shown = " ".join(
+            f"{name.removeprefix('eval/')}={value:.3f}"
+            for name, value in zip(short_names(values), values.values(), strict=True)
+        )
         self.bar.print(f"held-out, {stage} {steps_done}: {shown} ({seconds:.1f} s)")
 
     def end_stage(self) -> float:
@@ -236,30 +263,6 @@ def short_names(names: Iterable[str]) -> list[str]:
 
 def encode(line: dict) -> bytes:
     return f"{json_text(line)}\n".encode()
-
-
-def begin_log(path: Path, state: TrainerState, resumed: Path | None) -> int:
-    """Create a log file, or delete lines written after the checkpoint; return how many lines remain."""
-    if resumed is None:
-        path.write_bytes(b"")
-        return 0
-    folder = folder_of_logs(path.parent, resumed)
-    source = folder / path.name
-    if folder != path.parent and source.is_file():
-        shutil.copyfile(file_inside(folder, path.name), path)
-    # None (no count in the checkpoint) keeps all lines
-    num_lines = state.num_log_lines.get(path.name)
-    path.touch()
-    with path.open("rb+") as file:
-        sizes = [len(line) for line in islice(file, num_lines) if line.endswith(b"\n")]
-        file.truncate(sum(sizes))
-    if len(sizes) < (num_lines or 0):
-        print(
-            f"{source} has only {len(sizes)} of the {num_lines} lines that it had when {resumed} was "
-            "saved; the log continues without the missing lines",
-            flush=True,
-        )
-    return len(sizes)
 
 
 def check_mismatch(config: RunConfig, metrics: dict[str, float]):
@@ -321,8 +324,10 @@ def describe_speed(timings: Sequence[dict]) -> str:
         text += f" ({', '.join(f'{name} {value / len(timings):.2f}' for name, value in phases.items())})"
     text += f", {fmean(timing['tokens_per_second'] for timing in timings):,.0f} tokens/s"
     if "free_memory_gib" in last:
-        allocated, reserved, free = (last[f"{kind}_memory_gib"] for kind in ("allocated", "reserved", "free"))
-        text += f"; GPU memory: {allocated:.1f} GiB allocated, {reserved:.1f} reserved, {free:.1f} free"
+        text += (
+            f"; GPU memory: {last['allocated_memory_gib']:.1f} GiB allocated, "
+            f"{last['reserved_memory_gib']:.1f} reserved, {last['free_memory_gib']:.1f} free"
+        )
     return text
 
 
@@ -335,8 +340,7 @@ def merge(parts: list[Means]) -> Means:
         if name in OVER_STEP:
             mean = OVER_STEP[name](values)
         elif name.endswith("_rms"):
-            squares = [value**2 for value in values]
-            mean = math.sqrt(sum(map(mul, squares, counts)) / (total or 1))
+            mean = math.sqrt(sum(map(mul, [value**2 for value in values], counts)) / (total or 1))
         else:
             mean = sum(map(mul, values, counts)) / (total or 1)
         merged[name] = mean, total

@@ -65,11 +65,10 @@ def check_optimizer(section: OptimizerOptions):
 def group_numbers(optimizer: Optimizer) -> list[dict[str, float]]:
     """Return numbers that differ from the defaults in optimizer parameter groups, such as a step count."""
     defaults = optimizer.defaults
-    groups = []
-    for group in optimizer.param_groups:
-        items = [(name, value) for name, value in group.items() if isinstance(value, int | float)]
-        groups.append({name: value for name, value in items if value != defaults.get(name)})
-    return groups
+    return [
+        {n: value for n, value in group.items() if isinstance(value, int | float) and value != defaults.get(n)}
+        for group in optimizer.param_groups
+    ]
 
 
 def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:

@@ -71,8 +71,9 @@ def run_rank(work: Callable[[], int]):
             if line is not None:
                 report_user_error(line)
                 return 2
-            is_runtime = isinstance(error, RuntimeError)
-            if not is_runtime or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            if not isinstance(error, RuntimeError):
+                raise
+            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
                 raise
             # ignore SIGTERM from torchrun, which would end this rank before lost ranks are known
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

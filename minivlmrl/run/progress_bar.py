@@ -56,9 +56,8 @@ class ProgressBar:
             each = seconds / (self.done - self.initial)
             left = timedelta(seconds=round(each * (self.total - self.done)))
             rate = f"{each:.2f}s/it" if each > 1 else f"{1 / each:.2f}it/s"
-        time_spent = timedelta(seconds=round(seconds))
         steps = f"{share:4.0%}|{'#' * int(10 * share):10}| {self.done}/{self.total}"
-        self._replace(f"{self.name}: {steps} [{time_spent}<{left}, {rate}{self.values}]", end)
+        self._replace(f"{self.name}: {steps} [{timedelta(seconds=round(seconds))}<{left}, {rate}{self.values}]", end)
 
     def print(self, text: str, file=None):
         """Print text above the progress bar."""

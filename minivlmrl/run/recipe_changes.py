@@ -113,6 +113,5 @@ def is_about_rows(option: str) -> bool:
 def checksum(path: Path) -> str:
     """Hash a file's contents, or the file names and sizes in a folder."""
     if path.is_dir():
-        sizes = sorted((str(file), file.stat().st_size) for file in path.rglob("*"))
-        return digest([json_text(sizes)])
+        return digest([json_text(sorted((str(file), file.stat().st_size) for file in path.rglob("*")))])
     return digest([path])

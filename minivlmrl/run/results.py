@@ -46,12 +46,12 @@ def check_outputs(config: RunConfig, trainers: dict[str, type[Trainer]]):
 
 def check_output_dir(config: RunConfig):
     """Raise UserError rather than overwrite earlier results or the user's files."""
-    has_states = bool(check_resume(config))
+    states = check_resume(config)
     folder = Path(config.output_dir)
     metrics_file = folder / METRICS
     replaced = [RUN_CONFIG, *FILES, *config.report_to, *([COMPLETIONS, IMAGES] if config.log_completions else [])]
     own = [name for name in replaced if (folder / name).exists()]
-    if own and not has_states and not metrics_file.exists():
+    if own and not states and not metrics_file.exists():
         raise UserError(
             f"output_dir: {folder} contains {', '.join(own)}, which the run would replace, but no {METRICS}, so they "
             "are not an earlier run's; choose another --output_dir, or move them"
@@ -65,7 +65,7 @@ def check_output_dir(config: RunConfig):
     # a run without stages would overwrite metrics.jsonl
     results = [folder / SUMMARY] if config.stages else [folder / SUMMARY, metrics_file]
     has_results = any(file.exists() and file.stat().st_size > 0 for file in results)
-    if has_results and not has_states and config.resume != "never":
+    if has_results and not states and config.resume != "never":
         raise UserError(
             f"output_dir: {folder} contains the results of an earlier run; use --resume=never to "
             "delete them and start again, or another --output_dir to keep them"
@@ -101,15 +101,14 @@ class Results:
     def write_config(self):
         if self.world.is_main:
             rows = f"evaluated on {pluralize(len(self.held_out), 'row')}" if self.held_out else "not evaluated"
-            first_line = f"# {self.config.recipe}; {rows}\n"  # first line in config.yaml, shown in report.html
-            text = first_line + to_yaml(self.config)
+            # report.html shows the first line in config.yaml
+            text = f"# {self.config.recipe}; {rows}\n{to_yaml(self.config)}"
             (self.folder / RUN_CONFIG).write_bytes(text.encode())
 
     def measure(self, name: str, trainer: Trainer | None = None):
         """Evaluate before the first stage or after a stage, for summary.json."""
         if self.held_out is not None:
-            steps_done = trainer.options.max_steps if trainer else 0
-            self.state.results[name] = self.evaluate(name, trainer, steps_done)
+            self.state.results[name] = self.evaluate(name, trainer, trainer.options.max_steps if trainer else 0)
 
     def evaluate_if_due(self, trainer: Trainer, steps_done: int):
         """Evaluate every eval_steps steps, and save weights every save_steps steps."""
@@ -143,8 +142,7 @@ class Results:
         if trainer is not None:
             with error_phase("evaluation"):
                 values |= trainer.evaluate(held_out)
-        seconds = time.perf_counter() - begin
-        self.log.evaluation(stage, steps_done, values, seconds)
+        self.log.evaluation(stage, steps_done, values, time.perf_counter() - begin)
         self.callbacks.on_evaluation(stage, steps_done, len(held_out))
         self.world.barrier("finish its callbacks and trackers")
         score = values.get(str(config.best_metric))
@@ -186,9 +184,19 @@ class Results:
             seconds = self.state.seconds
             write_json(self.folder / SUMMARY, {"chance": chance, **results, "seconds": seconds})
             if results:
-                print_table(results, len(self.held_out or ()), chance)
-            times = (f"{name} {value:.1f} s" for name, value in seconds.items())
-            print(f"training: {', '.join(times)}")
+                columns = [*dict.fromkeys(chain.from_iterable(results.values()))]
+                titles = [name.removeprefix("eval/") for name in short_names(columns)]
+                # the first two columns, sampled and greedy accuracy, have the same chance accuracy
+                rows = {} if chance is None else {"chance": dict.fromkeys(columns[:2], chance)}
+                table = {f"held-out {len(self.held_out or ())}": titles}
+                for name, row in (rows | results).items():
+                    table[name.replace("_", " ")] = [f"{row[title]:.3f}" if title in row else "" for title in columns]
+                first_width = max(12, *(len(name) + 1 for name in table))
+                widths = [max(9, len(title) + 2) for title in titles]
+                print()
+                for name, values in table.items():
+                    print((name.ljust(first_width) + "".join(map(str.rjust, values, widths))).rstrip())
+            print(f"training: {', '.join(f'{name} {value:.1f} s' for name, value in seconds.items())}")
         if trainer is not None:
             trainer.save(self.folder)
             if has_adapters(self.model):
@@ -200,19 +208,3 @@ class Results:
         if trainer is None or not trainer.trains_policy:
             base = self.config.model.path
             save_model(self.folder / "checkpoint", self.model, self.processor, self.world, base)
-
-
-def print_table(results: dict, num_rows: int, chance: float | None):
-    """Print a table with evaluation metrics; the first row is chance accuracy."""
-    columns = [*dict.fromkeys(chain.from_iterable(results.values()))]
-    titles = [name.removeprefix("eval/") for name in short_names(columns)]
-    # the first two columns, sampled and greedy accuracy, have the same chance accuracy
-    rows = {} if chance is None else {"chance": dict.fromkeys(columns[:2], chance)}
-    table = {f"held-out {num_rows}": titles}
-    for name, row in (rows | results).items():
-        table[name.replace("_", " ")] = [f"{row[column]:.3f}" if column in row else "" for column in columns]
-    first_width = max(12, *(len(name) + 1 for name in table))
-    widths = [max(9, len(title) + 2) for title in titles]
-    print()
-    for name, values in table.items():
-        print((name.ljust(first_width) + "".join(map(str.rjust, values, widths))).rstrip())

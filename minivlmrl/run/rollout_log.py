@@ -158,9 +158,8 @@ def groups(trainer: Trainer, step: Step, limit: int | None = None) -> list[dict]
     own = {}  # {sample index: advantage}
     for batch in step.micro_batches:
         if isinstance(batch, SampledBatch):
-            indices = [sample.index for sample in batch.samples]
-            own.update(zip(indices, batch.completion_advantages(), strict=True))
-    advantages = dict(chain(*(part.items() for part in trainer.world.gather_objects(own))))
+            own.update(zip(batch.completion_index.tolist(), batch.completion_advantages(), strict=True))
+    advantages = dict(chain(*map(dict.items, trainer.world.gather_objects(own))))
     return [describe_group(trainer, group, advantages) for group in step.groups[:limit]]
 
 
@@ -169,8 +168,7 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: dict[int, 
     processor = trainer.processor
     image_size, answer_extent = image_and_box_sizes(row, group[0].prompt, processor)
     solution = row.columns.get("solution")
-    solution_text = solution if isinstance(solution, str) else json_text(solution)
-    true_boxes = boxes(solution_text, image_size)
+    true_boxes = boxes(solution if isinstance(solution, str) else json_text(solution), image_size)
     lines = []
     for g, (sample, total) in enumerate(zip(group, trainer.total_rewards(group).tolist(), strict=True)):
         completion = sample.completion
@@ -190,7 +188,14 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: dict[int, 
         if extra:
             line["extra"] = extra
         if completion.turns:
-            line["turns"] = [describe_turn(turn, processor) for turn in completion.turns]
+            line["turns"] = [
+                {
+                    "text": processor.decode_assistant_turn(turn),
+                    "tokens": len(turn.ids),
+                    "shown": bool(turn.prompt and turn.prompt.row and turn.prompt.row.images),
+                }
+                for turn in completion.turns
+            ]
         if completion.pictures:
             name = f"{IMAGES}/{row.key.replace('/', '-')}-{g}"
             line["pictures"] = [f"{name}-{i}.webp" for i in range(len(completion.pictures))]
@@ -203,11 +208,6 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: dict[int, 
         "truth": true_boxes,
         "completions": lines,
     }
-
-
-def describe_turn(turn: Completion, processor: Processor) -> dict:
-    row = turn.prompt and turn.prompt.row
-    return {"text": processor.decode_assistant_turn(turn), "tokens": len(turn.ids), "shown": bool(row and row.images)}
 
 
 def boxes(text: str, extent: tuple[float, float] | None) -> list[list[float]]:
@@ -229,10 +229,8 @@ def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, 
         yield processor.template.generation_prefix, None
     stream = DecodeStream(skip_special_tokens=False)
     assert completion.logps is not None
-    token_ids = completion.ids.tolist()
-    logps = completion.logps.tolist()
-    is_sampled = completion.policy_mask.tolist()
-    for token_id, logp, by_policy in zip(token_ids, logps, is_sampled, strict=True):
+    columns = (column.tolist() for column in (completion.ids, completion.logps, completion.policy_mask))
+    for token_id, logp, by_policy in zip(*columns, strict=True):
         # text is "" until all tokens for a character are decoded
         text = stream.step(processor.tokenizer.backend, token_id) or ""
         yield text, round(logp, 4) if by_policy else None

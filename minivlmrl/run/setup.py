@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -54,14 +54,23 @@ def prepare(
         find_tracker(name)  # fail early if a tracker is not installed
     for stage in config.stage_names:
         prompts = getattr(config, stage).prompts_per_step
-        expected = f"a multiple of {world.size}, the number of ranks"
-        require(prompts % world.size == 0, f"{stage}.prompts_per_step", prompts, expected)
+        require(
+            prompts % world.size == 0,
+            f"{stage}.prompts_per_step",
+            prompts,
+            f"a multiple of {world.size}, the number of ranks",
+        )
 
     # open the datasets, and build the processor
     needs = {stage: trainer.needs for stage, trainer in trainers.items()}
-    reward_columns = required_columns(training_rewards(config))
-    eval_columns = required_columns(held_out_rewards(config))
-    datasets = load_datasets(config, needs, reward_columns, eval_columns, world, columns_read(config, trainers))
+    datasets = load_datasets(
+        config,
+        needs,
+        required_columns(training_rewards(config)),
+        required_columns(held_out_rewards(config)),
+        world,
+        columns_read(config, trainers),
+    )
     processor = build_processor(config, datasets)
     datasets = filter_long_rows(config, datasets, processor, world)
     limit_epochs(config, datasets)
@@ -198,12 +207,8 @@ def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
         if stage == "eval":
             continue
         for row in islice(rows, 10_000):
-            turns = list(row.messages)
-            for answer in (row.completion, row.chosen, row.rejected):
-                if answer:
-                    turns += as_turns(answer)
-            for turn in turns:
-                yield text_of(turn)
+            answers = filter(None, (row.completion, row.chosen, row.rejected))
+            yield from map(text_of, chain(row.messages, *map(as_turns, answers)))
             yield str(row.columns.get("solution") or "")
 
 
@@ -237,8 +242,7 @@ def check_positions(
             bound = f"the limit of {engine_limit} tokens of sampling.engine"
         require(num_new < most_tokens, "sampling.max_new_tokens", num_new, f"less than {bound}")
         limit = most_tokens - num_new
-        skips = config.data.skip_unreadable and name != "eval"
-        for size in long_rows(rows, processor, limit, skips, answers):
+        for size in long_rows(rows, processor, limit, config.data.skip_unreadable and name != "eval", answers):
             advice = "lower sampling.max_new_tokens, or " if num_new else ""
             raise UserError(
                 f"{size.where}: {size.longest} tokens of prompt and answer, and {num_new} to sample, exceed {bound}; "

@@ -92,7 +92,8 @@ class Rollout:
         first_sample: int = 0,
     ) -> "Rollout":
         """Build a rollout; `rewards` has shape (completions, reward functions)."""
-        index, values = count(first_sample), iter(rewards)
+        index = count(first_sample)
+        values = iter(rewards)
         groups = []
         for row, prompt, answers in zip(rows, prompts, completions, strict=True):
             groups.append([Sample(next(index), row, prompt, completion, next(values)) for completion in answers])
@@ -198,8 +199,11 @@ class Trainer:
             return nullcontext()
         from minivlmrl.model.lora import dropout
 
-        key = f"{self.config.seed}/{self.stage}/{step}/{micro_batch}/{self.world.rank}"
-        return dropout(self.trained, self.config.adapter.dropout, key)
+        return dropout(
+            self.trained,
+            self.config.adapter.dropout,
+            f"{self.config.seed}/{self.stage}/{step}/{micro_batch}/{self.world.rank}",
+        )
 
     def training_loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute loss and metrics, and check their types."""

@@ -8,7 +8,7 @@ import torch
 
 from minivlmrl.data.rows import Row
 from minivlmrl.losses.advantages import group_std
-from minivlmrl.trainers.base import Rollout
+from minivlmrl.trainers.base import Rollout, split
 from minivlmrl.trainers.rebalancing import SerializedGroup, load_groups
 
 if TYPE_CHECKING:
@@ -31,10 +31,9 @@ def sample_until_groups_differ(trainer: "GRPOTrainer", rows: Sequence[Row]) -> R
         num_batches += 1
     groups.sort(key=lambda pair: not pair[1])
     chosen = [group for group, _ in groups[:count]]
-    per_step = count // options.steps_per_rollout
     local = []  # groups for this rank, ordered by optimizer step
-    for start in range(0, count, per_step):
-        local += world.share(chosen[start : start + per_step])
+    for part in split(chosen, count // options.steps_per_rollout):
+        local += world.share(part)
     for number, group in enumerate(local, world.rank * len(local)):
         group.first_sample = number * options.num_generations
     return Rollout(load_groups(trainer.batches, local), {"num_gen_batches": float(num_batches)})

@@ -70,7 +70,8 @@ class GRPOTrainer(RolloutTrainer):
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
         """Add DAPO's penalty for overlong completions to the weighted reward sums."""
         total = super().total_rewards(samples)
-        limit, cache = self.config.sampling.max_new_tokens, self.options.soft_punish_cache
+        limit = self.config.sampling.max_new_tokens
+        cache = self.options.soft_punish_cache
         if not cache:
             return total
         return total + torch.tensor([soft_overlong_punishment(len(x.completion.ids), limit, cache) for x in samples])
@@ -145,8 +146,7 @@ class GRPOTrainer(RolloutTrainer):
         batches = []
         local_entropies = []
         for sampled in packed:
-            own_advantages = advantages[sampled.completion_index].to(self.world.device)
-            batch = GRPOBatch(**vars(sampled), advantages=own_advantages)
+            batch = GRPOBatch(**vars(sampled), advantages=advantages[sampled.completion_index].to(self.world.device))
             batches.append(batch)
             if not needs_logps:
                 continue
@@ -201,10 +201,11 @@ class GRPOTrainer(RolloutTrainer):
         if self.is_builtin:
             ratio = batch.importance_sampling_ratio
             weights["token_weights"] = kept
-            if ratio is not None and options.loss_type == "vespo":
-                weights["importance_sampling_ratio"] = ratio
-            elif ratio is not None:
-                weights["token_weights"] = kept * ratio
+            if ratio is not None:
+                if options.loss_type == "vespo":
+                    weights["importance_sampling_ratio"] = ratio
+                else:
+                    weights["token_weights"] = kept * ratio
         returned = self.loss_function(
             padded_logps,
             batch.advantages,

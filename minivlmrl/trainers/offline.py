@@ -41,9 +41,8 @@ class OfflineTrainer(Trainer):
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
-            parts = split(rows, self.options.micro_batch_size)
             with error_phase("preparation", rows):
-                step = self.step([self.micro_batch(part) for part in parts])
+                step = self.step([self.micro_batch(part) for part in split(rows, self.options.micro_batch_size)])
             yield step
 
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:

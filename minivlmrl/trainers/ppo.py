@@ -102,8 +102,9 @@ class PPOTrainer(RolloutTrainer):
             scores = scores - self.options.missing_eos_penalty * self.world.all_gather(is_truncated)
         steps = [self.micro_batches(groups, scores) for groups in parts]
         batches = list(chain(*steps))
-        advantages = [batch.advantages for batch in batches]
-        advantages = whiten(advantages, [batch.loss_mask for batch in batches], all_ranks=self.world.sum)
+        advantages = whiten(
+            [batch.advantages for batch in batches], [batch.loss_mask for batch in batches], all_ranks=self.world.sum
+        )
         for batch, whitened in zip(batches, advantages, strict=True):
             batch.advantages = whitened
         return steps
@@ -117,11 +118,16 @@ class PPOTrainer(RolloutTrainer):
             batch = self.pack(samples, normalizer)
             group = batch.group
             logps, _, values = self.logps_and_values(group)
-            old_logps, old_values = group.pad(logps), group.pad(values)
+            old_logps = group.pad(logps)
+            old_values = group.pad(values)
             ref_logps = old_logps if batch.ref_per_token_logps is None else batch.ref_per_token_logps
-            own_scores = scores[batch.completion_index].to(old_logps.device)
             rewards = token_rewards(
-                own_scores, old_logps, ref_logps, group.completion_mask, options.kl_coef, options.kl_estimator
+                scores[batch.completion_index].to(old_logps.device),
+                old_logps,
+                ref_logps,
+                group.completion_mask,
+                options.kl_coef,
+                options.kl_estimator,
             )
             advantages, returns = gae(rewards, old_values, options.gamma, options.lam)
             batches.append(

@@ -36,8 +36,13 @@ class SerializedGroup:
             # do not send the environment: pickling a user's object could fail
             completion.tool_use.environment = None
         first = samples[0]
-        rewards = torch.stack([sample.rewards for sample in samples])
-        return cls(first.row.index, first.row.key, completions, rewards, first.index)
+        return cls(
+            first.row.index,
+            first.row.key,
+            completions,
+            torch.stack([sample.rewards for sample in samples]),
+            first.index,
+        )
 
 
 def load_groups(batches: Batches, groups: Sequence[SerializedGroup]) -> list[list[Sample]]:

@@ -59,8 +59,9 @@ class SwappedParameters(nn.Module):
         # a list, so that torch does not register the policy as a submodule
         self.models = [model]
         self.names = names
-        copies = [parameter.detach().clone() for parameter in self.originals()]
-        self.copies = nn.ParameterList(copies).requires_grad_(False)
+        self.copies = nn.ParameterList([parameter.detach().clone() for parameter in self.originals()]).requires_grad_(
+            False
+        )
 
     def originals(self) -> list[nn.Parameter]:
         parameters = dict(self.models[0].named_parameters())

@@ -131,8 +131,7 @@ class RolloutTrainer(Trainer):
         completions = [[completion] * self.options.num_generations for completion in longest]
         num_samples = len(rows) * self.options.num_generations
         # give rewards 0 and 1 in every group, because groups with equal rewards may be dropped
-        zeros_and_ones = (torch.arange(num_samples) % 2).float()
-        rewards = zeros_and_ones[:, None].expand(-1, len(self.reward_weights))
+        rewards = (torch.arange(num_samples) % 2).float()[:, None].expand(-1, len(self.reward_weights))
         rollout = Rollout.join(rows, prompts, completions, rewards, self.world.rank * num_samples)
         [batches] = self.build_micro_batches(rollout, [rollout.groups])
         return batches
@@ -180,10 +179,10 @@ class RolloutTrainer(Trainer):
             return groups
         from minivlmrl.trainers.rebalancing import rebalance  # lazy import: a single rank never rebalances
 
-        lengths = []
-        for samples in kept:
-            completion_tokens = sum(packed_length(sample.completion) for sample in samples)
-            lengths.append(len(samples[0].prompt.input_ids) + completion_tokens)
+        lengths = [
+            len(samples[0].prompt.input_ids) + sum(packed_length(sample.completion) for sample in samples)
+            for samples in kept
+        ]
         return rebalance(self.batches, groups, lengths)
 
     def split(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
@@ -192,10 +191,9 @@ class RolloutTrainer(Trainer):
         max_tokens = self.options.max_tokens_per_micro_batch
         if max_tokens is None:
             return [list(chain(*part)) for part in split(groups, size)]
-        lengths = []
-        for group in groups:
-            completion_lengths = [packed_length(sample.completion) for sample in group]
-            lengths.append((len(group[0].prompt.input_ids), completion_lengths))
+        lengths = [
+            (len(group[0].prompt.input_ids), [packed_length(sample.completion) for sample in group]) for group in groups
+        ]
         micro_batches = split_into_micro_batches(lengths, size, max_tokens, self.world)
         return [[groups[i][j] for i, j in pairs] for pairs in micro_batches]
 
@@ -218,14 +216,15 @@ class RolloutTrainer(Trainer):
         completions = [[sample.completion for sample in group] for group in groups]
         group = pack_turns(prompts, completions, self.policy.config, device)
         is_trained = torch.tensor([self.is_trained(sample) for sample in samples])
-        logps = [sample.completion.sampled_logps for sample in samples]
         return SampledBatch(
             group,
             group.completion_mask * to_device(is_trained, device)[:, None],
             normalizer,
             None if self.reference is None else self.reference.logps(group, self.temperature),
             samples=samples,
-            sampler_logps=pad_sequence(logps, batch_first=True).to(device),
+            sampler_logps=pad_sequence([sample.completion.sampled_logps for sample in samples], batch_first=True).to(
+                device
+            ),
         )
 
     def logps(self, group: GroupBatch) -> tuple[Tensor, Tensor]:

@@ -40,8 +40,7 @@ def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict
 def completion_metrics(completions: Sequence[Completion], has_tools: bool, world: World) -> dict[str, float]:
     """Compute length, tool call and turn metrics over all ranks."""
     local = [(int(c.policy_mask.sum()), c.stopped, c.tool_use.counts, len(c.turns)) for c in completions]
-    sampled = list(chain(*world.gather_objects(local)))
-    lengths, stopped, calls, turns = zip(*sampled, strict=True)
+    lengths, stopped, calls, turns = zip(*chain(*world.gather_objects(local)), strict=True)
     terminated = list(compress(lengths, stopped))
     metrics = {}
     for name, values in (("length", lengths), ("terminated_length", terminated or [0])):
@@ -53,7 +52,7 @@ def completion_metrics(completions: Sequence[Completion], has_tools: bool, world
         metrics |= tool_metrics(calls)
     num_turns = sum(turns)
     if num_turns:
-        metrics["mean_turns"] = num_turns / len(sampled)
+        metrics["mean_turns"] = num_turns / len(turns)
         metrics["completions/mean_turn_length"] = sum(lengths) / num_turns
     return metrics
 
