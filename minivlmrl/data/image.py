@@ -200,9 +200,8 @@ class ImageProcessor:
             width = options["resized_width"]
         else:
             width, height = image.size
-            bounds = bounds | options
-        new_height, new_width = smart_resize(height, width, self.factor, **bounds)
-        return self.patches([image], new_height, new_width)
+            bounds |= options
+        return self.patches([image], *smart_resize(height, width, self.factor, **bounds))
 
     def patches(self, frames: Sequence[Image], height: int, width: int) -> tuple[Tensor, Grid]:
         """Resize image or video frames; return normalized patches and image_grid_thw (t, h, w)."""

@@ -106,8 +106,12 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
     low = min_pixels or settings.min_pixels or size.shortest_edge or size.min_pixels or 56 * 56
     high = max_pixels or settings.max_pixels or size.longest_edge or size.max_pixels or 28 * 28 * 1280
     given = {name: value for name, value in patch_settings(settings).items() if value is not None}
-    resize = RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"]
-    processor = ImageProcessor(**given, min_pixels=low, max_pixels=high, resize=resize)
+    processor = ImageProcessor(
+        **given,
+        min_pixels=low,
+        max_pixels=high,
+        resize=RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"],
+    )
     with error_context("data" if min_pixels or max_pixels else where):
         # raises UserError if max_pixels is less than min_pixels or one token
         side = processor.factor
@@ -144,8 +148,13 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
 def area_bounds(processor: ImageProcessor, options: dict[str, Any], bounds: tuple[int, int]) -> tuple[int, int]:
     """Return (min_pixels, max_pixels) from `options`, else from `bounds`."""
     if "resized_height" in options:
-        limits = processor.min_pixels, processor.max_pixels
-        height, width = smart_resize(options["resized_height"], options["resized_width"], processor.factor, *limits)
+        height, width = smart_resize(
+            options["resized_height"],
+            options["resized_width"],
+            processor.factor,
+            processor.min_pixels,
+            processor.max_pixels,
+        )
         return height * width, height * width + 1  # one pixel more, so rounding cannot shrink the image
     return options.get("min_pixels", bounds[0]), options.get("max_pixels", bounds[1])
 

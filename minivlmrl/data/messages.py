@@ -103,8 +103,8 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
             "data.prompt_template is inserted around one text, but the last user turn of this "
             f"prompt has {len(text_indices)} texts; give the question as a single text"
         )
-    question = parts[text_indices[0]]["text"]
-    parts[text_indices[0]] = {"type": "text", "text": template.replace("{problem}", question)}
+    [index] = text_indices
+    parts[index] = {"type": "text", "text": template.replace("{problem}", parts[index]["text"])}
     return [*turns[:last_user], {**turns[last_user], "content": parts}, *turns[last_user + 1 :]]
 
 

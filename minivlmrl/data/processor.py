@@ -147,8 +147,7 @@ def encode_completion(
     if not later:
         return first
     for window, turn in later:
-        shown = [*images, *images_in(window[len(messages) :])]
-        turn.prompt = processor(window, shown, videos)
+        turn.prompt = processor(window, [*images, *images_in(window[len(messages) :])], videos)
     turns = [first, *(turn for _, turn in later)]
     return Completion(
         ids=torch.cat([turn.ids for turn in turns]),

@@ -165,7 +165,7 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
         )
     for number, turn in enumerate(turns):
         check_turn(turn, f"message {number}", can_be_trained=turn["role"] == "assistant" and not is_prompt)
-    indices = [part["index"] for turn in turns for part in shown_parts_of([turn]) if part.get("index") is not None]
+    indices = [part["index"] for part in shown_parts_of(turns) if part.get("index") is not None]
     if any(first >= second for first, second in pairwise(indices)):
         raise UserError(f"the parts show the images {indices}, but each image must be shown once, in order")
 

@@ -158,8 +158,9 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
     options = check_options("video", options)
     factor = processor.factor
     if "resized_height" in options:
-        sides = options["resized_height"], options["resized_width"]
-        return smart_resize(*sides, factor, processor.min_pixels, processor.max_pixels)
+        return smart_resize(
+            options["resized_height"], options["resized_width"], factor, processor.min_pixels, processor.max_pixels
+        )
     if processor.videos is not None:
         return processor.videos.frame_size(processor, nframes, height, width, **options)
     nframes = math.ceil(nframes / processor.temporal_patch_size) * processor.temporal_patch_size

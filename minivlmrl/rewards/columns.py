@@ -108,5 +108,4 @@ def box_scale(space: str, original: Size, resized: Size) -> Size:
 def call_rewards(rewards: Sequence[Callable], columns: dict[str, list]) -> Tensor:
     """Return (n completions, K rewards) float32, NaN = not scored."""
     values = [reward(**columns) for reward in rewards]
-    shape = len(rewards), len(columns["completions"])
-    return torch.tensor(values, dtype=torch.float32).view(shape).T
+    return torch.tensor(values, dtype=torch.float32).view(len(rewards), len(columns["completions"])).T

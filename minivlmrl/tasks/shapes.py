@@ -59,11 +59,14 @@ class Shapes(Sequence[Row]):
         label = rng.choice(LABELS)
         image = draw_picture(label, rng)
         shown_label = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
-        messages = conversation(PROBLEM, {"image": 1}, self.prompt_template, self.system_prompt)
-        columns = {"problem": PROBLEM, "solution": label}
-        rejected = make_rejected(label, random.Random(f"shapes/{self.seed}/{index}/rejected"))
-        demonstrated = tagged_answer(shown_label) if self.tags else shown_label
-        return Row(messages, [image], columns, demonstrated, tagged_answer(label), rejected)
+        return Row(
+            conversation(PROBLEM, {"image": 1}, self.prompt_template, self.system_prompt),
+            [image],
+            {"problem": PROBLEM, "solution": label},
+            completion=tagged_answer(shown_label) if self.tags else shown_label,
+            chosen=tagged_answer(label),
+            rejected=make_rejected(label, random.Random(f"shapes/{self.seed}/{index}/rejected")),
+        )
 
 
 def tagged_answer(label: str) -> str:
@@ -84,8 +87,7 @@ def make_rejected(label: str, rng: random.Random) -> str:
     if kind == 2:
         return text.replace(label, f"{other_color} {shape}")
     start = rng.randrange(1, len(text))
-    end = start + rng.randint(1, 12)
-    return text[:start] + text[end:]
+    return text[:start] + text[start + rng.randint(1, 12) :]
 
 
 def draw_picture(label: str, rng: random.Random) -> PIL.Image.Image:

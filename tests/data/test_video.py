@@ -149,7 +149,7 @@ def test_a_rotated_video_is_shown_upright():
     for rotation, turns in ((90, 1), (180, 2), (-90, 3)):
         video = load_video(encoded(frames, *LOSSLESS[-1], rotation=rotation))
         assert np.array_equal(video.frames, np.rot90(frames, turns, axes=(1, 2)))
-    with pytest.raises(ValueError, match=r"rotation of the video is (29|30) degrees"):
+    with pytest.raises(ValueError, match=r"rotation is (29|30) degrees"):
         load_video(encoded(frames, *LOSSLESS[-1], rotation=30))
 
 
