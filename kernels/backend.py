@@ -61,14 +61,14 @@ def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
         obstacle = _compiler_obstacle()
         if is_before_ampere(device):
             obstacle = f"the GPU {torch.cuda.get_device_name(device)} has a compute capability below 8.0"
-        elif obstacle is None and os.environ.get("MINIVLMRL_SELF_TEST") != "0":
+        elif not obstacle and os.environ.get("MINIVLMRL_SELF_TEST") != "0":
             obstacle = _rejection(device, kernel)
     elif device.type != "cpu" or not INTERPRETED:
         obstacle = (
             f"the tensor is on the device {device}, which is not a GPU; to run Triton's interpreter on a CPU, set "
             "TRITON_INTERPRET=1 before Python starts"
         )
-    if obstacle is None:
+    if not obstacle:
         return "triton"
     if choice == "triton":
         raise ValueError(
@@ -122,6 +122,10 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
         except RuntimeError as error:
             _warn(f"copies to the GPU are slower, because the host could not pin memory ({error!s:.200})")
     return x.to(device, non_blocking=is_upload)
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def is_half_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:

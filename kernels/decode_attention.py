@@ -17,7 +17,6 @@ Source: Flash-Decoding (Dao et al., 2023) for parts, Hydragen (Juravsky et al., 
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,29 +141,23 @@ def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constex
 
 def fits(q: Tensor) -> bool:
     """Check whether the kernels support q (R, H, D)."""
-    is_supported = q.shape[-1] in WARPS and q.dtype in TILE_DTYPES
-    return is_supported and backend_for(q, "decode_attention") == "triton"
+    return q.shape[-1] in WARPS and q.dtype in TILE_DTYPES and backend_for(q, "decode_attention") == "triton"
 
 
-class WorkSplit(NamedTuple):
-    """How queries and keys are divided among Triton programs."""
+def split_work(k: Tensor, queries: int) -> tuple[int, int, int, int]:
+    """Divide keys k (B, K, T, D) and queries among about PROGRAMS programs.
 
-    tile: int  # queries per program
-    part_keys: int  # keys per part
-    parts: int
-    programs: int
-
-
-def split_work(k: Tensor, queries: int) -> WorkSplit:
-    """Divide keys k (B, K, T, D) and queries among about PROGRAMS programs."""
-    (B, K, T, _) = k.shape
+    Returns:
+        Queries per program, keys per part, parts, and programs.
+    """
+    B, K, T, _ = k.shape
     # matrix instructions need at least 16 rows
-    tile = min(TILE, max(16, 1 << (queries - 1).bit_length()))
+    tile = min(TILE, max(16, triton.next_power_of_2(queries)))
     tiles = B * K * math.ceil(queries / tile)
     parts = min(MAX_PARTS, max(1, PROGRAMS // tiles))
     part_keys = KEY_BLOCK * max(1, math.ceil(T / (parts * KEY_BLOCK)))
     parts = math.ceil(T / part_keys)
-    return WorkSplit(tile, part_keys, parts, tiles * parts)
+    return tile, part_keys, parts, tiles * parts
 
 
 def decode_attention(
@@ -182,24 +175,23 @@ def decode_attention(
     Returns:
         (R, H, D) attention outputs.
     """
-    (R, H, D) = q.shape
-    (B, K, P, _) = k.shape
+    R, H, D = q.shape
+    B, K, P, _ = k.shape
     heads_per_key = H // K
     prompt_rows = R // B
     lines = R * H
-    prompt_split = split_work(k, prompt_rows * heads_per_key)
-    own_split = split_work(own_k, heads_per_key)
-    parts = prompt_split.parts + own_split.parts
+    prompt_tile, prompt_part, prompt_parts, prompt_programs = split_work(k, prompt_rows * heads_per_key)
+    own_tile, own_part, own_parts, own_programs = split_work(own_k, heads_per_key)
+    parts = prompt_parts + own_parts
     log_sums = torch.empty(parts, lines, dtype=torch.float32, device=q.device)
     outs = log_sums.new_empty(parts, lines, D)
     out = q.new_empty(q.shape)
     with torch.cuda.device_of(q):  # Triton launches kernels on the current device
-        _parts_kernel[(prompt_split.programs + own_split.programs,)](
+        _parts_kernel[(prompt_programs + own_programs,)](
             q.contiguous(), k, v, prompt_bias, own_k, own_v, own_bias, own_bias.stride(0), outs, log_sums, lines,
-            prompt_programs=prompt_split.programs, prompt_rows=prompt_rows,
-            prompt_keys=P, prompt_part=prompt_split.part_keys,
-            own_keys=own_k.shape[2], own_part=own_split.part_keys,
-            K=K, HEADS=heads_per_key, D=D, TILE=prompt_split.tile, OWN_TILE=own_split.tile,
+            prompt_programs=prompt_programs, prompt_rows=prompt_rows, prompt_keys=P, prompt_part=prompt_part,
+            own_keys=own_k.shape[2], own_part=own_part,
+            K=K, HEADS=heads_per_key, D=D, TILE=prompt_tile, OWN_TILE=own_tile,
             num_warps=WARPS[D], num_stages=STAGES, enable_fp_fusion=True,
         )  # fmt: skip
         _join_kernel[(lines,)](

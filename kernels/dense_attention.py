@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
-from minivlmrl.kernels.backend import is_before_ampere
+from minivlmrl.kernels.backend import at_least_float32, is_before_ampere
 from minivlmrl.kernels.float32_matmul import float32_matmul
 
 # on a CPU with up to 128 keys and head dimension 64, plain matrix products take half the time of PyTorch's fused kernel
@@ -28,7 +28,7 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     F.embedding's backward is 17 times faster than indexing on a CPU, but can be wrong on a GPU for more than 1,024
     indices (pytorch issue 187687).
     """
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         return x[index]
     return F.embedding(index, x.flatten(1)).view(*index.shape, *x.shape[1:])
 
@@ -70,13 +70,13 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     """
     if q.dtype == torch.bfloat16 and is_before_ampere(q.device):
         return dense_attention(q.float(), k.float(), v.float(), is_causal).to(q.dtype)
-    (_, H, L, D) = q.shape
-    (_, K, T, _) = k.shape
-    flash = is_causal and q.device.type == "cuda" and D % 8 == 0
+    _, H, L, D = q.shape
+    _, K, T, _ = k.shape
+    flash = is_causal and q.is_cuda and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
         # not F.scaled_dot_product_attention: its causal mask lets only query T - 1 attend to all T keys
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
-    is_small = q.device.type == "cpu" and T <= MAX_KEYS and D <= MAX_HEAD_DIM
+    is_small = q.is_cpu and T <= MAX_KEYS and D <= MAX_HEAD_DIM
     if is_causal and L == T and not is_small:
         if not has_flash_attention(q, k, v):
             # SDPA's memory-efficient kernel needs as many key heads as query heads
@@ -101,11 +101,11 @@ def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     PyTorch) and AMD GPUs (not tested).
     """
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
-    if q.device.type == "meta":
+    if q.is_meta:
         return half and not is_before_ampere(q.device)
-    if q.device.type == "cuda" and not torch.version.hip:
+    if q.is_cuda and not torch.version.hip:
         return half and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True))
-    return q.device.type == "cpu"
+    return q.is_cpu
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> tuple[Tensor, Tensor, list]:
@@ -118,19 +118,18 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
         Outputs (S, H, L, D), on a CPU at least float32; log-sum-exps of scores (S, H, L), at least float32; and GPU
         backward arguments: lengths and an unused random state.
     """
-    if q.device.type == "cuda":
+    if q.is_cuda:
         out, lse, *state, _ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
         return out, lse, state
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = kernel(*with_more_digits(q, k, v), 0.0, is_causal)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*with_more_digits(q, k, v), 0.0, is_causal)
     return out, lse, []
 
 
 def with_more_digits(*inputs: Tensor) -> list[Tensor]:
     """Convert 16-bit tensors on a CPU to float32."""
-    if inputs[0].device.type != "cpu":
+    if not inputs[0].is_cpu:
         return [*inputs]
-    return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in inputs]
+    return [x.to(at_least_float32(x.dtype)) for x in inputs]
 
 
 def flash_attention_backward(
@@ -150,16 +149,15 @@ def flash_attention_backward(
         state: from flash_attention, for k and v.
     """
     lse = lse.contiguous()  # the GPU kernel ignores strides of lse
-    if q.device.type == "cuda":
-        (queries, keys, max_queries, max_keys, seed, offset) = state
+    if q.is_cuda:
+        *lengths, seed, offset = state
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, queries, keys, max_queries, max_keys, 0.0, is_causal, seed,
-            offset,
-        )  # fmt: skip
+            grad, q, k, v, out, lse, *lengths, 0.0, is_causal, seed, offset
+        )
     # float32: the CPU kernel sums k and v gradients in their own dtype
-    inputs = with_more_digits(grad, q, k, v, out)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    q_grad, k_grad, v_grad = kernel(*inputs, lse, 0.0, is_causal)
+    q_grad, k_grad, v_grad = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *with_more_digits(grad, q, k, v, out), lse, 0.0, is_causal
+    )
     return q_grad.to(q.dtype), k_grad.to(k.dtype), v_grad.to(v.dtype)
 
 

@@ -18,5 +18,4 @@ def running_sum(x: Tensor) -> Tensor:
     blocks = x.unflatten(1, (-1, BLOCK)).cumsum(-1)  # (r, blocks, BLOCK) sums within blocks
     totals = blocks[..., -1]  # (r, blocks) block sums
     before = totals.cumsum(-1) - totals
-    sums = (blocks + before[..., None]).flatten(1)
-    return sums[:, :vocab].contiguous()
+    return (blocks + before[..., None]).flatten(1)[:, :vocab].contiguous()

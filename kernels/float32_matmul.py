@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from minivlmrl.kernels.backend import is_before_ampere
+from minivlmrl.kernels.backend import at_least_float32, is_before_ampere
 
 COLUMNS = 2048  # columns of b to convert to float32 at once
 
@@ -23,7 +23,7 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         a, b: matrices, or batches with equal leading dimensions.
         out: memory for the result, only for matrices.
     """
-    out_dtype = torch.promote_types(a.dtype, torch.float32)
+    out_dtype = at_least_float32(a.dtype)
     if a.dtype == out_dtype or not has_float32_products(a.device):
         a = a.to(out_dtype)
         # convert `b` in blocks: a float32 copy of a whole LM head can take 0.5 GB
@@ -36,8 +36,7 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         return out
     if a.dim() == 2:
         return torch.mm(a, b, out_dtype=out_dtype, out=out)
-    products = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=out_dtype)
-    return products.unflatten(0, a.shape[:-2])
+    return torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=out_dtype).unflatten(0, a.shape[:-2])
 
 
 @cache

@@ -19,7 +19,7 @@ bfloat16, but gradients for hidden states and head are summed in float32.
 import torch
 from torch import Tensor
 
-from minivlmrl.kernels.backend import DTYPES, backend_for
+from minivlmrl.kernels.backend import DTYPES, at_least_float32, backend_for
 from minivlmrl.kernels.float32_matmul import float32_matmul, has_float32_products
 from minivlmrl.kernels.selective_log_softmax import (
     differences_,
@@ -46,7 +46,7 @@ class Pieces:
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float):
-        sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        sum_dtype = at_least_float32(hidden.dtype)
         self.is_triton = backend_for(hidden, "linear_log_softmax") == "triton"
         size = rows_per_piece(len(hidden), len(weight), hidden.device.type)
         width = len(weight)
@@ -90,8 +90,9 @@ class Pieces:
             return score_rows_(z, ids, self.temperature, self.scratch[: len(z)])
         parts = torch.empty(4, len(ids), dtype=torch.float32, device=ids.device)
         for tile in self.tiles:
-            is_last = tile == self.tiles[-1]
-            results = score_part_(self.logits(rows, tile), ids, parts, self.temperature, tile.start, is_last)
+            results = score_part_(
+                self.logits(rows, tile), ids, parts, self.temperature, tile.start, last=tile == self.tiles[-1]
+            )
         return results
 
     def differentiate(self, rows: slice, tile: slice, saved: list, upstream: list) -> Tensor:
@@ -103,8 +104,7 @@ class Pieces:
             dz = z if z.dtype == dtype else torch.empty_like(z, dtype=dtype)
             return differentiate_part_(z, ids, saved, upstream, self.temperature, dz, tile.start)
         d = differences_(z, saved[1], self.temperature)
-        scratch = self.scratch[: len(d)]
-        return differentiate_rows_(d, ids, saved, upstream, self.temperature, scratch).to(dtype)
+        return differentiate_rows_(d, ids, saved, upstream, self.temperature, self.scratch[: len(d)]).to(dtype)
 
 
 def tile_width(rows: int, vocab: int) -> int:
@@ -131,12 +131,10 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
     """
     if not masks:
         return ids.new_empty(2, 0)
-    counts = torch.cat([counts for counts, _ in masks])
-    allowed_ids = torch.cat([allowed for _, allowed in masks])
+    counts, allowed = zip(*masks, strict=True)
     tokens = torch.arange(len(ids))
-    token_of_allowed = tokens.repeat_interleave(counts)
     # also allow the tokens themselves, because tokens from tools have no other allowed id
-    return torch.stack([torch.cat([tokens, token_of_allowed]), torch.cat([ids, allowed_ids])])
+    return torch.stack([torch.cat([tokens, tokens.repeat_interleave(torch.cat(counts))]), torch.cat([ids, *allowed])])
 
 
 def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
@@ -163,13 +161,13 @@ def _linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pieces = Pieces(hidden, weight, ids, mask, temperature)
-    scored = [pieces.score(rows) for rows in pieces.rows]
+    scored = map(pieces.score, pieces.rows)
     return tuple(map(torch.cat, zip(*scored, strict=True)))  # pyright: ignore[reportReturnType]
 
 
 @_linear_log_softmax.register_fake
 def _(hidden, weight, ids, mask, temperature):
-    sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
+    sum_dtype = at_least_float32(hidden.dtype)
     return tuple(hidden.new_empty(ids.shape, dtype=sum_dtype) for _ in range(4))
 
 
@@ -273,5 +271,4 @@ def linear_log_sum_sq_probs(hidden: Tensor, weight: Tensor) -> Tensor:
     Source: part of WPO's weights, eq. 2 (arXiv 2406.11827); TRL's log_sum_sq_probs.
     """
     rows = rows_per_piece(len(hidden), len(weight), hidden.device.type)
-    log_p = (float32_matmul(h, weight.T).log_softmax(-1) for h in hidden.split(rows))
-    return torch.cat([piece.mul_(2).logsumexp(-1) for piece in log_p])
+    return torch.cat([float32_matmul(h, weight.T).log_softmax(-1).mul_(2).logsumexp(-1) for h in hidden.split(rows)])

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minivlmrl.kernels.backend import at_least_float32
+
 
 class RMSNorm(nn.RMSNorm):
     """RMSNorm with a faster backward than torch.nn.RMSNorm on a CPU; on a GPU, torch's fused kernel."""
@@ -27,7 +29,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 def _normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.to(at_least_float32(x.dtype))
     r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # (..., 1) row norms
     r = r.square_().div_(len(weight)).add_(eps).rsqrt_()
     return (wide * r).to(x.dtype).mul_(weight), r
@@ -49,5 +51,4 @@ class _RMSNorm(torch.autograd.Function):
         products = (g * n).flatten(0, -2)  # (rows, D), g n in the derivation
         means = (products @ wide_weight / -len(weight)).view(r.shape)  # -mean(g weight n) per row
         grad_x = n.mul_(means).addcmul_(g, wide_weight).mul_(r)
-        grad_weight = products.sum(0)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        return grad_x.to(x.dtype), products.sum(0).to(weight.dtype), None

@@ -34,7 +34,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minivlmrl.kernels.backend import backend_for, tl, triton
+from minivlmrl.kernels.backend import at_least_float32, backend_for, tl, triton
 
 FLOOR = -126.0  # lower limit for (logit - row maximum) in base 2; 2^-126 is the smallest normal float32
 LOG2E = 1 / math.log(2)
@@ -277,8 +277,7 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
         if backend_for(z, "selective_log_softmax") == "triton":
             logps, *saved = score_part_(z, ids, None, temperature)
         else:
-            wide = z.to(torch.promote_types(z.dtype, torch.float32), copy=True)
-            logps, *saved = score_rows_(wide, ids, temperature)
+            logps, *saved = score_rows_(z.to(at_least_float32(z.dtype), copy=True), ids, temperature)
         ctx.save_for_backward(z, ids, *saved)
         ctx.temperature = temperature
         return logps, saved[0]
@@ -288,8 +287,7 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
         z, ids, *saved = ctx.saved_tensors
         upstream = [g.contiguous(), e.contiguous()]
         if backend_for(z, "selective_log_softmax") == "triton":
-            out = torch.empty_like(z)
-            return differentiate_part_(z, ids, saved, upstream, ctx.temperature, out), None, None
+            return differentiate_part_(z, ids, saved, upstream, ctx.temperature, torch.empty_like(z)), None, None
         d = differences_(z.to(g.dtype, copy=True), saved[1], ctx.temperature)
         dz = differentiate_rows_(d, ids, saved, upstream, ctx.temperature).to(z.dtype)
         return dz.masked_fill_(~has_gradient(g, e)[:, None], 0.0), None, None
@@ -309,6 +307,7 @@ def selective_log_softmax(logits: Tensor, ids: Tensor, temperature: float = 1.0)
     """
     if logits.shape[:-1] != ids.shape:
         raise ValueError(f"logits have the shape {tuple(logits.shape)}, which does not fit ids {tuple(ids.shape)}")
-    rows = logits.reshape(-1, logits.shape[-1]).contiguous()
-    logps, entropies = _SelectiveLogSoftmax.apply(rows, ids.flatten(), temperature)
+    logps, entropies = _SelectiveLogSoftmax.apply(
+        logits.reshape(-1, logits.shape[-1]).contiguous(), ids.flatten(), temperature
+    )
     return logps.view(ids.shape), entropies.view(ids.shape)

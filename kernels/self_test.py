@@ -118,12 +118,9 @@ def check_nf4(device: str) -> list[float]:
     scale_indices = torch.randint(256, (num_blocks,), dtype=torch.uint8)
     group_scales, scale_table, values = torch.rand(3), torch.randn(256), torch.randn(16)
     offset = torch.tensor(0.5)
-    tables = scale_table.to(device), values.to(device)
-    actual = nf4_unpack(
-        packed.to(device), scale_indices.to(device), group_scales.to(device), offset.to(device), tables, DTYPE
-    )
-    group_of_block = torch.arange(num_blocks) // GROUP
-    scales = scale_table.double()[scale_indices.int()] * group_scales[group_of_block] + offset
+    inputs = [x.to(device) for x in (packed, scale_indices, group_scales, offset)]
+    actual = nf4_unpack(*inputs, (scale_table.to(device), values.to(device)), DTYPE)
+    scales = scale_table.double()[scale_indices.int()] * group_scales[torch.arange(num_blocks) // GROUP] + offset
     nibbles = torch.stack([packed >> 4, packed & 15], 1).flatten().int()
     expected = values.double()[nibbles] * scales.repeat_interleave(BLOCK)
     return [relative_error(actual, expected)]

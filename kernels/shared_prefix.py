@@ -75,7 +75,7 @@ def completion_attention(
         (R, H, C, D) attention outputs.
     """
     score_bytes = 4 * q[..., 0].numel() * (prompt_k.shape[2] + k.shape[2])  # float32 scores
-    if q.device.type == "cpu" and score_bytes <= MAX_SCORE_BYTES:
+    if q.is_cpu and score_bytes <= MAX_SCORE_BYTES:
         return grouped_attention(q, k, v, prompt_k, prompt_v, slots)
     if has_flash_attention(q, k, v):
         return JoinedAttention.apply(q, k, v, prompt_k, prompt_v, slots)
@@ -132,15 +132,14 @@ def grouped_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
 ) -> Tensor:
     """Compute completion attention with one product per prompt."""
-    (_, H, C, _) = q.shape
+    _, H, C, _ = q.shape
     K = k.shape[1]
     S = slots.slots  # completions per prompt
     h = H // K
     q = q.unflatten(1, (K, h)).transpose(2, 3)  # (R, K, C, h, D)
     q = slots.by_prompt(q).flatten(2, 3)  # (B, K, S*C*h, D)
     own_q = q.unflatten(2, (S, C * h))
-    own_k = slots.by_prompt(k).unflatten(2, (S, C))
-    own_v = slots.by_prompt(v).unflatten(2, (S, C))
+    own_k, own_v = (slots.by_prompt(x).unflatten(2, (S, C)) for x in (k, v))
     causal_mask = q.new_full((C, C), -math.inf).triu(1).repeat_interleave(h, dim=0)  # (C*h, C)
     to_own = attention_scores(own_q, own_k, causal_mask).flatten(2, 3)  # (B, K, S*C*h, C)
     to_prompt = attention_scores(q, prompt_k)  # (B, K, S*C*h, P)

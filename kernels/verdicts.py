@@ -52,8 +52,8 @@ def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]
         "kernels": hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest(),
     }
     # Triton's environment variables can change kernels: TRITON_PTXAS_PATH selects the assembler
-    options = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("TRITON_")}
-    key = json.dumps(setup | options)
+    setup |= {name: os.environ[name] for name in sorted(os.environ) if name.startswith("TRITON_")}
+    key = json.dumps(setup)
     folder = Path(triton.knobs.cache.dir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"minivlmrl_self_test_{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -61,8 +61,9 @@ def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]
         lock_file(file, wait=True)
         with suppress(OSError, ValueError):  # file missing, or incomplete after a crash
             results = json.loads(path.read_text())["results"]
-            is_recent = time.time() - path.stat().st_mtime < RETRY_AFTER
-            if is_recent or all(isinstance(result, float) for result in results.values()):
+            if time.time() - path.stat().st_mtime < RETRY_AFTER or all(
+                isinstance(result, float) for result in results.values()
+            ):
                 return results
         with ThreadPoolExecutor(len(kernels)) as pool:
             results = dict(zip(kernels, pool.map(partial(check_kernel, device), kernels), strict=True))
@@ -79,12 +80,15 @@ def driver_version() -> str:
 
 def check_kernel(device: str, kernel: str) -> float | str:
     """Run self_test.py for one kernel; return its relative error, or an error message."""
-    command = [sys.executable, "-P", "-m", "minivlmrl.kernels.self_test", device, kernel]
     search_path = [path or os.getcwd() for path in sys.path]  # an empty string in sys.path means the working folder
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(search_path)}
     try:
         done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIME_LIMIT
+            [sys.executable, "-P", "-m", "minivlmrl.kernels.self_test", device, kernel],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(search_path)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT,
         )
     except subprocess.TimeoutExpired:
         return f"no result after {TIME_LIMIT} s"

@@ -56,20 +56,6 @@ class Segments:
             self.inverse = self.order.argsort()
 
 
-def batched_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """Compute attention in torch, one call per run of equal lengths."""
-    if segments.order is not None:
-        q, k, v = (Reorder.apply(x, segments.order, segments.inverse) for x in (q, k, v))
-    lengths, tokens = zip(*segments.runs, strict=True)
-    runs = []
-    for length, *inputs in zip(lengths, q.split(tokens), k.split(tokens), v.split(tokens), strict=True):
-        # (segments, H, L, D)
-        heads = [x.unflatten(0, (-1, length)).transpose(1, 2) for x in inputs]
-        runs.append(dense_attention(*heads).transpose(1, 2).flatten(0, 1))
-    out = torch.cat(runs) if len(runs) > 1 else runs[0]
-    return out if segments.order is None else Reorder.apply(out, segments.inverse, segments.order)
-
-
 # segments are padded to ROWS tokens, and heads to COLUMNS elements, both powers of two
 constexpr = tl.constexpr
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -168,15 +154,14 @@ def _backward_kernel(
 def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
     """Round segment length and head dimension up to powers of two: (60, 80) -> (64, 128)."""
     # at least 16 rows and columns, as tl.dot requires
-    rows, columns = (max(16, 1 << (size - 1).bit_length()) for size in (longest, head_dim))
-    return rows, columns
+    return max(16, triton.next_power_of_2(longest)), max(16, triton.next_power_of_2(head_dim))
 
 
 def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, **tensors: Tensor) -> None:
     # rows and heads may have any stride, columns must be contiguous
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-    (_, H, D) = q.shape
-    (rows, columns) = block_sizes(longest, D)
+    _, H, D = q.shape
+    rows, columns = block_sizes(longest, D)
     with torch.cuda.device_of(q):  # Triton launches kernels on the current device
         kernel[((len(cu_seqlens) - 1) * H,)](
             q, k, v, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cu_seqlens, **tensors,
@@ -191,7 +176,7 @@ def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest
 
 @torch.library.custom_op("minivlmrl::window_attention", mutates_args=())
 def _window_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = q.new_empty(q.shape)
     _launch(_forward_kernel, q, k, v, cu_seqlens, longest, out=out)
     return out
 
@@ -200,7 +185,7 @@ def _window_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longe
 def _window_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_q, grad_k, grad_v = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
+    grad_q, grad_k, grad_v = (q.new_empty(q.shape) for _ in range(3))
     _launch(
         _backward_kernel, q, k, v, cu_seqlens, longest,
         grad=grad.contiguous(), grad_q=grad_q, grad_k=grad_k, grad_v=grad_v,
@@ -247,4 +232,13 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
 
         starts, longest = segments.cu_seqlens, segments.longest
         return varlen_attn(q, k, v, starts, starts, longest, longest)  # pyright: ignore[reportReturnType]
-    return batched_attention(q, k, v, segments)
+    if segments.order is not None:
+        q, k, v = (Reorder.apply(x, segments.order, segments.inverse) for x in (q, k, v))
+    lengths, tokens = zip(*segments.runs, strict=True)
+    runs = []
+    for length, *inputs in zip(lengths, q.split(tokens), k.split(tokens), v.split(tokens), strict=True):
+        # (segments, H, L, D)
+        heads = [x.unflatten(0, (-1, length)).transpose(1, 2) for x in inputs]
+        runs.append(dense_attention(*heads).transpose(1, 2).flatten(0, 1))
+    out = torch.cat(runs) if len(runs) > 1 else runs[0]
+    return out if segments.order is None else Reorder.apply(out, segments.inverse, segments.order)

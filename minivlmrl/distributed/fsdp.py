@@ -30,6 +30,7 @@ from minivlmrl.distributed.weights import (
     units,
 )
 from minivlmrl.errors import UserError
+from minivlmrl.kernels.backend import at_least_float32
 from minivlmrl.model.attention import GroupAttention, PackedLayout
 from minivlmrl.model.build import assign
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -69,10 +70,12 @@ class Sharding:
         self.recompute = recompute
         self.once_per_step = section.once_per_step
         self.compute_dtype = compute_dtype or dtype
-        # cast_forward_inputs=False keeps inputs such as rotary angles in float32
-        gradient_dtype = torch.promote_types(dtype, torch.float32)
-        self.precision = MixedPrecisionPolicy(compute_dtype, gradient_dtype, cast_forward_inputs=False)
-        self.offload = CPUOffloadPolicy(world.device.type == "cuda") if section.cpu_offload else OffloadPolicy()
+        self.precision = MixedPrecisionPolicy(
+            compute_dtype,
+            at_least_float32(dtype),
+            cast_forward_inputs=False,  # keeps inputs such as rotary angles in float32
+        )
+        self.offload = CPUOffloadPolicy(device_type == "cuda") if section.cpu_offload else OffloadPolicy()
 
     def shard(self, model: VisionLanguageModel):
         """Shard a model in place, on any device, including meta."""
@@ -137,8 +140,7 @@ class Sharding:
 
     def take_shard(self, tensor: Tensor, like: Tensor) -> Tensor:
         """Copy this rank's rows of a full tensor into a DTensor like `like`."""
-        rows = shard_rows(self.mesh, len(tensor))
-        local_rows = tensor[rows].to(self.device, like.dtype, copy=True)
+        local_rows = tensor[shard_rows(self.mesh, len(tensor))].to(self.device, like.dtype, copy=True)
         # DTensor.from_local would move offloaded weights to the GPU
         return DTensor(local_rows, like._spec, requires_grad=False)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -148,8 +150,7 @@ class Sharding:
         for unit in units(model):
             unit.unshard()
         unsharded = clone_architecture(model, self.compute_dtype)
-        weights = {name: x.detach() for name, x in (*model.named_parameters(), *model.named_buffers())}
-        assign(unsharded, weights)
+        assign(unsharded, {name: x.detach() for name, x in (*model.named_parameters(), *model.named_buffers())})
         return unsharded
 
     def copy(self, model: VisionLanguageModel, in_compute_dtype: bool) -> VisionLanguageModel:
@@ -194,7 +195,7 @@ class DummyVisionForward:
         if zero is None:
             return None
         x, *others = arguments
-        return (x + zero, *others)
+        return x + zero, *others
 
 
 def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLanguageModel, world: World) -> Callable:

@@ -34,8 +34,7 @@ def attempt_store(limit: timedelta) -> Store:
             "that no firewall closes this port and no other program uses it"
         ) from error
     one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0"
-    return PrefixStore(attempt, store)
+    return PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_host else "0", store)
 
 
 def connect(store: Store, rank: int, size: int, device: torch.device, limit: timedelta):
@@ -60,8 +59,9 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
     hosts = [name.decode() for name in store.multi_get(keys)]
     has_gpu = device.type == "cuda"
     # gloo and NCCL wait forever for unreachable ranks, so a timer ends the process
-    late = describe(f"no answer within {CONNECT_SECONDS:g} seconds", hosts, rank)
-    timer = threading.Timer(CONNECT_SECONDS, end_process, [late])
+    timer = threading.Timer(
+        CONNECT_SECONDS, end_process, [describe(f"no answer within {CONNECT_SECONDS:g} seconds", hosts, rank)]
+    )
     timer.daemon = True
     timer.start()
     try:

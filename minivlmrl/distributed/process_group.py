@@ -260,7 +260,7 @@ def monitored_barrier(limit: timedelta, names_all: bool = False):
     Raises:
         RuntimeError: a rank has ended or is late; on rank 0, "Rank 1 failed to pass monitoredBarrier".
     """
-    if barrier_group is not None:
+    if barrier_group:
         dist.monitored_barrier(barrier_group, limit, wait_all_ranks=names_all)
 
 

@@ -72,7 +72,7 @@ def save_model(
                 write_json(
                     new_folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
                 )
-            if write_more_files is not None:
+            if write_more_files:
                 write_more_files(new_folder)
             saving.pop_all().close()  # move the new folder into place
 
@@ -132,7 +132,7 @@ def write_other_files(
     """Write config, processor and adapter into a model folder, or only the adapter if not `merge`."""
     if merge:
         write_settings(folder, model, processor)
-    if write_adapter is not None:
+    if write_adapter:
         write_adapter(folder / "adapter")
     settings = processor.tokenizer.files.get(INFERENCE_CONFIG)
     for target in (folder, folder / "adapter"):

@@ -43,12 +43,11 @@ def load_critic(
 ) -> ValueModel:
     """Load a value model as a critic, applying the options `adapter` and `model.freeze`."""
     check_same_inputs(folder, policy, processor)
-    dtype = policy.lm_head.weight.dtype
     inject = partial(inject_adapters, options=config.adapter)
-    critic = load_value_model(folder, dtype, device, policy.sharding, inject)
+    critic = load_value_model(folder, policy.lm_head.weight.dtype, device, policy.sharding, inject)
     critic.backbone.save_dtype = policy.save_dtype
     init_adapters(critic.backbone, config.seed)
-    if config.model.activation_checkpointing and policy.sharding is None:
+    if config.model.activation_checkpointing and not policy.sharding:
         recompute_blocks(critic.backbone)
     select_trained(critic, config.model.freeze)
     return critic

@@ -58,5 +58,4 @@ def restart_watchdog(max_wait: float | None, size: int):
         max_wait: seconds, None = no limit; doubled with several ranks, to let waiting ranks save a checkpoint.
     """
     if max_wait is not None:
-        limit = max_wait if size == 1 else 2 * max_wait
-        faulthandler.dump_traceback_later(limit, exit=True, file=2)
+        faulthandler.dump_traceback_later(max_wait if size == 1 else 2 * max_wait, exit=True, file=2)

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-# activation checkpointing: keep a function's inputs, and run it again in the backward pass
-compute_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-
 
 def num_shards(section: ShardingOptions, num_ranks: int) -> int:
     """Return the number of ranks per replica."""
@@ -120,7 +117,7 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
         gather_weights: if True, gather all weights first; ranks may then run different numbers of forward passes. If
             False, gather one layer at a time; all ranks must run equally many forward passes (fsdp.in_lockstep).
     """
-    if model.sharding is None:
+    if not model.sharding:
         with adapter_copies(model), torch.inference_mode():
             yield model
         return
@@ -152,12 +149,15 @@ def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> Vi
     Args:
         in_compute_dtype: if True, copy a sharded model in its compute dtype.
     """
-    if model.sharding is None:
+    if not model.sharding:
         return copy.deepcopy(model, shared_base(model))
     return model.sharding.copy(model, in_compute_dtype)
 
 
 def recompute_blocks(model: VisionLanguageModel):
-    """Enable activation checkpointing for vision blocks and decoder layers."""
+    """Enable activation checkpointing for vision blocks and decoder layers.
+
+    Blocks keep only their inputs, and run again in the backward pass.
+    """
     for block in model.blocks():
-        block.forward = partial(compute_again, block.forward)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)

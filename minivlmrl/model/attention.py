@@ -76,10 +76,10 @@ class PackedLayout:
         self.shapes = [block.shape for block in blocks]
         order = torch.cat([block.flatten() for block in blocks])
         filled = order >= 0
-        inverse = filled.nonzero()[:, 0][order[filled].argsort()]  # (N,) token index in the padded matrices
         self.in_order = torch.equal(order, torch.arange(self.num_tokens))
         self.order = to_device(order.clamp(min=0), device)
-        self.inverse = to_device(inverse, device)
+        # (N,) token index in the padded matrices
+        self.inverse = to_device(filled.nonzero()[:, 0][order[filled].argsort()], device)
 
     def pad_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
         """Group prompts by length, and pad their token indices to matrices.
@@ -106,8 +106,9 @@ class PackedLayout:
         if not self.in_order:
             x = Reorder.apply(x, self.order, self.inverse)
         sizes = [shape.numel() for shape in self.shapes]
-        cells_and_shapes = zip(x.split(sizes), self.shapes, strict=True)
-        blocks = [cells.unflatten(0, shape).transpose(1, 2) for cells, shape in cells_and_shapes]
+        blocks = [
+            cells.unflatten(0, shape).transpose(1, 2) for cells, shape in zip(x.split(sizes), self.shapes, strict=True)
+        ]
         return list(zip(blocks[::2], blocks[1::2], strict=True))
 
 
@@ -134,12 +135,11 @@ class GroupAttention:
         if self.keep_keys:
             self.keys.append((k, v))
         layout = self.layout
-        blocks = [layout.blocks(x) for x in (q, k, v)]
-        blocks_and_slots = zip(*blocks, layout.slots, strict=True)
+        blocks = map(layout.blocks, (q, k, v))
         out = []
-        for (prompt_q, row_q), (prompt_k, row_k), (prompt_v, row_v), slots in blocks_and_slots:
+        for (prompt_q, row_q), (prompt_k, row_k), (prompt_v, row_v), slots in zip(*blocks, layout.slots, strict=True):
             out.append(dense_attention(prompt_q, prompt_k, prompt_v, is_causal=True))
-            if slots is not None:
+            if slots:
                 out.append(completion_attention(row_q, row_k, row_v, prompt_k, prompt_v, slots))
         out = [x.transpose(1, 2).flatten(0, 1) for x in out]  # (rows * tokens, H, D)
         out = torch.cat(out) if len(out) > 1 else out[0]
@@ -169,12 +169,13 @@ class DecodeAttention:
         for layer in prompts.keys:
             padded = [pad_sequence(list(x.split(lengths)), batch_first=True) for x in layer]
             self.prompt_kv.append([x.transpose(1, 2).contiguous() for x in padded])
-        zeros = [first_keys.new_zeros(n) for n in lengths]
-        self.prompt_bias = pad_sequence(zeros, batch_first=True, padding_value=float("-inf"))
+        self.prompt_bias = pad_sequence(
+            [first_keys.new_zeros(n) for n in lengths], batch_first=True, padding_value=float("-inf")
+        )
         self.masks_prompts = len(set(lengths)) > 1
         # per layer: completion keys and values (R, K, capacity, D); row_bias is -inf at unused positions
         R = len(prompt_index)
-        (_, K, D) = first_keys.shape
+        _, K, D = first_keys.shape
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
         self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
         self.num_row_keys = 0  # completion keys in the longest row
@@ -236,7 +237,7 @@ class DecodeAttention:
 
     def remember(self, layer_index: int, k: Tensor, v: Tensor) -> list[Tensor]:
         """Append keys and values to the KV cache; return those of all completion tokens."""
-        (R, K, D) = k.shape
+        R, K, D = k.shape
         index = self.newest.view(R, 1, 1, 1).expand(R, K, 1, D)
         for keys, new in zip(self.row_kv[layer_index], (k, v), strict=True):
             if self.masks_rows:
@@ -247,7 +248,7 @@ class DecodeAttention:
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute attention (R, H, D) for new tokens from q (R, H, D), k and v (R, K, D)."""
-        (R, H, D) = q.shape
+        R, H, D = q.shape
         K = k.shape[1]
         row_k, row_v = self.remember(layer_index, k, v)  # (R, K, C, D)
         prompt_k, prompt_v = self.prompt_kv[layer_index]  # (B, K, P, D)

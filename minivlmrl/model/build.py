@@ -75,8 +75,7 @@ def initialize(model: VisionLanguageModel, generator: torch.Generator):
         if name.endswith("embed_tokens.weight"):
             parameter.normal_(0, 0.02, generator=generator)
         elif name.endswith("pos_embed.weight"):
-            deviation = model.config.vision_config.initializer_range
-            parameter.normal_(0, deviation, generator=generator)
+            parameter.normal_(0, model.config.vision_config.initializer_range, generator=generator)
         elif parameter.dim() > 1:
             blocks = model.visual.blocks if name.startswith("visual.") else model.model.layers
             into_residual = name.removesuffix(".weight").endswith(INTO_RESIDUAL)

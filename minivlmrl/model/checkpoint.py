@@ -22,6 +22,7 @@ from minivlmrl.data.tokenizer import load_tokenizer
 from minivlmrl.errors import UserError, error_context, require
 from minivlmrl.files import INFERENCE_CONFIG, check_model_folder, file_inside, unchanged, weight_files
 from minivlmrl.json_files import check_downloaded, read_json, write_json
+from minivlmrl.kernels.backend import at_least_float32
 from minivlmrl.model import config_json
 from minivlmrl.model.build import PATCHES, assign
 from minivlmrl.model.config import ModelConfig
@@ -64,9 +65,9 @@ def load_model(
         files = weight_files(folder)
         with torch.device("meta"):
             model = find_family(config.model_type).build_model(config).to(dtype or DTYPES[config.torch_dtype])
-        if adapt is not None:
+        if adapt:
             adapt(model)
-        if sharding is not None:
+        if sharding:
             sharding.shard(model)
 
         # take_shard: (tensor in a file, parameter) -> this rank's shard
@@ -132,8 +133,7 @@ def check_loaded(weight: Tensor, name: str, file: Path):
     # a sharded weight is a DTensor
     local_weight = weight.to_local() if hasattr(weight, "to_local") else weight  # pyright: ignore[reportAttributeAccessIssue]
     # the sum is not finite if any value is NaN or infinite
-    total = local_weight.sum(dtype=torch.promote_types(weight.dtype, torch.float32))
-    if not total.isfinite():
+    if not local_weight.sum(dtype=at_least_float32(weight.dtype)).isfinite():
         raise UserError(
             f"{file}: the tensor {name} contains NaN or infinite values. Download the model again, "
             "or save it again from an earlier state."
@@ -188,8 +188,7 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
         config = read_config(folder)
         family = find_family(config.model_type)
         image_file, image_values = image_settings(folder)
-        image_values = {**family.images, **image_values}
-        images = read_image_processor(image_values, str(image_file), min_pixels, max_pixels)
+        images = read_image_processor({**family.images, **image_values}, str(image_file), min_pixels, max_pixels)
         video_file, video_values = video_settings(folder)
         images = replace(images, videos=family.read_videos(video_values, str(video_file), images))
         tokenizer = load_tokenizer(folder / "tokenizer.json")
@@ -240,8 +239,12 @@ def end_token_ids(folder: Path) -> list[int]:
     file = folder / "generation_config.json"
     value = read_json(file).get("eos_token_id") if file.is_file() else None
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    is_valid = all(isinstance(token_id, int) and token_id >= 0 for token_id in ids)
-    require(is_valid, f"{file}: eos_token_id", value, "the id of a token, or a list of ids")
+    require(
+        all(isinstance(token_id, int) and token_id >= 0 for token_id in ids),
+        f"{file}: eos_token_id",
+        value,
+        "the id of a token, or a list of ids",
+    )
     return ids
 
 
@@ -280,8 +283,10 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
     write_json(folder / "config.json", {**config_json.to_dict(model.config), "torch_dtype": dtype})
     tokenizer = processor.tokenizer
     tokenizer.save(folder / "tokenizer.json")
-    names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer", **names})
+    write_json(
+        folder / "tokenizer_config.json",
+        {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+    )
     template = processor.template
     if template.text in (DEFAULT, DEFAULT_QWEN3):
         (folder / "chat_template.jinja").write_bytes(template.text.encode())

@@ -22,8 +22,12 @@ REWRITTEN_IN_VISION = REWRITTEN | {"model_type", "hidden_act", "in_chans", "spat
 def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """Parse config.json, flat as on the hub or nested as in transformers 5."""
     model_type = config.get("model_type")
-    expected = f"{' or '.join(FAMILIES)}; no other family, and no text model, is supported"
-    require(model_type in [*FAMILIES], f"{where}: model_type", model_type, expected)
+    require(
+        model_type in [*FAMILIES],
+        f"{where}: model_type",
+        model_type,
+        f"{' or '.join(FAMILIES)}; no other family, and no text model, is supported",
+    )
     family = find_family(model_type)
     text = _section(config, where, "text_config")
     vision = _section(config, where, "vision_config")
@@ -39,8 +43,12 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
         ("vision_config.rope_type", vision_rope.get("rope_type"), ("axial", "default")),
     ]
     for key, value, supported in settings:
-        is_supported = value is None or value in supported
-        require(is_supported, f"{where}: {key}", value, f"{supported[0]!r}; no other value is supported")
+        require(
+            value is None or value in supported,
+            f"{where}: {key}",
+            value,
+            f"{supported[0]!r}; no other value is supported",
+        )
     flat.pop("mrope_section", None)  # ignore mrope_section outside rope_scaling
     names = {field.name for field in fields(family.config_type)}
     flat = _merge(family.read_text(flat), {name: x for name, x in rope.items() if name in names})
@@ -50,12 +58,11 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
     defaults = {"in_channels": VisionConfig.in_channels, "rope_theta": VisionConfig.rope_theta}
     others = {"in_channels": vision.get("in_chans"), "rope_theta": vision_rope.get("rope_theta")}
     vision = family.read_vision(_merge(defaults, vision, others), where)
-    vision_names = {field.name for field in fields(family.vision_config_type)}
-    vision["extra"] = without(vision, vision_names | REWRITTEN_IN_VISION)
+    vision["extra"] = without(vision, {field.name for field in fields(family.vision_config_type)} | REWRITTEN_IN_VISION)
     flat["vision_config"] = build(family.vision_config_type, vision, where, "vision_config.", json=True)
     flat["extra"] = without(flat, names | REWRITTEN)
-    given = {name: x for name, x in flat.items() if x is not None or name in NULLABLE}
-    built = build(family.config_type, given, where, json=True)
+    flat = {name: x for name, x in flat.items() if x is not None or name in NULLABLE}
+    built = build(family.config_type, flat, where, json=True)
     with error_context(where):
         _check(built)
     return built
@@ -67,24 +74,24 @@ def to_dict(model_config: ModelConfig) -> dict[str, Any]:
     text = asdict(model_config)
     vision = text.pop("vision_config")
     vision = vision.pop("extra") | vision
-    extra = text.pop("extra")
     mrope_section = text.pop("mrope_section")
     in_channels = vision.pop("in_channels")
-    written = {
-        **extra,
-        "architectures": [family.architecture],
-        "hidden_act": "silu",
-        **text,
-        "rope_scaling": {"type": "mrope", "mrope_section": mrope_section},
-        "vision_config": {
-            **vision,
-            "model_type": model_config.model_type,
-            "hidden_act": family.vision_hidden_act,
-            "in_chans": in_channels,
-            "spatial_patch_size": vision["patch_size"],
-        },
-    }
-    return family.write_config(written)
+    return family.write_config(
+        {
+            **text.pop("extra"),
+            "architectures": [family.architecture],
+            "hidden_act": "silu",
+            **text,
+            "rope_scaling": {"type": "mrope", "mrope_section": mrope_section},
+            "vision_config": {
+                **vision,
+                "model_type": model_config.model_type,
+                "hidden_act": family.vision_hidden_act,
+                "in_chans": in_channels,
+                "spatial_patch_size": vision["patch_size"],
+            },
+        }
+    )
 
 
 def without(values: dict, names: Container[str]) -> dict:

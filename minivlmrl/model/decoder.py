@@ -4,6 +4,7 @@ Dimensions: N tokens, H query heads, K key/value heads, D head_dim.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,9 @@ class VisionLanguageModel(nn.Module):
             if vision_embeds is None:
                 vision_embeds = self.visual(batch.pixel_values, batch.image_grid_thw)
             x, deep = place_images(x, vision_embeds, batch.vision_index)
-        attention = attention or GroupAttention(batch.layout)
-        return self.model(x, batch.position_ids, attention, select, batch.vision_index, deep)
+        return self.model(
+            x, batch.position_ids, attention or GroupAttention(batch.layout), select, batch.vision_index, deep
+        )
 
 
 def place_images(x: Tensor, vision_embeds: Tensor, index: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -119,9 +121,10 @@ class SelfAttention(nn.Module):
         self.head_dim = model_config.head_dim
         width = model_config.num_attention_heads * self.head_dim
         key_width = model_config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(model_config.hidden_size, width, model_config.attention_bias)
-        self.k_proj = nn.Linear(model_config.hidden_size, key_width, model_config.attention_bias)
-        self.v_proj = nn.Linear(model_config.hidden_size, key_width, model_config.attention_bias)
+        project = partial(nn.Linear, model_config.hidden_size, bias=model_config.attention_bias)
+        self.q_proj = project(width)
+        self.k_proj = project(key_width)
+        self.v_proj = project(key_width)
         norm = RMSNorm if model_config.qk_norm else nn.Identity
         self.q_norm = norm(self.head_dim, model_config.rms_norm_eps)
         self.k_norm = norm(self.head_dim, model_config.rms_norm_eps)

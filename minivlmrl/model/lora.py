@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data.rows import random_numbers
 from minivlmrl.errors import UserError, require
-from minivlmrl.kernels.backend import is_half_on_gpu
+from minivlmrl.kernels.backend import at_least_float32, is_half_on_gpu
 from minivlmrl.kernels.float32_matmul import tf32_products
 from minivlmrl.model.build import assign
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -40,8 +40,8 @@ def inject_adapters(model: VisionLanguageModel, options: LoRAOptions):
     model.requires_grad_(not options.r)
     if not options.r:
         return
-    layer_names = chain(*(target_layers(model, target) for target in options.target))
-    for name in dict.fromkeys(layer_names):  # two targets may match the same layer
+    # two targets may match the same layer
+    for name in dict.fromkeys(chain(*(target_layers(model, target) for target in options.target))):
         add_lora(model, name, options.r, options.alpha / options.r, options.dropout)
     if options.quantize:
         quantize_base(model)
@@ -57,7 +57,7 @@ class LoRALinear(ReplacedLinear):
         self.out_features, self.in_features = self.shape
         self.r, self.scaling = r, scaling
         self.dropout = dropout
-        dtype = torch.promote_types(base.weight.dtype, torch.float32)
+        dtype = at_least_float32(base.weight.dtype)
         self.lora_A = nn.Parameter(base.weight.new_zeros(r, self.in_features, dtype=dtype))
         self.lora_B = nn.Parameter(base.weight.new_zeros(self.out_features, r, dtype=dtype))
         # dropout function, set only inside `with dropout(...)`
@@ -66,9 +66,9 @@ class LoRALinear(ReplacedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Compute base plus adapter: x (N, in_features) -> (N, out_features), in the base dtype."""
         base_result = self.base(x)
-        adapter_input = x if self.drop is None else self.drop(x.to(self.lora_A.dtype))
+        adapter_input = self.drop(x.to(self.lora_A.dtype)) if self.drop else x
         is_half = is_half_on_gpu(base_result.device, base_result.dtype)
-        products = tf32_products if is_half and torch.version.hip is None else nullcontext
+        products = tf32_products if is_half and not torch.version.hip else nullcontext
         return AdapterSum.apply(base_result, adapter_input, self.lora_A, self.lora_B, self.scaling, products)
 
     @property
@@ -200,9 +200,8 @@ def copy_adapter_layout(model: nn.Module, other: nn.Module):
 
 def quantize_base(model: VisionLanguageModel):
     """Quantize decoder layers and adapter bases to NF4, except the family's not_quantized layers."""
-    not_quantized = family_of(model).not_quantized
     for name, module in list(model.named_modules()):
-        keeps_dtype = name.removesuffix(".base").endswith(not_quantized)
+        keeps_dtype = name.removesuffix(".base").endswith(family_of(model).not_quantized)
         in_decoder_or_adapted = name.startswith(PARTS["language"]) or name.endswith(".base")
         if isinstance(module, nn.Linear) and in_decoder_or_adapted and not keeps_dtype:
             quantize_layer(model, name)
@@ -212,8 +211,7 @@ def quantize_layer(model: nn.Module, name: str):
     # lazy import: few recipes use NF4
     from minivlmrl.model.nf4 import NF4Linear
 
-    linear = model.get_submodule(name)
-    model.set_submodule(name, NF4Linear(linear))  # pyright: ignore[reportArgumentType]
+    model.set_submodule(name, NF4Linear(model.get_submodule(name)))  # pyright: ignore[reportArgumentType]
 
 
 def init_adapters(model: VisionLanguageModel, seed: int):

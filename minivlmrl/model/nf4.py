@@ -51,8 +51,7 @@ def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, 
     value_blocks = F.pad(values, (0, -num_values % block)).view(num_rows, -1, block)
     scales = value_blocks.abs().amax(2)  # (rows, blocks)
     normalized = value_blocks * (1 / scales.clamp(min=1e-38))[..., None]  # (rows, blocks, values)
-    boundaries = (code[:-1] + code[1:]) / 2
-    nearest_indices = torch.bucketize(normalized, boundaries, out_int32=True)
+    nearest_indices = torch.bucketize(normalized, (code[:-1] + code[1:]) / 2, out_int32=True)
     return nearest_indices.to(torch.uint8).view(num_rows, -1)[:, :num_values], scales
 
 
@@ -70,8 +69,7 @@ def pack_nf4(weight: Tensor) -> dict[str, Tensor]:
     padded_values = F.pad(weight.detach().float().flatten(), (0, -weight.numel() % BLOCK))
     value_indices, scales = quantize(padded_values[None], _table(weight.device), BLOCK)
     offset = scales.mean()
-    scale_code = dynamic_code(True, weight.device)
-    scale_indices, scale_scales = quantize(scales - offset, scale_code)
+    scale_indices, scale_scales = quantize(scales - offset, dynamic_code(True, weight.device))
     return {
         "packed": value_indices[0, ::2] << 4 | value_indices[0, 1::2],
         "scale_indices": scale_indices[0],
@@ -99,13 +97,12 @@ def unpack_nf4(
     piece_blocks = 4096 if packed.is_cpu else len(scales)
     value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)  # (256,) byte -> two float32 values
     values = scales.new_empty(len(scales), BLOCK, dtype=dtype)
-    pieces = zip(
+    for value_piece, pair_indices, block_scales in zip(
         values.split(piece_blocks),
         packed.view(-1, BLOCK // 2).split(piece_blocks),
         scales[:, None].split(piece_blocks),
         strict=True,
-    )
-    for value_piece, pair_indices, block_scales in pieces:
+    ):
         unscaled = value_pairs.take(pair_indices.long()).view(torch.float32)
         torch.mul(unscaled, block_scales, out=value_piece)
     return values.flatten()
@@ -126,7 +123,7 @@ class NF4Linear(PackedLinear):
         else:
             packed_tensors = pack_nf4(weight.to(self.dtype))
         packed_weight = packed_tensors.pop("packed")
-        if take_shard is not None:
+        if take_shard:
             packed_weight = take_shard(packed_weight, self.packed)
         self.packed = nn.Parameter(packed_weight, requires_grad=False)
         for name, tensor in packed_tensors.items():

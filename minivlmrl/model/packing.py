@@ -47,8 +47,7 @@ class GroupBatch:
         """Arrange per-token values (M,) in rows (R, T), right-padded with zeros."""
         R = len(self.layout.row_lengths)
         T = max(self.layout.row_lengths, default=0)
-        padded = per_token.new_zeros(R * T)
-        return padded.index_copy(0, self.layout.row_index, per_token).view(R, T)
+        return per_token.new_zeros(R * T).index_copy(0, self.layout.row_index, per_token).view(R, T)
 
     @property
     def completion_mask(self) -> Tensor:
@@ -79,8 +78,6 @@ def pack(
     all_completions = list(chain(*completions))
     if not all(len(completion.ids) for completion in all_completions):
         raise UserError("A completion has no tokens. Drop its row, or end it with a stop token.")
-    prompt_lengths = [len(prompt.input_ids) for prompt in prompts]
-    completion_lengths = [[len(completion.ids) for completion in group] for group in completions]
     segments = []
     for prompt, group in zip(prompts, completions, strict=True):
         segments += pack_group(prompt, group, model_config)
@@ -90,7 +87,6 @@ def pack(
     nothing = torch.zeros(0, dtype=torch.long)  # torch.cat needs a tensor even without completions
     scored = torch.cat([nothing, *(completion.ids for completion in all_completions)])
     policy_mask = torch.cat([nothing, *(completion.policy_mask for completion in all_completions)]).float()
-    masks = [x.sampling_mask for x in all_completions if x.sampling_mask]
     pixel_values = torch.cat([patches for segment in segments for patches in segment.pixel_values])
     vision_embeds = None
     # use cached vision tower outputs only if they cover all images
@@ -105,8 +101,15 @@ def pack(
         vision_index=to_device(vision_index, device),
         completion_ids=to_device(scored, device),
         policy_mask=to_device(policy_mask, device),
-        sampling_mask=to_device(join_masks(scored, masks), device),
-        layout=PackedLayout(prompt_lengths, completion_lengths, device, rows),
+        sampling_mask=to_device(
+            join_masks(scored, [x.sampling_mask for x in all_completions if x.sampling_mask]), device
+        ),
+        layout=PackedLayout(
+            [len(prompt.input_ids) for prompt in prompts],
+            [[len(completion.ids) for completion in group] for group in completions],
+            device,
+            rows,
+        ),
         prompts=prompts,
         vision_embeds=vision_embeds,
     )
@@ -156,9 +159,9 @@ def pack_group(prompt: Prompt, group: Sequence[Completion], model_config: ModelC
     next_position = int(position_ids.max()) + 1
     for completion in group:
         segment = Segment(
-            ids=completion.ids[:-1],
-            image_ids=completion.ids.masked_fill(completion.policy_mask, -1)[:-1],
-            position_ids=next_position + torch.arange(len(completion.ids) - 1).expand(3, -1),
+            completion.ids[:-1],
+            completion.ids.masked_fill(completion.policy_mask, -1)[:-1],
+            next_position + torch.arange(len(completion.ids) - 1).expand(3, -1),
         )
         if completion.pictures:
             segment.pixel_values = [patches for _, patches, _ in completion.pictures]

@@ -22,8 +22,6 @@ from minivlmrl.model.families.registry import hub_name, module_name
 from minivlmrl.model.lora import LoRALinear, adapters, add_lora, set_parameters
 from minivlmrl.model.plain_weights import PackedLinear, gather_full_tensor, is_adapter
 
-AdapterShape = tuple[int, float]  # (r, scaling)
-LAYER = re.compile(r"[\w.]+")
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # adapter path inside a PEFT folder, a checkpoint, and a run folder
 INNER_FOLDERS = "", "adapter", "checkpoint/adapter"
@@ -84,8 +82,9 @@ def find_adapter(folder: str | Path) -> Path:
 
 def is_adapter_folder(folder: str | Path) -> bool:
     """Return True for a folder with an adapter but no full model."""
-    has_model = (Path(folder) / "config.json").is_file()
-    return not has_model and any((Path(folder) / inner / CONFIG).is_file() for inner in INNER_FOLDERS)
+    return not (Path(folder) / "config.json").is_file() and any(
+        (Path(folder) / inner / CONFIG).is_file() for inner in INNER_FOLDERS
+    )
 
 
 def base_model(folder: str | Path) -> str:
@@ -108,7 +107,7 @@ def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) 
         shapes = {}
         for name, tensor in read_tensors(folder / WEIGHTS):
             match = TENSOR.fullmatch(name)
-            if match is not None and match[2] == "lora_A":
+            if match and match[2] == "lora_A":
                 require(tensor.dim() == 2, name, tuple(tensor.shape), "the shape of a matrix")
                 shapes[hub_name(match[1])] = len(tensor)
         ranks = set(shapes.values())
@@ -120,11 +119,12 @@ def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) 
             )
     [r] = ranks
     alpha = config.lora_alpha * (math.sqrt(r) if config.use_rslora else 1)
-    target = "|".join(map(re.escape, sorted(shapes)))
-    return LoRAOptions(FilePath(str(folder)), r, alpha, target=[target], quantize=quantize)
+    return LoRAOptions(
+        FilePath(str(folder)), r, alpha, target=["|".join(map(re.escape, sorted(shapes)))], quantize=quantize
+    )
 
 
-def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, AdapterShape], dict[str, Tensor]]:
+def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, tuple[int, float]], dict[str, Tensor]]:
     """Read a PEFT folder; return {layer: (r, scaling)} and {parameter name: weight}."""
     folder = find_adapter(folder)
     with unchanged(folder):
@@ -136,7 +136,7 @@ def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, Ada
             for name, tensor in read_tensors(file):
                 check_loaded(tensor, name, file)
                 match = TENSOR.fullmatch(name)
-                if match is None:
+                if not match:
                     raise UserError(f"the tensor {name:.80} is not a lora_A or lora_B of a linear layer. {MERGE}")
                 layer_name, kind = match.groups()
                 layer_name = hub_name(layer_name)  # layer names depend on the transformers release
@@ -156,12 +156,18 @@ def _read_config(file: Path) -> PeftConfig:
             if values.get(name) not in (None, False, [], "none"):
                 raise UserError(f"{name} is {truncate(values[name], 60)}, which is not supported. {MERGE}")
         for name in config.alpha_pattern or {}:
-            is_name = LAYER.fullmatch(name) is not None
-            require(is_name, "alpha_pattern", name, "a layer name or the end of a layer name")
+            require(
+                re.fullmatch(r"[\w.]+", name) is not None,
+                "alpha_pattern",
+                name,
+                "a layer name or the end of a layer name",
+            )
     return config
 
 
-def _check_shape(model: VisionLanguageModel, name: str, pair: dict[str, Tensor], config: PeftConfig) -> AdapterShape:
+def _check_shape(
+    model: VisionLanguageModel, name: str, pair: dict[str, Tensor], config: PeftConfig
+) -> tuple[int, float]:
     """Check shapes of lora_A and lora_B, and return (r, scaling)."""
     layer = dict(model.named_modules()).get(name)
     if not isinstance(layer, nn.Linear | LoRALinear | PackedLinear) or name == "lm_head":
@@ -171,8 +177,7 @@ def _check_shape(model: VisionLanguageModel, name: str, pair: dict[str, Tensor],
         )
     shapes = {kind: tuple(tensor.shape) for kind, tensor in pair.items()}
     r, *_ = shapes.get("lora_A") or [0]
-    expected_shapes = {"lora_A": (r, layer.in_features), "lora_B": (layer.out_features, r)}
-    if shapes != expected_shapes or not r:
+    if not r or shapes != {"lora_A": (r, layer.in_features), "lora_B": (layer.out_features, r)}:
         raise UserError(
             f"the adapter of the layer {name} has the shapes {shapes}, but this model needs lora_A "
             f"(r, {layer.in_features}) and lora_B ({layer.out_features}, r). Load the adapter's own base model."
@@ -180,9 +185,8 @@ def _check_shape(model: VisionLanguageModel, name: str, pair: dict[str, Tensor],
     # the first matching layer name determines alpha, as in PEFT
     patterns = (config.alpha_pattern or {}).items()
     matching = (value for end, value in patterns if f".{module_name(name)}".endswith(f".{end}"))
-    alpha = next(matching, config.lora_alpha)
     divisor = math.sqrt(r) if config.use_rslora else r  # scaling in rsLoRA: alpha / sqrt(r) (arXiv 2312.03732)
-    return r, alpha / divisor
+    return r, next(matching, config.lora_alpha) / divisor
 
 
 def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Callable[[Path], None]:

@@ -119,12 +119,11 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 
 def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
     """Return {name: weight without adapter}, with names as in a model without adapters."""
-    parameters: dict[str, Tensor | PackedLinear] = {
+    return {
         plain_name(name): parameter
         for name, parameter in model.named_parameters()
         if not is_adapter(name) and parameter.is_floating_point()
-    }
-    return parameters | {plain_name(f"{name}.weight"): layer for name, layer in packed_layers(model).items()}
+    } | {plain_name(f"{name}.weight"): layer for name, layer in packed_layers(model).items()}
 
 
 def plain_weights(model: nn.Module) -> dict[str, Weight]:

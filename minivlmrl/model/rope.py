@@ -61,8 +61,8 @@ def get_rope_index(
             seconds = 1.0 if second_per_grid_ts is None else second_per_grid_ts[index].item()
             # float32 as in the model's training: float64 sometimes rounds to another position
             time = (time * seconds * tokens_per_second).long()
-        axes = torch.meshgrid(time, torch.arange(h // merge), torch.arange(w // merge), indexing="ij")
-        grid = torch.stack(axes).flatten(1)  # (3, merged tokens)
+        # (3, merged tokens)
+        grid = torch.cartesian_prod(time, torch.arange(h // merge), torch.arange(w // merge)).T
         pieces.append(grid + position)
         position += int(grid.max()) + 1
         done = begin + grid.shape[1]
@@ -84,8 +84,7 @@ def text_rotary(position_ids: Tensor, model_config: ModelConfig, dtype: torch.dt
     """
     axes = _tensor(model_config.mrope_axes, device=position_ids.device)
     inv_freq = _inverse_frequencies(len(axes), model_config.rope_theta, position_ids.device)
-    angles = position_ids.T.index_select(1, axes) * inv_freq  # (N, D/2)
-    cos, sin = _cos_sin(angles)
+    cos, sin = _cos_sin(position_ids.T.index_select(1, axes) * inv_freq)
     return cos.to(dtype), sin.to(dtype)
 
 
@@ -103,8 +102,9 @@ def vision_rotary(
         cos, sin: (P, 1, D) float32 each.
     """
     merge = vision_config.spatial_merge_size
-    count = vision_config.hidden_size // vision_config.num_heads // 4
-    inv_freq = _inverse_frequencies(count, vision_config.rope_theta, "cpu")
+    inv_freq = _inverse_frequencies(
+        vision_config.hidden_size // vision_config.num_heads // 4, vision_config.rope_theta, "cpu"
+    )
     frames = []
     for t, h, w in image_grid_thw.tolist():
         row_col = torch.cartesian_prod(torch.arange(h), torch.arange(w))  # (h * w, 2)

@@ -20,11 +20,10 @@ def select_trained(model: nn.Module, freeze: Sequence[Frozen]):
     Raises:
         UserError: the model lacks a layer in `freeze`, or no parameter is trained.
     """
-    names = [name for name, _ in model.named_parameters()]
     frozen_layers = []  # name prefixes: ["model.layers.0.", "model.layers.1."] for "layers.0-1"
     for match in filter(None, map(LAYERS.fullmatch, freeze)):
         kind = {"layers": "model.layers.", "visual.blocks": "visual.blocks."}[match[1]]
-        count = len({name.partition(kind)[2].partition(".")[0] for name in names if kind in name})
+        count = len({name.partition(kind)[2].partition(".")[0] for name, _ in model.named_parameters() if kind in name})
         first, last = int(match[2]), int(match[3] or match[2])
         expected = f"a range within 0-{count - 1}, because the model has {pluralize(count, 'such layer')}"
         require(first <= last < count, "model.freeze", match[0], expected)

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from minivlmrl.config.types import Frozen
 from minivlmrl.errors import UserError
 from minivlmrl.files import HEAD_FILE, unchanged
+from minivlmrl.kernels.backend import at_least_float32
 from minivlmrl.model.checkpoint import load_model, read_tensors
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import completion_states
@@ -44,10 +44,9 @@ def value_head(model: VisionLanguageModel, weight: Tensor | None = None) -> Valu
         weight: (1, hidden_size), None = zeros.
     """
     like = model.lm_head.weight
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    head = ValueHead(model.config.hidden_size, 1, bias=False, device=like.device, dtype=dtype)
+    head = ValueHead(model.config.hidden_size, 1, bias=False, device=like.device, dtype=at_least_float32(like.dtype))
     head.weight.data[:] = 0 if weight is None else weight
-    if model.sharding is not None:
+    if model.sharding:
         model.sharding.shard_head(head)
     return head
 

@@ -84,10 +84,8 @@ def window_order(image_grid_thw: Tensor, vision_config: VisionConfig) -> tuple[T
         side = max(rows, cols)
         if vision_config.window_size:
             side = vision_config.window_size // merge // vision_config.patch_size
-        windows_a_row = math.ceil(cols / side)
-        window_row = torch.arange(rows)[:, None] // side  # (rows, 1)
-        window_col = torch.arange(cols) // side  # (cols,)
-        window = window_row * windows_a_row + window_col  # (rows, cols) window index per merged token
+        # (rows, cols) window index per merged token; windows are numbered row by row
+        window = torch.arange(rows)[:, None] // side * math.ceil(cols / side) + torch.arange(cols) // side
         in_frame = window.flatten().argsort(stable=True)  # (rows * cols,)
         frames = torch.arange(t)[:, None] * rows * cols + offset  # (t, 1)
         order.append((frames + in_frame).flatten())
@@ -122,12 +120,12 @@ def vision_layout(
     order = to_device(patches[merged].flatten(), device)
     cos, sin = vision_rotary(image_grid_thw, vision_config, device)
     return VisionLayout(
-        order=order,
-        raster_order=to_device(merged.argsort(), device),
-        cos=cos[order, None],
-        sin=sin[order, None],
-        windows=Segments(window_lengths, device),
-        frames=Segments(frame_lengths, device),
+        order,
+        to_device(merged.argsort(), device),
+        cos[order, None],
+        sin[order, None],
+        Segments(window_lengths, device),
+        Segments(frame_lengths, device),
     )
 
 
@@ -157,8 +155,7 @@ class VisionTransformer(VisionTower):
         Returns:
             (M, out_hidden_size) merged tokens, in raster order within an image or video.
         """
-        grids = tuple(map(tuple, image_grid_thw.tolist()))
-        layout = vision_layout(grids, self.config, pixel_values.device)
+        layout = vision_layout(tuple(map(tuple, image_grid_thw.tolist())), self.config, pixel_values.device)
         x = Reorder.apply(self.patch_embed(pixel_values), layout.order)  # (P, E)
         for i, block in enumerate(self.blocks):
             segments = layout.frames if i in self.config.fullatt_block_indexes else layout.windows
