@@ -27,7 +27,8 @@ def load_name(target: str) -> Any:
     if file.endswith(".py"):
         paths = [Path(file), recipes_folder().parent / file]
         path = os.path.abspath(next(filter(Path.is_file, paths), file))
-        USER_FILES.add(path)  # add the file first, because running it may fail
+        if os.path.isfile(path):
+            USER_FILES.add(path)  # add the file first, because running it may fail
         module = run_file(path)
     else:
         try:

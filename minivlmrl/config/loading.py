@@ -16,7 +16,7 @@ from minivlmrl.config.import_utils import find_stage, recipes_folder, split_opti
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import TypeHint, build, options_of, parse_yaml, read_value, type_text
 from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
-from minivlmrl.errors import UserError, error_context
+from minivlmrl.errors import UserError, did_you_mean, error_context, require
 from minivlmrl.json_files import json_text
 
 # options saved in minivlmrl.yaml beside the weights
@@ -53,8 +53,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
         else:
             joined.append(argument)
     overrides = joined[1:]
-    paths = [Path(recipe), recipes_folder() / str(recipe).removeprefix("recipes/")]
-    path = next(filter(Path.is_file, paths), paths[0])
+    path = _find_recipe(recipe)
     values = read_yaml(path) or {}
     resolver = Resolver(path, {override.removeprefix("--").partition("=")[0] for override in overrides}, is_found)
     recipe_stages = _stages(values, recipe) if isinstance(values, dict) else []
@@ -82,6 +81,20 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
     config.unused_sections = unused_sections
     config.names_of_files = {file: find_stage(file).stage for file in files}
     return config
+
+
+def _find_recipe(recipe: str | Path) -> Path:
+    paths = [Path(recipe), recipes_folder() / str(recipe).removeprefix("recipes/")]
+    for path in paths:
+        if path.is_file():
+            is_recipe = path.suffix not in (".json", ".jsonl", ".csv", ".tsv", ".parquet")
+            expected = f"a recipe; write own_data.yaml --data.train_file={path}"
+            require(is_recipe, "the recipe", str(path), expected)
+            return path
+    names = [file.stem for path in paths for file in path.parent.glob("*.yaml")]
+    meant = did_you_mean(Path(recipe).stem, names, "{}.yaml".format)
+    folders = " and ".join(dict.fromkeys(str(path.parent.absolute()) for path in paths))
+    raise UserError(f"{recipe}: there is no such recipe in {folders}{meant}")
 
 
 def _stages(values: dict, where: str | Path) -> list[str]:

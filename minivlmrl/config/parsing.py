@@ -188,14 +188,17 @@ class Reader:
 
     def _read_dict(self, hint: TypeHint, value: Plain, name: str) -> dict:
         key_hint, item_hint = typing.get_args(hint)
-        require(
-            isinstance(value, dict),
-            name,
-            value,
-            f"of type {type_text(hint)}; write {{name: value}}, with a space after the colon",
-        )
+        expected = f"of type {type_text(hint)}"
+        keys: Plain = [value] if type(value) is str else value
+        if item_hint is Finite and type(keys) is list:  # a list of reward names without weights
+            weights = ", ".join(f"{key}: 1.0" for key in keys)
+            given = f'"--{name}={{{weights}}}"' if self.dashes else f"{name}: {{{weights}}}"
+            expected += f"; write {given}"
+        require(isinstance(value, dict), name, value, expected)
         read = {}
         for key, item in typing.cast(dict, value).items():
+            if item is None and ":" in str(key) and not self.json:
+                raise UserError(f"{name}: {key} has no value; write a space after the colon, as in {{accuracy: 1.0}}")
             key = self._read_plain(key_hint, key, f"{name}.{str(key).replace('.', '/')}")
             read[key] = self.read(item_hint, item, f"{name}.{key}")
         return read

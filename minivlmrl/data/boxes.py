@@ -138,10 +138,7 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
     """
     text = QWEN2.sub(" ", text)
     try:
-        value = read_json(text, parse_int=float)
-        is_several = isinstance(value, list) and all(isinstance(item, list | dict) for item in value)
-        items = value if is_several else [value]
-        groups = [value_of(item) if isinstance(item, dict) else item for item in items]
+        groups = [value_of(item) if isinstance(item, dict) else item for item in json_items(text)]
     except ValueError:
         text = unwrap(text.translate(PLAIN_SIGNS))
         numbers = [float(n) for n in re.findall(NUMBER, text)] if GROUPS.fullmatch(text) else []
@@ -151,6 +148,13 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
         if not is_list or not all(isinstance(number, float) and math.isfinite(number) for number in group):
             return []
     return [(x1, y1, x2, y2) for x1, y1, x2, y2 in groups]
+
+
+def json_items(text: str) -> list[Plain]:
+    """Parse JSON, and return its objects or lists; other values become a list with one item."""
+    value = read_json(text, parse_int=float)
+    is_several = isinstance(value, list) and all(isinstance(item, list | dict) for item in value)
+    return value if is_several else [value]
 
 
 def value_of(item: dict) -> Plain:

@@ -216,7 +216,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if num_threads is None:
         # with several processes, ignore OMP_NUM_THREADS=1, torchrun's default
-        requested = os.environ.get("OMP_NUM_THREADS", "")
+        requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
         if requested.isdecimal() and int(requested) > (local_size > 1):
             num_threads = int(requested)
         else:

@@ -12,6 +12,7 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.image_settings import read_image_processor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.tokenizer import Tokenizer
+from minivlmrl.errors import UserError
 from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
 from minivlmrl.model.config import ModelConfig
@@ -32,9 +33,18 @@ def random_model(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> tu
 
 def random_weights(config_file: str | Path, tokenizer: Tokenizer, seed: int) -> VisionLanguageModel:
     config = config_for(config_file, tokenizer)
-    model = find_family(config.model_type).build_model(config)
+    model = model_from_config(config, config_file)
     initialize(model, torch.Generator().manual_seed(seed))
     return model
+
+
+def model_from_config(model_config: ModelConfig, where: str | Path) -> VisionLanguageModel:
+    """Build a model with uninitialized weights."""
+    try:
+        return find_family(model_config.model_type).build_model(model_config)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{where}: a model with these sizes cannot be built ({reason}). Correct the sizes.") from error
 
 
 def config_for(config_file: str | Path, tokenizer: Tokenizer) -> ModelConfig:

@@ -24,7 +24,7 @@ from minivlmrl.files import INFERENCE_CONFIG, check_model_folder, file_inside, u
 from minivlmrl.json_files import check_downloaded, read_json, write_json
 from minivlmrl.kernels.backend import at_least_float32
 from minivlmrl.model import config_json
-from minivlmrl.model.build import PATCHES, assign
+from minivlmrl.model.build import PATCHES, assign, model_from_config
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import CONTROL_TOKENS, family_of, find_family, hub_name, module_name
@@ -64,7 +64,7 @@ def load_model(
         config = read_config(folder)
         files = weight_files(folder)
         with torch.device("meta"):
-            model = find_family(config.model_type).build_model(config).to(dtype or DTYPES[config.torch_dtype])
+            model = model_from_config(config, folder / "config.json").to(dtype or DTYPES[config.torch_dtype])
         if adapt:
             adapt(model)
         if sharding:

@@ -261,4 +261,8 @@ def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_c
     Source: DAPO (arXiv 2503.14476), equation 13; get_soft_overlong_punishment in TRL.
     """
     free = max_completion_len - soft_punish_cache
-    return max(-1.0, min(0.0, (free - length) / soft_punish_cache))
+    if length <= free:
+        return 0.0
+    if length > max_completion_len:
+        return -1.0
+    return (free - length) / soft_punish_cache
