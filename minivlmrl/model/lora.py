@@ -200,10 +200,10 @@ def copy_adapter_layout(model: nn.Module, other: nn.Module):
 
 def quantize_base(model: VisionLanguageModel):
     """Quantize decoder layers and adapter bases to NF4, except the family's not_quantized layers."""
-    for name, module in list(model.named_modules()):
+    # names, not modules, because a kept module would keep its 16-bit weights in memory
+    for name in [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]:
         keeps_dtype = name.removesuffix(".base").endswith(family_of(model).not_quantized)
-        in_decoder_or_adapted = name.startswith(PARTS["language"]) or name.endswith(".base")
-        if isinstance(module, nn.Linear) and in_decoder_or_adapted and not keeps_dtype:
+        if not keeps_dtype and (name.startswith(PARTS["language"]) or name.endswith(".base")):
             quantize_layer(model, name)
 
 
