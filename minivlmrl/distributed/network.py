@@ -5,7 +5,8 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -98,21 +99,26 @@ def end_process(message: str):
     os._exit(2)
 
 
-def close_dead_connections(seconds: float):
-    """On Linux, close connections to hosts that do not answer for `seconds`, so that collective operations fail.
+@contextmanager
+def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
+    """Make process groups created in a `with` block raise an error if a host dies.
 
-    Long computations are safe, because the operating system answers TCP keep-alive probes.
+    On Linux, connections close if the other host has not answered for `seconds`. Long computations are safe, because
+    the operating system answers TCP keep-alive probes.
     """
     if sys.platform != "linux":
+        yield
         return
+    before = set(os.listdir("/proc/self/fd"))
+    yield
     pause = max(1, round(seconds / 4))
     options = {
         socket.TCP_KEEPIDLE: pause,  # seconds without data before a keep-alive probe
         socket.TCP_KEEPINTVL: pause,
         socket.TCP_KEEPCNT: 3,
-        socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # maximum milliseconds until the other host confirms data
+        socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # milliseconds within which the other host must confirm data
     }
-    for number in os.listdir("/proc/self/fd"):
+    for number in set(os.listdir("/proc/self/fd")) - before:
         # OSError for files that are not TCP connections
         with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as x:
             x.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -228,7 +228,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
         torch.cuda.set_device(device)
     store = None
     if size > 1 or sharded:
-        from minivlmrl.distributed.network import attempt_store, close_dead_connections, connect
+        from minivlmrl.distributed.network import attempt_store, connect, ending_with_dead_hosts
 
         # loopback on a single host: gloo may find no network interface in a container
         if local_size == size and sys.platform == "linux":
@@ -238,11 +238,11 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
         connect(store, rank, size, device, time_limit)
         if size > 1:
             global barrier_group
-            # new_group returns NON_GROUP_MEMBER only on ranks outside the group
-            barrier_group = dist.new_group(  # pyright: ignore[reportAssignmentType]
-                backend="gloo", timeout=longest_wait(max_wait)
-            )
-            close_dead_connections(timeout)
+            with ending_with_dead_hosts(timeout):
+                # new_group returns NON_GROUP_MEMBER only on ranks outside the group
+                barrier_group = dist.new_group(  # pyright: ignore[reportAssignmentType]
+                    backend="gloo", timeout=longest_wait(max_wait)
+                )
     return World(rank, size, device, timeout=timeout, max_wait=max_wait, store=store)
 
 
