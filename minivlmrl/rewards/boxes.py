@@ -140,7 +140,7 @@ def score_boxes(
     Args:
         measure: function (predicted objects, true objects) -> reward.
         read: function (text, image size) -> objects.
-        requirement: end of the error message for invalid solutions.
+        requirement: what a solution must be; the error message for an invalid solution ends with it.
     """
     scored = []  # (reward, reason) per answer
     rows = zip(answer_texts, solutions, image_sizes, answer_extents, strict=True)

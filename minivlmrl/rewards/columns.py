@@ -17,7 +17,7 @@ Size = tuple[float, float]
 
 @dataclass
 class RewardArguments:
-    """Arguments for rewards in addition to row columns (docs/rewards.md): lists with one value per completion."""
+    """Arguments that a reward function may take besides dataset columns: lists with one value per completion."""
 
     completions: list[str]
     prompts: list[list[dict]]
@@ -32,7 +32,7 @@ class RewardArguments:
     row_rewards: list[list[str] | None]  # names of rewards for the row, None = all
     extras: list[dict]  # values logged with log_extra
     reward_model_scores: Sequence[float] | None = None
-    # single values, set by Reward.__call__
+    # Reward.__call__ sets these three arguments; they are not lists
     trainer_state: Any = None
     log_metric: Callable[[str, float], None] | None = None
     log_extra: Callable[[str, list], None] | None = None
@@ -48,10 +48,11 @@ def reward_columns(
     processor: Processor,
     reward_model_scores: Sequence[float] | None = None,
 ) -> dict[str, list]:
-    """Collect reward arguments for B rows with G completions per row.
+    """Collect the arguments of reward functions, for B dataset rows with G completions each.
 
     Returns:
-        {argument: B * G values}: row columns (None if missing), overridden by RewardArguments.
+        {argument: B * G values}, None for a dataset column that the row lacks. RewardArguments replace dataset
+            columns of the same name.
     """
     flat = []
     row_of_each = []

@@ -31,16 +31,16 @@ REWARDS: dict[str, str | Callable] = {  # {reward name: "module:function" or fun
     "reward_model": "minivlmrl.extras.reward_model:reward_model",
     "environment": "minivlmrl.extras.agents.environment:environment_reward",
 }
-# rewards that check all solutions before training
+# before training, a check calls these rewards to find invalid solutions
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
 QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
 
-# errors from completion[0]["content"] if completions are strings
+# error messages of functions that read completion[0]["content"] when completions are strings
 READS_MESSAGES = re.compile(
     "string indices must be integers|'str' object (?:is not a mapping|has no attribute '(?:get|items|keys|pop|values)')"
 )
-# arguments to pass as messages, not strings; for conversations, TRL passes both
+# arguments to pass as messages, not strings; for conversations, TRL passes prompts and completions as messages
 FORMS = (), ("prompts",), ("prompts", "completions")
 
 
@@ -58,7 +58,7 @@ class RewardLog:
 
 
 class RewardFailed(UserError):
-    """Error in a reward function; all ranks raise it, and then save a checkpoint together."""
+    """A reward function failed. All ranks raise this error, so that they can save a checkpoint together."""
 
 
 @dataclass(eq=False)
@@ -67,28 +67,28 @@ class Reward:
 
     name: str
     function: Callable
-    world: World = field(default_factory=World)  # ranks that all raise RewardFailed if one fails
+    world: World = field(default_factory=World)  # if one of these ranks fails, all raise RewardFailed
     log: RewardLog | None = None  # None outside training
-    max_seconds: float | None = None  # time limit per call, None = no limit
+    max_seconds: float | None = None  # time limit for a call of `function`, None = no limit
     form: tuple[str, ...] = ()  # arguments passed as messages, one of FORMS
 
     @property
     def columns(self) -> set[str]:
-        """Required columns: parameters without a default."""
+        """Dataset columns that the function requires: its parameters without a default."""
         parameters = parameters_of(self.function)
         return {name for name in self.optional_columns if parameters[name].default is inspect.Parameter.empty}
 
     @property
     def optional_columns(self) -> set[str]:
-        """Columns that the function may read: all parameters."""
+        """Dataset columns that the function may read: its parameters with or without a default."""
         parameters = parameters_of(self.function).values()
         return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} - REWARD_ARGUMENTS
 
     @property
     def receives_all(self) -> bool:
         """True if a user-defined reward has **columns: it may read all columns."""
-        function = getattr(self.function, "func", self.function)  # a reward with options is a functools.partial
-        # __globals__, because functools.wraps changes __module__
+        function = getattr(self.function, "func", self.function)  # a functools.partial if the reward has options
+        # do not read function.__module__, because functools.wraps changes it
         module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
         parameters = own_signature(function).parameters.values()
         # built-in rewards ignore **columns
@@ -119,7 +119,7 @@ class Reward:
         try:
             scored = iter(self.world.run_on_all_ranks(score, f"compute the reward {self.name}"))
         except RewardFailed:
-            self.world.stop_if_preempted()  # a stop signal may have shortened the time limit
+            self.world.stop_if_preempted()  # stop here if a stop signal shortened the reward's time limit
             raise
         return [next(scored) if is_one else math.nan for is_one in is_scored]
 
@@ -144,12 +144,12 @@ class Reward:
         return checked_values(self.name, values, texts, prefixes)
 
     def _call(self, columns: dict[str, list], callbacks: dict[str, Any]) -> Any:
-        """Call the function; if it fails on strings, try prompts and then completions as messages."""
+        """Call the function with strings. If it expects messages, pass prompts as messages, then also completions."""
         try:
             return self._values(columns, callbacks)
         except (AttributeError, IndexError, TypeError):
             former = self.form
-            # no empty strings, where completion[0] would fail before ["content"]
+            # replace "": its completion[0] raises IndexError, which READS_MESSAGES does not match
             trial = columns | {"completions": [text or "?" for text in columns["completions"]]}
             for form in (*FORMS, ()):
                 self.form = form
@@ -164,7 +164,7 @@ class Reward:
         return self._values(columns, callbacks)
 
     def _values(self, columns: dict[str, list], callbacks: dict[str, Any]) -> Any:
-        """Call the function, with arguments in `form` as messages, and others as strings."""
+        """Call the function. Prompts and completions are messages if named in self.form, otherwise strings."""
         arguments = columns | callbacks
         for name, role in (("prompts", "user"), ("completions", "assistant")):
             conversations = [as_turns(value, role) for value in columns.get(name, ())]

@@ -40,7 +40,7 @@ def tag_format(completions: list[str], log_extra: LogExtra | None = None, **colu
 
 
 def format_error(completion: str) -> str | None:
-    """Return why a completion is not <think>...</think><answer>...</answer>, or None."""
+    """Return an error message if a completion is not <think>...</think><answer>...</answer>, else None."""
     for tag in TAGS:
         count = completion.count(tag)
         if count != 1:
@@ -88,7 +88,7 @@ def accuracy(
 
 
 def same_json(answer: str, expected: str) -> bool:
-    """Return True if both are the same JSON object or list, in any key order."""
+    """Return True if both texts are the same JSON object or list. Object keys may have any order."""
     try:
         value = read_json(expected)
         return isinstance(value, dict | list) and same_value(read_json(answer), value)
@@ -138,7 +138,7 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
             for its last line.
     """
     if where == "tags":
-        # with many <answer> tags, a regular expression would take quadratic time
+        # use split, because a regular expression takes quadratic time if there are many <answer> tags
         for closed in reversed(completion.split("</answer>")[:-1]):
             _, tag, answer = closed.partition("<answer>")
             if tag:

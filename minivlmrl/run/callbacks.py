@@ -1,7 +1,7 @@
 """Callbacks: extend the training loop without changing it.
 
-All ranks call the methods of `Callback`. Default callbacks monitor a run without changing its results: they check
-recipe, rows and memory, write report.html, and warn if training does not learn or the loss ignores an input.
+All ranks call the methods of `Callback`. Default callbacks monitor a run without changing its results. They check
+recipe, rows and memory, write report.html, and warn if the model does not learn or an input does not change the loss.
 To add a callback: `run_training(config, [*default_callbacks(config), MyCallback()])`.
 """
 
@@ -45,7 +45,7 @@ class Callback:
         self, config: RunConfig, datasets: dict[str, Dataset], model: VisionLanguageModel, processor: Processor,
         world: World,
     ):  # fmt: skip
-        """Check rows and model before the output folder is written."""
+        """Check rows and model; raise UserError to end the run before it writes to output_dir."""
 
     def on_error(self, error: Exception):
         """Handle an error that ends the run; raise another exception to replace it."""
@@ -81,7 +81,7 @@ class Callback:
 
 
 class Callbacks(list[Callback]):
-    """List of callbacks; a method call is passed to all callbacks, and returns a list of their results."""
+    """List of callbacks. Calling a Callback method on it calls all callbacks, and returns a list of their results."""
 
     def __getattr__(self, method: str) -> Callable[..., list]:
         return lambda *arguments: [getattr(callback, method)(*arguments) for callback in self]
@@ -118,7 +118,7 @@ def harmless(hook: Callable) -> Callable:
     return call
 
 
-WATCHERS = {  # monitoring callbacks: {name: class in extras/}
+WATCHERS = {  # {name of a monitoring callback: "module:class" in minivlmrl/extras}
     "recipe": "check.preflight:Preflight",
     "out of memory": "memory.out_of_memory:OutOfMemoryReport",
     "memory": "memory.memory_check:MemoryCheck",

@@ -40,7 +40,7 @@ from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
 from minivlmrl.trainers.base import Trainer
 
 COMPLETE = "complete.json"
-UPDATE = "optimizer"  # error phase in which weights may be partly updated
+UPDATE = "optimizer"  # error_phase of weight updates; after an error in it, weights may be partly updated
 NUM_KEPT_STATES = 2  # checkpoints to keep: two, in case the newest is damaged
 
 
@@ -67,7 +67,7 @@ def state_folders(folder: Path) -> list[Path]:
 
 
 def remove_state(folder: Path):
-    """Delete a checkpoint folder, or a symbolic link but not its target."""
+    """Delete a checkpoint folder. If it is a symbolic link, delete only the link."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -110,7 +110,7 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
     # only rank 0 knows image and video file sizes
     files = fingerprints(config, datasets if world.is_main else {})
     new = TrainerState(config.seed, config.stage_names, recipe=recipe_options(config), files=files)
-    # list from rank 0: ranks on a network file system may see different checkpoints
+    # use the checkpoints that rank 0 sees, because ranks on a network file system may see different ones
     saved = world.gather_objects(state_folders(Path(config.output_dir) / "states"))[0]
     folder, state, stamps = select_checkpoint(config.resume, saved, world)
     if state is None:
@@ -207,7 +207,7 @@ def load_checkpoint(folder: Path, stamps: dict, trainer: Trainer, optimizer: Opt
     """Copy a checkpoint's tensors into weights and optimizer.
 
     Args:
-        stamps: {file: size and times} before checksums were tested, to detect files changed since.
+        stamps: {file: size and times}, read before the checksum test. Different values mean that a file has changed.
     """
     what = f"{folder}: this checkpoint was saved with a different model or recipe"
     with unchanged(folder, since=stamps), error_context(what):
@@ -275,7 +275,7 @@ class CheckpointManager:
         self.callbacks = callbacks
         self.saved_steps = self.state.steps if resumed.saved else 0
         self.saved_time = clock()
-        self.can_save = True  # False between updates on one rollout, because checkpoints contain no completions
+        self.can_save = True  # between updates on one rollout, no checkpoint is saved: it would lack the completions
         self.trainer: Trainer | None = None  # trainer and optimizer in the current stage
         self.optimizer: Optimizer
 
@@ -334,7 +334,7 @@ class CheckpointManager:
             raise
 
     def try_to_save(self, error: BaseException) -> bool:
-        """Save a checkpoint after an error, with FSDP from all ranks, otherwise from one; return True on success."""
+        """Save a checkpoint after an error; return True on success. With FSDP all ranks save it, otherwise one rank."""
         try:
             return self.world.run_after_error(self.ensure_saved, alone=not self.config.uses_fsdp)
         except Exception as failure:

@@ -41,7 +41,8 @@ def load_datasets(
 
     Args:
         stages: {stage: kind of training rows}, such as {"dpo": "pairs"}.
-        reward_columns: columns required by training rewards, except for data.train files with other rewards.
+        reward_columns: dataset columns that training rewards require. A data.train file with its own rewards needs only
+            their columns.
         reads: columns to read, None = all.
     """
     world = world or World()
@@ -97,7 +98,7 @@ def _load_datasets(
         path: str, columns: Iterable[str], limit: int | None = None, rewards: Sequence[RewardName] = (), **changed: str
     ) -> FileDataset:
         required = ("problem", *sorted(columns))
-        # overrides a data column named row_rewards
+        # this constant replaces a dataset column named row_rewards
         constants = {"row_rewards": rewards or None}
         return FileDataset(path, required, limit, constants, checks_files, reads, **row_options | changed)
 
@@ -121,7 +122,7 @@ def _load_datasets(
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(options.eval_file, eval_columns, options.eval_rows)
-    if stages:  # without training, the file may already have the new column names
+    if stages:  # no check without training: the file may already have the names that data.columns gives
         columns = {name for rows in datasets.values() if isinstance(rows, FileDataset) for name in rows.columns}
         for name in options.columns:
             if name not in columns:
@@ -156,7 +157,7 @@ def _open_section(
     """Open a file listed in data.train.
 
     Args:
-        scores: columns that rewards in the recipe require, empty if no stage uses rewards.
+        scores: dataset columns that the recipe's rewards require; empty if no stage computes rewards.
     """
     for name in section.rewards:
         if name not in config.rewards:

@@ -80,14 +80,14 @@ def metrics_by_name(rewards: Sequence[str], means: dict[str, list]) -> dict[str,
 
 def noise(before: float, after: float, num_rows: int) -> float:
     """Return two standard errors of the difference between two means in [0, 1]."""
-    # Upper bound: Bernoulli variance for this mean. One more correct and one more wrong answer, so that the error is
-    # not 0 if all answers are wrong.
+    # The variance is at most mean * (1 - mean). Counting one more correct and one more wrong answer keeps the error
+    # above 0 if all answers are wrong.
     means = [(value * num_rows + 1) / (num_rows + 2) for value in (before, after)]
     return 2 * math.sqrt(sum(mean * (1 - mean) for mean in means) / num_rows)
 
 
 def lowered_metrics(config: RunConfig) -> set[str]:
-    """Return metrics for which lower is better: the loss, and rewards with a negative weight."""
+    """Return the metrics that training should lower: the loss, and rewards with a negative weight."""
     lowered = [name for name, weight in config.rewards.items() if weight < 0]
     return {"eval/loss", *(f"eval/{name}_{way}" for name in lowered for way in ("sampled", "greedy", *IMAGE_ABLATIONS))}
 
@@ -100,9 +100,9 @@ def gray_images(row: Row, _rows: Dataset) -> dict[str, list]:
 
 
 def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
-    """Return images and videos from the next row with any, for eval/accuracy_swapped_image.
+    """Return images and videos of the next row that has some, for eval/accuracy_swapped_image.
 
-    They are resized to this row's image sizes, so box coordinates keep their units.
+    The images are resized like this row's images, so that box coordinates have the same range.
     """
     others = {}
     for name in ("images", "videos"):
@@ -113,7 +113,7 @@ def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
     return others
 
 
-# {metric suffix: function (row, all rows) -> other images and videos}
+# {metric suffix: function (row, all rows) -> images and videos that replace those of the row}
 IMAGE_ABLATIONS = {"gray_image": gray_images, "swapped_image": images_of_next_row}
 
 
@@ -137,7 +137,7 @@ def generate_for_rows(
     """
     world = sample.world
     bar = ProgressBar("answers", len(rows), world.is_main, leave=False)
-    # reward columns missing in held-out rows are None
+    # columns that rewards require are None if held-out rows lack them
     no_columns = dict.fromkeys(required_columns(rewards))
     for numbers in split(range(len(rows)), BATCH_SIZE * world.size):
         world.stop_if_preempted()
