@@ -32,10 +32,10 @@ class Processor:
     tokenizer: Tokenizer
     image_processor: ImageProcessor
     template: ChatTemplate = field(default_factory=ChatTemplate)
-    # where to find answers, such as "tags"; see find_answer in rewards/text.py
+    # how find_answer in rewards/text.py extracts an answer from a completion
     answer_format: str = "tags"
     box_space: str = "resized"  # unit of box coordinates in answers; see data.box_space
-    # further stop tokens, from generation_config.json and sampling.stop_token_ids
+    # tokens that end a completion besides ENDS; from generation_config.json and sampling.stop_token_ids
     end_token_ids: Sequence[int] = ()
     sizes: Mapping[str, dict] = field(default_factory=dict)  # options data.image and data.video, saved with the model
 
@@ -95,7 +95,7 @@ class Processor:
         return turns
 
     def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Return pieces unchanged; subclass ToolProcessor excludes tool results from the loss."""
+        """Return (text, has loss) pairs unchanged; subclass ToolProcessor gives tool results no loss."""
         return pieces
 
     def decode(self, ids: Tensor) -> str:
@@ -170,7 +170,7 @@ def encode_windows(
     """Tokenize an answer as one sequence, or per turn if the chat template drops earlier reasoning.
 
     Returns:
-        (prompt messages, tokenized answer) per sequence.
+        (prompt messages, tokenized answer) for the whole answer, or for each assistant turn.
     """
     turns = as_turns(completion)
     check_ends(turns)

@@ -24,7 +24,7 @@ Answers = dict[str, str | list[dict]]
 
 
 def read_row(columns: dict, options: RowOptions) -> tuple[Row, list[Media]]:
-    """Convert columns to a Row without images; also return the images and videos in its prompt, in order.
+    """Convert a data row to a Row, and return it with the unloaded images and videos of its prompt, in order.
 
     Image parts in answers contain a Media object in key "image". `chosen` and `rejected` must have the same images.
     """
@@ -47,12 +47,12 @@ def read_row(columns: dict, options: RowOptions) -> tuple[Row, list[Media]]:
 
 
 def split_answers(columns: dict, template: str) -> tuple[str, list[dict], Answers]:
-    """Split a row into prompt and answers; see docs/data.md.
+    """Return the prompt in a row, and its answers completion, chosen and rejected; see docs/data.md.
 
     Args:
         template: data.prompt_template, with {problem}, or the same question for all rows.
     Returns:
-        Prompt column (for error messages), prompt turns, and {answer column: answer}.
+        Name of the column with the prompt, prompt turns, and {answer column: answer}.
     """
     texts = {name: without_nulls(columns[name]) for name in PROMPTS if columns.get(name) is not None}
     answers = {name: without_nulls(columns[name]) for name in ANSWERS if columns.get(name) is not None}
@@ -84,7 +84,7 @@ def split_answers(columns: dict, template: str) -> tuple[str, list[dict], Answer
 
 
 def without_nulls(text_or_turns: str | list[dict]) -> str | list[dict]:
-    """Remove keys with value None, but give every turn the key "content".
+    """Remove keys with value None, except "content"; a missing "content" becomes None.
 
     Parquet files add keys with null, so that all turns have the same keys.
     """
@@ -123,22 +123,22 @@ def shared_turns(answers: Answers, columns: dict) -> list[dict]:
 
 
 def column_of(answer: str, place: str) -> str:
-    """Return the column with an answer: its own, or `messages` for prompt and answer in one column."""
+    """Return the column that contains an answer; a completion may follow its prompt in `messages`."""
     return place if (answer, place) == ("completion", "messages") else answer
 
 
 def take_images(answer: list[dict], media: list[Media]) -> list[dict]:
-    """Move the last images in `media` into the image parts of an answer."""
+    """Move an answer's images from the end of `media` into its image parts."""
     parts = shown_parts_of(answer)
     if any(part_kind(part) == "video" for part in parts):
         raise UserError("a video after the first assistant turn is not supported; move it into the prompt")
     for part in reversed(parts):
-        part["image"] = media.pop()  # Media object, which RowFile.load converts to a function that loads the image
+        part["image"] = media.pop()  # RowFile.load replaces this Media object with a function that loads the image
     return answer
 
 
 def shows_media(turns: str | list[dict]) -> bool:
-    """Return True if an answer has an image part, or <image> in a user or tool turn."""
+    """Return True if an answer has an image part, or if its user or tool turns contain <image>."""
     if isinstance(turns, str):
         return False
     others = [turn for turn in turns if turn["role"] != "assistant"]

@@ -10,7 +10,7 @@ from minivlmrl.config.types import Plain
 from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, part_kind
 from minivlmrl.errors import truncate
 
-# reasoning at the start of an answer, without <think> if the prompt ends with this tag
+# reasoning that begins an answer; its tag <think> may end the prompt instead
 THOUGHT = re.compile(r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<think>).)*?</think>)*", re.DOTALL)
 
 
@@ -20,7 +20,7 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
     Templates may change whitespace and order, and escape tool call arguments as JSON.
 
     Args:
-        history: number of first messages in which templates may drop reasoning.
+        history: templates may drop reasoning from the first `history` messages.
     Returns:
         End of an error message, such as "message 2 completely: the text 'Hi' of the role 'user' is missing or changed",
         or None.
@@ -60,7 +60,7 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
         if not found:
             missing.append(index)
         elif text:
-            compact = f"{before} {after}"  # the space prevents matches across removed text
+            compact = f"{before} {after}"  # a space replaces the found text, so no other text can match both sides
     return sorted(missing)
 
 
@@ -92,7 +92,7 @@ def _call_texts(calls: Plain) -> Iterator[str]:
             yield from _call_texts(value)
     elif isinstance(calls, str):
         with contextlib.suppress(ValueError):
-            parsed = json.loads(calls)  # tool call arguments as a JSON string
+            parsed = json.loads(calls)  # arguments of a tool call may be a JSON string
             if isinstance(parsed, dict):
                 yield from _call_texts(parsed)
                 return

@@ -76,7 +76,7 @@ def checked_row(
         known: columns read by a stage, a reward or data.columns.
     Raises:
         UserError: invalid row.
-        LayoutError: row with another project's layout.
+        LayoutError: the row has another project's format.
     """
     check_columns(columns, known)
     check_prompts(columns, options.prompt_template)
@@ -88,12 +88,12 @@ def checked_row(
     except LayoutError:
         raise
     except ValueError:
-        # clearer error if a column name is misspelled
+        # if a column name is misspelled, check_unread raises a clearer error
         check_unread(columns, listed, folder, known)
         raise
     check_required(row, required)
     shown = [*media, *(part["image"] for part in answer_image_parts(row))]
-    if shown:  # columns renamed by data.columns may contain images that only rewards read
+    if shown:  # if data.columns names a column, its images may be for rewards only
         known = {*known, *options.columns.values()}
     check_unread(columns, shown, folder, known)
     return row, media
@@ -104,7 +104,7 @@ def check_columns(columns: dict, known: Collection[str]):
     for name, value in columns.items():
         if value is None:
             continue
-        if name in VALUES and (name != "label" or name in known):  # other projects use `label` differently
+        if name in VALUES and (name != "label" or name in known):  # `label` may be anything unless a stage reads it
             read_value(VALUES[name], value, f"column {name!r}", json=True)
         if name == "solution":
             require(
@@ -128,7 +128,7 @@ def check_columns(columns: dict, known: Collection[str]):
 
 
 def check_prompts(columns: dict, template: str):
-    """Raise UserError if a row has two prompts, or one although data.prompt_template is a fixed question."""
+    """Raise UserError if a row has two prompts, or has a prompt although data.prompt_template is a fixed question."""
     given = [name for name in PROMPTS if columns.get(name) is not None]
     if "{problem}" not in template:
         require(
@@ -148,14 +148,10 @@ def check_prompts(columns: dict, template: str):
 
 
 def check_turns(turns: list[dict], is_prompt: bool = False):
-    """Raise UserError for an invalid turn, or a key or image that would be ignored.
-
-    Args:
-        is_prompt: True for column `prompt`, which has no loss.
-    """
+    """Raise UserError for an invalid turn, or a key or image that would be ignored."""
     try:
         check_messages(turns)
-    except ValueError as error:  # `minivlmrl convert` may know these messages
+    except ValueError as error:  # `minivlmrl convert` may be able to convert these messages
         raise LayoutError(error) from error
     roles = [turn["role"] for turn in turns]
     if not turns or not TURN_KEYS.keys() >= set(roles):
@@ -171,7 +167,7 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
 
 
 def check_turn(turn: dict, name: str, can_be_trained: bool):
-    """Raise UserError for an unknown key, a wrong loss key, or ignored content in a part or tool call."""
+    """Raise UserError if a turn has unknown keys, contradictory loss keys, or content that the model would not see."""
     try:
         check_keys(turn, TURN_KEYS[turn["role"]], f"{name} of the role {turn['role']}")
     except ValueError as error:  # `minivlmrl convert` removes unknown keys
@@ -269,7 +265,7 @@ def parse_literal(text: str) -> Plain:
 
 
 def is_list_text(text: str, column: str) -> bool:
-    """Return True for a string with a list of turns or images, or a prompt '["What is it?"]'."""
+    """Return True if a string contains a list of turns, of images, or of one question, such as '["What is it?"]'."""
     items = literal_list(text)
     if column in MEDIA:
         return items is not None
@@ -289,7 +285,7 @@ def check_answers(row: Row, columns: dict, media: Sequence[Media]):
         raise UserError(
             f"column {place!r}: the question is empty or blank; write its text, add an image or remove the row"
         )
-    contents = {}  # {answer column: turns with all text parts joined}
+    contents = {}  # {answer column: turns}, with the text parts of each turn joined
     for name in ANSWERS:
         answer = getattr(row, name)
         if answer is None:
@@ -336,7 +332,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 
     Args:
         media: images and videos in the prompt and answers.
-        known: columns that stages or rewards read; they may contain other images.
+        known: columns that stages or rewards read; these columns are not checked.
     """
     sources = [source for item in media for source in item.sources]
     for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:
@@ -374,7 +370,7 @@ def _unread_kind(item: str | bytes, folder: Path) -> str | None:
     if encoded := ENCODED.match(item):
         return encoded[1] if encoded[1] in FILE_NAMES else "image"
     for kind, pattern in FILE_NAMES.items():
-        # a name with spaces must be an existing file: "Describe cat.png" is a question
+        # "Describe cat.png" is a question, so a text with spaces is a file name only if the file exists
         if pattern.fullmatch(item) and (" " not in item or os.path.isfile(join(folder, item))):
             return kind
     return None

@@ -87,7 +87,7 @@ def _open_folder(folder: Path, split: str | None) -> "Lines | Arrow":
             f"{folder}: the folder has the configurations {', '.join(path.name for path in inner)}; choose one of "
             f"them, as in {inner[0]}{f'@{split}' if split else ''}"
         )
-    # {file: split}, such as {"train-00000-of-00002.parquet": "train"}
+    # train-00000-of-00002.parquet belongs to the split train
     splits = {path: re.sub(r"(^|-)\d.*", "", path.stem) for path in parquet_files}
     names = sorted({*splits.values()})
     if split is not None:
@@ -108,7 +108,7 @@ def _open_folder(folder: Path, split: str | None) -> "Lines | Arrow":
             if not path.name.startswith("dataset_info")
         ]
     )
-    # datasets.save_to_disk writes state.json
+    # datasets.save_to_disk writes state.json beside JSON files without rows
     if not row_files or [*folder.glob("state.json"), *folder.glob("*/state.json")]:
         raise UserError(f"{folder}: the folder has no .jsonl, .json or .parquet file; {convert_advice(folder)}")
     if len(row_files) > 1:
@@ -132,7 +132,7 @@ def read_text(path: Path) -> str:
 
 
 def find_coco(text: str) -> dict:
-    """Parse a COCO file (object detection); return {} for others."""
+    """Parse COCO text (object detection); return {} if the text has another format."""
     try:
         content = ROW_DECODER.decode(text.strip())
     except (ValueError, RecursionError):
@@ -210,7 +210,7 @@ class Arrow:
         self.folder = paths[0].parent
         # per row group: (path, first row in the file, open file, group number in the file)
         self.groups = []
-        self.starts = [0]  # first row of each group over all files, then the total number of rows
+        self.starts = [0]  # index of each row group's first row in the dataset, then the total number of rows
         for path in paths:
             file_start = self.starts[-1]
             check_downloaded(path)
@@ -244,13 +244,13 @@ class Arrow:
             try:
                 table = self.read_group(file, group)
                 [row] = table.slice(index - self.starts[number], 1).to_pylist()
-            except (OverflowError, OSError) as error:  # such as dates with years that Python does not support
+            except (OverflowError, OSError) as error:  # OverflowError: Python cannot represent a date's year
                 raise UserError(f"the row cannot be read ({error})") from error
             return map_nested(row, str, NO_JSON_TYPES)
 
 
 def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = str) -> Plain:
-    """Copy nested lists and dicts, applying `change` to values of the given types."""
+    """Copy nested lists and dicts, and replace values of `types` by change(value)."""
     if isinstance(value, types):
         return change(value)
     if isinstance(value, list):

@@ -95,7 +95,7 @@ def measure(rows: Dataset, index: int, processor: Processor, answers: Sequence[s
     """Return a row's size, measured once per processor and then cached.
 
     Args:
-        answers: Row fields with answers to include, such as ("chosen", "rejected").
+        answers: Row fields to measure besides the prompt, such as ("chosen", "rejected").
     Raises:
         UserError: an image is unreadable, or the processor rejects its size.
     """
@@ -108,7 +108,7 @@ def measure(rows: Dataset, index: int, processor: Processor, answers: Sequence[s
         file.sizes = {}
     sizes = file.sizes.setdefault(facts.line, {})
     key = tuple(answers)
-    if not answers and sizes:  # row already measured with answers: prompt size is known
+    if not answers and sizes:  # sizes measured earlier with answers include the prompt size
         size = next(iter(sizes.values()))
         return replace(size, answer_tokens=None, longest=size.prompt_tokens)
     if key not in sizes:
@@ -145,7 +145,7 @@ def image_tokens(facts: RowFacts, counter: PatchCounter) -> float:
         return math.inf
     try:
         return sum(counter.tokens(size, options) for size, options in facts.images if size is not None)
-    except ValueError:  # unknown size; training on this row raises the error again
+    except ValueError:  # the size is unknown; training on this row raises this ValueError again
         return math.inf
 
 
@@ -161,7 +161,7 @@ def long_rows(
     Unreadable rows raise UserError unless skip_unreadable is True.
     """
     if not isinstance(rows, FileDataset):
-        return  # generated rows (data.task) have similar lengths
+        return  # generated rows (data.task) have similar lengths, so none is too long
     counter = patch_counter(processor)
     indices = [
         index

@@ -28,7 +28,7 @@ class Prompt:
     vision_embeds: Tensor | None = None
 
     def __post_init__(self):
-        # no dataclass field, because FSDP2 copies all fields in every forward pass
+        # `row` is not a dataclass field, because FSDP2 copies all fields in every forward pass
         self.row: Row | None = None
 
 
@@ -48,9 +48,9 @@ class ToolUse:
 
 @dataclass
 class Completion:
-    """Token ids of a sampled answer, or of a demonstration.
+    """Token ids of one answer, which the policy sampled or the dataset demonstrates.
 
-    Token ids are kept, because tokenizing decoded text can give others.
+    They are stored, because decoding and tokenizing them again can change them.
     """
 
     ids: Tensor  # (C,) int64 token ids, including the stop token
@@ -62,10 +62,10 @@ class Completion:
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
     # tokens kept by top_k, top_p and min_p: (number per position, all their ids concatenated)
     sampling_mask: tuple[Tensor, Tensor] | None = None
-    pictures: Sequence[tuple] = ()  # one tuple per image in the completion: (image, patches, patch grid) or (image,)
+    pictures: Sequence[tuple] = ()  # (image, patches, patch grid) per image, or (image,) if only logs show it
     tool_use: ToolUse = field(default_factory=ToolUse)
     extra: dict = field(default_factory=dict)  # values logged with log_extra, as in TRL
-    turns: "Sequence[Completion]" = ()  # one Completion per assistant turn, if every turn has its own prompt
+    turns: "Sequence[Completion]" = ()  # one Completion per assistant turn, if the turns do not form one token sequence
     prompt: Prompt | None = None  # for a Completion in `turns`: the prompt of this turn
 
     def __post_init__(self):
@@ -74,7 +74,7 @@ class Completion:
 
     @property
     def sampled_logps(self) -> Tensor:
-        """Log-probs (C,) of a sampled completion; AssertionError for a demonstration."""
+        """Log-probs (C,) of a sampled completion; a demonstration has none and raises AssertionError."""
         assert self.logps is not None, "a demonstrated answer has no log-probabilities"
         return self.logps
 
@@ -104,7 +104,7 @@ class Row:
         return self.where or f"row {self.index}"
 
     def prompt(self, processor: Callable[..., Prompt]) -> Prompt:
-        """Return the prompt as tensors, from a loader thread or computed now.
+        """Return the prompt as tensors; compute it unless a loader thread already has.
 
         Args:
             processor: function (messages, images, videos) -> Prompt, such as a Processor.
@@ -116,7 +116,7 @@ class Row:
         try:
             prompt = processor(self.messages, self.images, self.videos)
         except ValueError as error:
-            if not self.where or str(error).startswith(self.where):  # message already has file and line
+            if not self.where or str(error).startswith(self.where):
                 raise
             raise UserError(f"{self.where}: {error}") from error
         prompt.row = self
@@ -132,7 +132,7 @@ def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: i
     Args:
         keys: seed per prompt; completions do not depend on batches or ranks.
     Returns:
-        (keys * num_generations, max_new_tokens) float64, one number per token.
+        float64 tensor (completions, max_new_tokens), with num_generations completions per key.
     """
     numbers = [random_numbers(key).random((num_generations, max_new_tokens)) for key in keys]
     return torch.from_numpy(numpy.concatenate(numbers))

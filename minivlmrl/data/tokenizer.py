@@ -42,8 +42,9 @@ class SpecialToken(str):
 class Tokenizer:
     """Convert text to token ids and back.
 
-    `special_tokens` maps all control tokens to ids. Text never becomes control tokens in `structure`: "<|im_end|>" in
-    text stays ordinary characters. Text may contain other control tokens, such as "<tool_call>", as in transformers.
+    `special_tokens` maps all control tokens to ids. Only chat templates can write the control tokens in `structure`:
+    "<|im_end|>" in a message is ordinary text. Messages can contain all other control tokens, such as "<tool_call>", as
+    in transformers.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
@@ -66,7 +67,7 @@ class Tokenizer:
         """Set the control tokens that only chat templates may write."""
         self.structure = frozenset(names)
         self.backend = with_special_tokens(self.backend, self.structure)
-        # encode "<|im_end|>" in text as ordinary characters
+        # split "<|im_end|>" in text into several ordinary tokens
         self.backend.encode_special_tokens = True
 
     def __len__(self) -> int:
@@ -111,7 +112,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise UserError(f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, {advice}")
     listed = listed_tokens(Path(path).parent)
     try:
-        read_json(Path(path))  # raises clear errors for Git LFS pointers and invalid JSON
+        read_json(Path(path))  # read_json raises clear errors for Git LFS pointers and invalid JSON
         backend = tokenizers.Tokenizer.from_file(str(path))
         vocabulary = backend.get_vocab()
         unknown = [token.content for token in listed if token.content not in vocabulary]
@@ -127,7 +128,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             raise UserError(f"encoding and decoding changes {PROBE[:40]!r} to {decoded[:40]!r}")
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # `tokenizers`: a Rust panic is a BaseException
+    except BaseException as error:  # a Rust panic in `tokenizers` raises a BaseException, not an Exception
         raise UserError(
             f"{path}: the file is not a usable tokenizer.json of Qwen2 ({error}); use the file of "
             "the model's original checkpoint"

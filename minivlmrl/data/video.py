@@ -57,7 +57,7 @@ class Video:
 
         Returns:
             pixel_values, image_grid_thw (see image.patchify), and seconds between temporal patches. For Qwen3-VL,
-            whose prompts have timestamps, a list of times per temporal patch instead.
+            the third value lists the time of each temporal patch, because its prompts have timestamps.
         """
         depth = processor.temporal_patch_size
         num_frames = len(self.frames)
@@ -74,9 +74,9 @@ class Video:
 
 @dataclass
 class VideoFile:
-    """Video file, read later: the sampled frames depend on the model family."""
+    """Video file that is read later, because the model family decides which frames to sample."""
 
-    load: Callable[..., Video]  # load_video for this file; arguments: frame_factor, defaults
+    load: Callable[..., Video]  # function that loads this file with load_video, given frame_factor and defaults
 
     def read(self, processor: ImageProcessor) -> Video:
         if processor.videos is None:
@@ -149,11 +149,11 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
     Args:
         options: min_pixels and max_pixels bound the area of a frame in pixels (default: 128 and 768 tokens).
             total_pixels bounds the area of all frames (default: 115200 tokens). A frame may have
-            2 * total_pixels / nframes pixels, because two frames form one temporal patch. resized_height and
-            resized_width set a fixed size, as for images.
+            2 * total_pixels / nframes pixels: two frames form one temporal patch, which counts once. resized_height
+            and resized_width set a fixed size, as for images.
 
-    Source: fetch_video in qwen-vl-utils, for a video file. Lists of frames are resized once here, but twice in
-    qwen-vl-utils 0.0.14.
+    Source: fetch_video in qwen-vl-utils, for a video file. A list of frames is resized once here;
+    qwen-vl-utils 0.0.14 resizes it twice.
     """
     options = check_options("video", options)
     factor = processor.factor
