@@ -26,7 +26,7 @@ COMMANDS = {  # {command: (module:function, help text)}
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if isinstance(sys.stdout, io.TextIOWrapper):  # Windows pipes cannot encode Unicode
+    if isinstance(sys.stdout, io.TextIOWrapper):  # replace characters that a Windows pipe cannot encode
         sys.stdout.reconfigure(errors="replace")
     set_up_process()
     name = arguments[0] if arguments else "--help"

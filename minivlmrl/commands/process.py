@@ -21,6 +21,6 @@ def set_up_process():
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
             libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: keep up to 1 GiB free
-            libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: return blocks above 32 MiB at once
-    # data/media.py rejects too large images with a clear error
+            libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: freed blocks above 32 MiB go back to the system at once
+    # data/media.py raises a clear error if an image has too many pixels
     warnings.filterwarnings("ignore", "Image size .* exceeds limit .* decompression bomb")

@@ -6,7 +6,7 @@ python train.py RECIPE --resume=auto         # continue from the newest checkpoi
 python train.py --help [SECTION]             # options and defaults
 torchrun --nproc_per_node=8 train.py RECIPE  # eight GPUs
 
-Without a clone, run `minivlmrl train`.
+If you have no clone of the repository, run `minivlmrl train` instead of `python train.py`.
 """
 
 from functools import partial

@@ -28,7 +28,7 @@ def load_name(target: str) -> Any:
         paths = [Path(file), recipes_folder().parent / file]
         path = os.path.abspath(next(filter(Path.is_file, paths), file))
         if os.path.isfile(path):
-            USER_FILES.add(path)  # add the file first, because running it may fail
+            USER_FILES.add(path)  # record the file before it runs, because it may fail
         module = run_file(path)
     else:
         try:
@@ -46,7 +46,7 @@ def load_name(target: str) -> Any:
 
 
 def code_files() -> set[str]:
-    """Return the Python files that a recipe names, and modules imported from their folders."""
+    """Return the Python files that a recipe names, and modules imported from the folders of these files."""
     folders = tuple(os.path.join(os.path.dirname(file), "") for file in USER_FILES)
     files = {*USER_FILES}
     for name, module in [*sys.modules.items()]:
@@ -66,7 +66,7 @@ def recipes_folder() -> Path:
 
 def run_file(path: str) -> ModuleType:
     """Execute a Python file once, as a module, and return the module."""
-    # module name: the path without dots, which pickle finds on all ranks
+    # pickle finds the module on all ranks by its path; with a dot, Python would look for a package
     name = path.removesuffix(".py").replace(".", "%2e")
     if name in sys.modules:
         return sys.modules[name]
@@ -93,8 +93,8 @@ def split_options(text: str) -> tuple[str, str]:
 def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Parse "name(option=value)"; return the named object, and the options as a dict.
 
-    Option values are Python literals. Only names with a colon load code from outside minivlmrl; config/loading.py
-    rejects them in a recipe found next to a model.
+    Option values are Python literals. Only a name with a colon, such as file.py:name, loads code from outside
+    minivlmrl. If a recipe was found next to a model, config/loading.py rejects such names.
 
     Args:
         kind: for error messages, such as "reward".
@@ -162,10 +162,12 @@ def load_function(
     """Load the function that an option such as grpo.loss_type names.
 
     Args:
-        option, text, table: option name, value and built-in functions.
-        section: stage options, for parameters with the same names.
-        positional, names: see with_arguments.
-        convert: wrapper for functions with another signature.
+        option: option name, such as "loss_type".
+        text: option value.
+        table: {name: built-in function}.
+        section: options of the stage; the function receives those that have the names of its parameters.
+        positional, names: passed to with_arguments.
+        convert: changes functions with another signature to the expected signature.
     """
     with error_context(f"grpo.{option} {text}"):
         function = convert(resolve_function(option, text, table, vars(section)))
@@ -178,11 +180,11 @@ def with_arguments(
     """Wrap `function` to ignore unknown keyword arguments.
 
     Args:
-        positional: names of positional arguments; the function's parameters may have other names.
-        names: names of keyword arguments that callers pass.
-        options: {name: value} for the remaining parameters.
+        positional: what callers pass by position; `function` may use other parameter names.
+        names: keyword arguments that callers pass.
+        options: {name: value} for parameters that callers do not pass.
     Raises:
-        UserError: a parameter would get no value, or the value of another argument.
+        UserError: a parameter gets no value, or has the name of one argument but the position of another.
     """
     parameters = parameters_of(function)
     by_position = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -209,7 +211,7 @@ def with_arguments(
 
 
 def own_signature(function: Callable) -> inspect.Signature:
-    """Return a function's signature without following __wrapped__; for a module, that of forward."""
+    """Return the signature of a function, or of a module's forward method, without following __wrapped__."""
     function = getattr(function, "forward", function)
     return inspect.signature(inspect.unwrap(function, stop=inspect.isfunction), follow_wrapped=False)
 
@@ -228,7 +230,7 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
     parameters = parameters_of(function).values()
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty and p.kind is not p.POSITIONAL_ONLY}
     for name, value in options.items():
-        if name not in hints:  # a function with **columns would accept misspelled options
+        if name not in hints:  # a function with **columns would accept any name, even a misspelled one
             names = ", ".join(hints) or "none"
             raise UserError(f"there is no option {name!r}; the options are: {names}{did_you_mean(name, hints)}")
         if typing.get_origin(hints[name]) is Annotated:

@@ -43,8 +43,8 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
     Args:
         recipe: path, or name in the folder `recipes`.
         overrides: options such as "--seed=1", or two strings "--seed" and "1"; values are YAML.
-        is_found: True if the recipe was found next to a model. If such a recipe names a Python file, PermissionError is
-            raised before any code runs.
+        is_found: True if the recipe was found next to a model. If a recipe found this way names a Python file,
+            PermissionError is raised before any code runs.
     """
     joined = [""]  # ["--seed", "1", "--x=2"] -> ["--seed=1", "--x=2"]
     for argument in overrides:
@@ -111,7 +111,7 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
     sections = {}
     for algorithm in algorithms:
         name = algorithm.stage
-        # "eval" already names the evaluation rows
+        # a stage cannot be named "eval", because the evaluation rows have this name
         if not str(name).isidentifier() or name in {"eval", *sections, *dir(RunConfig())}:
             raise UserError(
                 f"stages: {algorithm.__name__}.stage is {name!r}, but it must be a new name such as my_stage"
@@ -132,7 +132,7 @@ class Resolver:
         is_typed = any(f"{path}.".startswith(f"{option}.") for option in self.typed)
         if hint is RecipePath:
             return self._find(text, is_typed)
-        if hint is FilePath and os.path.exists(text):  # missing paths are Hub repository ids
+        if hint is FilePath and os.path.exists(text):  # if no such file exists, the text is a Hub repository id
             return str(Path(text).resolve())
         if hint not in (Code, RewardName):
             return text
@@ -147,7 +147,7 @@ class Resolver:
         name, options = split_options(text)
         # reject quoted strings as well: the string in "name(url='...')" could be a URL, a file or a function
         if self.is_found and not is_typed and (":" in name or re.search("['\"]", options)):
-            # not a ValueError, which the reader of `X | Code` would suppress
+            # PermissionError, because Reader suppresses ValueError while it tries the types in `X | Code`
             raise PermissionError(
                 f"{self.recipe} was found automatically and would run the code {text}; read the code, then pass "
                 f"--recipe={self.recipe} to allow it"
@@ -158,7 +158,7 @@ class Resolver:
         folders = [self.recipe.parent, Path()]
         if is_typed:
             folders.reverse()
-        # a copy of a built-in recipe may name files in the recipes folder, such as shapes_model.json
+        # also search the recipes folder: a copied recipe may name files there, such as shapes_model.json
         paths = [folder / file for folder in (*folders, recipes_folder().parent, recipes_folder())]
         return os.path.abspath(next(filter(os.path.exists, paths), paths[0]))
 

@@ -1,4 +1,4 @@
-"""Accept losses f(logps, advantages, mask, **named), like grpo_loss, or f(batch, options).
+"""Accept losses with two signatures: f(logps, advantages, mask, **named), like grpo_loss, and f(batch, options).
 
 Losses return a scalar, or (scalar, {metric: value}).
 """
@@ -9,14 +9,14 @@ from minivlmrl.config.import_utils import parameters_of
 
 
 class RunBatch(dict):
-    """Micro-batch {name: tensor}, with names as in `minivlmrl parity`."""
+    """Micro-batch as {name: tensor}; `minivlmrl parity` uses the same tensor names."""
 
     def __missing__(self, name: str):
         raise KeyError(f"{name} is not in the batch; a run has ref_per_token_logps only if grpo.beta is above 0")
 
 
 def takes_batch(function: Callable) -> bool:
-    """Return True for f(batch, options), but not for a wrapper f(*args, **kwargs)."""
+    """Return True for f(batch, options); a wrapper f(*args, **kwargs) is treated like grpo_loss."""
     parameters = parameters_of(function)
     is_wrapper = len(parameters) > 1 and any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
     positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -132,7 +132,7 @@ class RowOptions:
 
     # folder for relative image paths; None uses the folder of the data file
     image_root: FilePath | None = None
-    # your function from rows (dicts) to the columns in docs/data.md, as file.py:name
+    # your function, as file.py:name, that converts a row (dict) to the columns in docs/data.md
     format: Code | None = None
     # columns to rename: {label: solution} reads `label` as `solution`
     columns: dict[str, str] = field(default_factory=dict)
@@ -219,7 +219,7 @@ class DataOptions(RowOptions):
 # ---------------------------------------------------------------------------- sampling and rollouts
 
 
-# {option that drops unlikely tokens: value that keeps all tokens}
+# with these values, sampling drops no unlikely tokens
 NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -276,8 +276,8 @@ class SamplingOptions:
 class RolloutOptions:
     """Options for sampling during training."""
 
-    # maximum difference between sampling and training log-probs, in nats per token. In bfloat16, a tenth of this value
-    # limits the root mean square instead
+    # maximum difference between sampling and training log-probs, in nats per token. In bfloat16, it limits ten
+    # times the root mean square difference instead
     max_logp_mismatch: Annotated[float, "(0, inf]; .inf disables the check"] = 1.0
     # gather all sharded weights before sampling; False gathers one layer at a time, in every forward pass
     gather_weights: bool = True
@@ -353,8 +353,8 @@ class DPOOptions(TrainingOptions):
     ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight for tokens beyond the shorter answer's length
     use_weighting: bool = False  # WPO: weight pairs by their probability under the policy
     reference_free: bool = False  # train without a reference model: its log-probabilities are set to 0
-    # compute reference log-probabilities before the first step, without a second model in memory afterwards; see
-    # extras/reference_logps.py
+    # compute reference log-probabilities before the first step, then train without a reference model in memory;
+    # see extras/reference_logps.py
     precompute_ref_log_probs: bool = False
 
 
@@ -375,8 +375,8 @@ class GRPOOptions(TrainingOptions):
     num_generations: Annotated[int, ">= 2"] = 8  # G, completions per prompt (group size)
     steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
     num_iterations: Annotated[int, ">= 1"] = 1  # passes over each rollout
-    # maximum tokens per forward and backward pass, None = no limit; completions share their prompt tokens, unless the
-    # group is split
+    # maximum tokens per forward and backward pass, None = no limit. Completions of a group share their prompt tokens
+    # if they are in the same pass
     max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
     # dynamic sampling: replace groups with equal rewards, sampling at most this many prompt batches per step; 1
     # disables it
@@ -414,7 +414,7 @@ class GRPOOptions(TrainingOptions):
     rollout_correction_bounds: tuple[CorrectionBound, CorrectionBound] = (None, 3.0)
 
     def __post_init__(self):
-        if not 0 <= self.epsilon_low <= self.epsilon_high:  # also rejects NaN
+        if not 0 <= self.epsilon_low <= self.epsilon_high:  # comparisons with NaN are False, so NaN is rejected
             raise UserError(
                 f"epsilon_low is {self.epsilon_low}, but it must be between 0 and epsilon_high, "
                 f"which is {self.epsilon_high}"
@@ -534,7 +534,7 @@ class RunConfig:
     def __post_init__(self):
         # attributes set by load_config, not recipe options
         self.recipe = ""
-        # recipe sections for stages left out by --stages
+        # recipe sections of stages that the option --stages does not list
         self.unused_sections: list[str] = []
         self.names_of_files: dict[str, str] = {}  # {your own stage, as file.py:Class: its section name}
         if self.rewards and not any(self.rewards.values()):
@@ -551,8 +551,8 @@ class RunConfig:
     def eval_rewards(self) -> list[RewardName]:
         """Evaluation rewards: data.eval_rewards, by default the training rewards.
 
-        Training rewards are sorted by weight, the largest first, format rewards last. `reward_model` is left out,
-        because only a trainer computes its scores; if nothing else is left, evaluations use accuracy and format.
+        Training rewards are sorted by weight, the largest first, with format rewards last. `reward_model` is left out,
+        because only a trainer computes its scores. Without any other reward, evaluations use accuracy and format.
         """
         names = [name for name in self.rewards if name != "reward_model"]
         names.sort(key=lambda name: (name.endswith("format"), -self.rewards[name]))

@@ -23,7 +23,7 @@ class Dataclass(Protocol):
 
 
 T = TypeVar("T", bound=Dataclass)
-TypeHint = Any  # any type hint, such as int | None: Python has no type for these before PEP 747
+TypeHint = Any  # stands for type hints such as int | None, for which Python has no type yet
 
 
 class Loader(yaml.SafeLoader):
@@ -63,8 +63,9 @@ def build(
     """Build a dataclass from values in a file; check keys, types and bounds.
 
     Args:
-        where, prefix: file name (or "command line") and section path with a final dot, for error messages.
-        json, change_text: see Reader.
+        where: file name or "command line", for error messages.
+        prefix: section path with a final dot, such as "grpo.", for error messages.
+        json, change_text: values for the fields of Reader with these names.
     """
     with error_context(where):
         reader = Reader(json, change_text, cls, "--" if where == "command line" else "")
@@ -95,13 +96,13 @@ class Reader:
     string types in config/types.py, and numbers with bounds such as Annotated[float, "(0, 1]"].
     """
 
-    # True for JSON files: ignore unknown keys, convert no strings. False for recipes: accept a string as a list with
-    # one item, and "1e-4" as a float, which YAML reads as a string
+    # True for JSON files: unknown keys are ignored, and strings are not converted. False for recipes: a string is also
+    # accepted as a list with one item, and "1e-4", which YAML reads as a string, as a float
     json: bool
-    # function (type, string, option path) -> new string; a dot in a key becomes a slash in the path
+    # function (type, string, option path) -> new string. Dots separate keys in the path; a dot in a key becomes a slash
     change_text: Callable[[TypeHint, str, str], str] | None = None
     root: type | None = None  # dataclass for the whole file, for suggestions if a key is unknown
-    dashes: str = ""  # "--" to suggest command-line options
+    dashes: str = ""  # prefix of suggested option names: "--" for the command line
 
     def read(self, hint: TypeHint, value: Plain, name: str) -> Any:
         if hint is float:  # reject infinity unless bounds such as "(0, inf]" allow it
@@ -169,7 +170,7 @@ class Reader:
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
         if type(value) in typing.get_args(hint):  # "7" stays a string for float | str
             return value
-        if len(choices) == 1:  # int | None: the error for int is more specific
+        if len(choices) == 1:  # read int | None as int, because its error is more specific than for a union
             return self.read(choices[0], value, name)
         for choice in choices:
             if choice is Code and ":" not in str(value):
@@ -190,7 +191,7 @@ class Reader:
         key_hint, item_hint = typing.get_args(hint)
         expected = f"of type {type_text(hint)}"
         keys: Plain = [value] if type(value) is str else value
-        if item_hint is Finite and type(keys) is list:  # a list of reward names without weights
+        if item_hint is Finite and type(keys) is list:  # the user wrote a list of reward names without weights
             weights = ", ".join(f"{key}: 1.0" for key in keys)
             given = f'"--{name}={{{weights}}}"' if self.dashes else f"{name}: {{{weights}}}"
             expected += f"; write {given}"
@@ -223,13 +224,13 @@ class Reader:
         names = {field.name: f"{prefix}{field.name}" for field in dataclasses.fields(section)}
         known = f"; known keys are {', '.join(names)}"
         inner, nested = prefix, {key: value}
-        while isinstance(nested, dict) and nested:  # nested names such as verl's actor_rollout_ref.rollout.n
+        while isinstance(nested, dict) and nested:  # follow nested keys, such as verl's actor_rollout_ref.rollout.n
             name, nested = next(iter(nested.items()))
             if advice := self._foreign_name(root, inner, str(name)):
                 return f"unknown key {inner}{name}; {advice}"
             inner += f"{name}."
         for path in sorted(paths, key=lambda path: not path.startswith("grpo.")) if not prefix else ():
-            names.setdefault(path.rpartition(".")[2], path)  # option names typed without a section
+            names.setdefault(path.rpartition(".")[2], path)  # also suggest options for names without their section
         meant = did_you_mean(key, names, lambda name: self.dashes + names[name])
         return f"unknown key {prefix}{key}{meant or truncate(known, 400, str)}"
 

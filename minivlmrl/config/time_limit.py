@@ -13,15 +13,16 @@ longest = math.inf  # upper bound on all time limits, in seconds; see shorten_li
 
 
 class Overtime(BaseException):
-    """User code takes too long; a BaseException, which `except Exception` does not catch."""
+    """Raised when user code takes too long; user code cannot catch it with `except Exception`."""
 
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
     """Raise Overtime in a `with` block that runs longer than `seconds`; None = no limit.
 
-    A timer sends SIGALRM, which also interrupts sleep, requests and regular expressions. There is no limit on Windows,
-    outside the main thread, for C code that never returns, and for code with its own SIGALRM handler.
+    A timer sends SIGALRM, which also interrupts sleep, requests and regular expressions. The limit has no effect on
+    Windows or outside the main thread. It cannot stop C code that never returns, or code that sets its own SIGALRM
+    handler.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if seconds is None or not in_main_thread or not hasattr(signal, "SIGALRM"):
@@ -38,7 +39,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # stop the timer again: Overtime may have interrupted the first call
+        signal.setitimer(signal.ITIMER_REAL, 0)  # stop the timer here too: Overtime may interrupt the call above
         # None stands for a handler from C code, which signal.signal rejects
         signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
         if delay:
@@ -53,7 +54,7 @@ def stop(seconds: float, *_):
 def shorten_limits(seconds: float):
     """Lower the current and all later time limits to at most `seconds`.
 
-    With this limit, a hanging reward does not delay the exit after a stop signal.
+    After a stop signal, a hanging reward function then delays the exit by at most `seconds`.
     """
     global longest
     longest = seconds

@@ -18,7 +18,7 @@ from minivlmrl.errors import optional_dependency
 
 Item = TypeVar("Item")
 SPACES = get_args(BoxSpace)
-LIMIT = 1e100  # larger coordinates are invalid: areas could overflow
+LIMIT = 1e100  # coordinates of at least 1e100 are invalid, because box areas could overflow
 
 NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 COMMA = r"(?:\s*,\s*|\s+)"
@@ -65,8 +65,8 @@ class Box:
     @property
     def valid(self) -> bool:
         """Whether coordinates are finite and in order, with a positive area."""
-        is_finite = all(abs(number) < LIMIT for number in self.numbers)  # NaN < LIMIT is False
-        return is_finite and self.x2 > self.x1 and self.area > 0  # a positive area implies y2 > y1
+        is_finite = all(abs(number) < LIMIT for number in self.numbers)  # NaN < LIMIT is False, so NaN is not finite
+        return is_finite and self.x2 > self.x1 and self.area > 0  # with x2 > x1, a positive area implies y2 > y1
 
     def inside(self) -> bool:
         """Return True if the box is inside its image, with a tolerance of 1e-6 times the image size."""
@@ -86,7 +86,7 @@ def iou(a: Box, b: Box) -> float:
     width = min(a.x2, b.x2) - max(a.x1, b.x1)
     height = min(a.y2, b.y2) - max(a.y1, b.y1)
     intersection = max(0.0, width) * max(0.0, height)
-    # in this order of additions, the union never rounds below the intersection
+    # subtract the intersection first: then rounding never makes the union smaller than the intersection
     return intersection / (a.area + (b.area - intersection))
 
 

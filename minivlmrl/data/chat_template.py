@@ -184,7 +184,7 @@ class ChatTemplate:
                     f"SFT and training on pairs require a template that ends an assistant turn with {END} and a line "
                     "break; replace the template with the chat_template.jinja of the original Qwen model"
                 )
-            end = turn_end - 1  # exclude the newline, which the model does not generate
+            end = turn_end - 1  # end before the newline after <|im_end|>, which the model does not generate
             is_written = is_trained(given[turn_number])
             flagged += [(piece, is_written) for piece in self._cut(text[start:end], mark)]
         self._check_texts(given, text.replace(mark, ""), len(messages))
@@ -287,8 +287,11 @@ def with_values(template: ChatTemplate, values: dict) -> ChatTemplate:
 
 
 def _literal_pattern(name: str) -> str:
-    """Return a regular expression that finds a control token in messages, but matches only its first character."""
-    # templates may change spaces: also find "<|im_ end|>", and "<|im_" at the end of a message
+    """Return a regular expression that finds a control token in messages.
+
+    It matches only the first character of the token, because a mark is inserted after this character.
+    """
+    # by removing spaces or adding text, a template can turn "<|im_ end|>" or a final "<|im_" into a control token
     others = [re.escape(character) for character in name[1:]]
     endings = [*([*others[:length], "$"] for length in range(len(others))), others]
     patterns = [r"\s*".join(["", *ending]) for ending in endings]
@@ -330,7 +333,7 @@ def join_text(pieces: list[str]) -> list[str]:
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join adjacent strings if both or neither have a loss; others are tokenized separately."""
+    """Join adjacent strings whose tokens all have a loss, or all have none."""
     joined = []
     for is_written, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
         joined += [(text, is_written) for text in join_text([piece for piece, _ in run])]

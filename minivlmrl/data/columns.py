@@ -25,12 +25,12 @@ class LayoutError(UserError):
 
 
 class EmptyColumnError(LayoutError):
-    """Raised if a required column has no value; another project may use a different column."""
+    """Raised if a required column has no value; the row may use the column names of another project."""
 
 
 def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
     """Rename columns, and replace NaN (from pandas) by None; two columns can swap names."""
-    row = {name: value if value == value else None for name, value in row.items()}  # NaN does not equal itself
+    row = {name: value if value == value else None for name, value in row.items()}  # only NaN differs from itself
     renamed = {theirs: ours for theirs, ours in renamed.items() if theirs != ours and theirs in row}
     columns = row | dict.fromkeys(renamed)
     for theirs, ours in renamed.items():
@@ -46,7 +46,7 @@ def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
 
 
 def missing_column(name: str, columns: dict, cure: str) -> UserError:
-    """Return the error for a column without a value; a LayoutError if the row may have another project's layout.
+    """Return the error for a column without a value; LayoutError means that the columns may be another project's.
 
     Args:
         cure: advice in the error message, such as how to rename the column.

@@ -1,7 +1,7 @@
 """Datasets that read rows from data files.
 
-Opening a file parses and checks all rows once, and collects RowFacts. Every access parses a row again, so changes to a
-Row are lost.
+When a file is opened, all rows are parsed and checked once, and one RowFacts per row is stored. Every access parses a
+row again, so changes to a Row are lost.
 """
 
 import re
@@ -65,7 +65,7 @@ class RowFile:
         self.columns: list[str] = []
         self.given: set[str] = set()  # columns with a value in at least one row
         self.unread: set[str] = set()
-        # row sizes in tokens for one processor: {line: {answer columns: RowSize}}
+        # token counts of rows for one processor: {line number: {names of answer columns: RowSize}}
         self.sizes: dict[int, dict[tuple, Any]] = {}
         self.processor: Any = None
 
@@ -80,7 +80,7 @@ class RowFile:
             try:
                 row, media = checked_row(self.columns_of(line), required, known, self.options, self.folder)
             except ValueError as error:
-                # an empty column after valid rows is a mistake in this row, not another project's layout
+                # if earlier rows had values, an empty column is a mistake in this row, not another project's layout
                 if not is_foreign(error) or (isinstance(error, EmptyColumnError) and self.given):
                     raise
                 advice = convert_advice(self.path, self.options.format, self.options.columns)
@@ -131,7 +131,7 @@ class RowFacts:
     literal_tokens: tuple[str, ...]  # control tokens written as plain text, such as <|im_end|>
     boxes: dict[str, str]  # {answer column: first box in it}
     box_space: str | None
-    # per image in prompt and answers: (size or None, options)
+    # (size, options) of each image in prompt and answers; the size of an unreadable image is None
     images: tuple[tuple[Size | None, dict], ...]
 
     @property
@@ -238,7 +238,7 @@ class FileDataset(Sequence[Row]):
 
     @property
     def media_fingerprint(self) -> str:
-        """Hash of all media file sizes and times; only rank 0 has read them."""
+        """Hash of the sizes and times of all media files; valid only on rank 0, which alone reads them."""
         return digest([repr([facts.media_fingerprint for facts in self.facts])])
 
 
@@ -317,12 +317,12 @@ def image_size(image: Media, folder: Path) -> Size | None:
     """Return an image's (width, height), None = unreadable."""
     try:
         return read_header(image.sources[0], folder).size
-    except ValueError:  # training raises this error again
+    except ValueError:  # training raises the error when it decodes the image
         return None
 
 
 def read_header(source: Source, folder: Path) -> PIL.Image.Image:
-    """Open an image, read its size and close the file; its pixels cannot be read."""
+    """Open an image and close its file; the returned image has a size, but its pixels cannot be decoded."""
     with open_image(source, folder) as image:
         return image
 

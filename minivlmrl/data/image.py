@@ -121,9 +121,9 @@ def patchify(frames: np.ndarray, patch_size: int, temporal_patch_size: int, merg
     h = frames.shape[2] // patch_size
     w = frames.shape[3] // patch_size
     axes = frames.reshape(
-        t, temporal_patch_size, 3,  # time: temporal patches, frames in a patch; color channels
-        h // merge_size, merge_size, patch_size,  # height: blocks, patches in a block, pixels in a patch
-        w // merge_size, merge_size, patch_size,  # width: blocks, patches in a block, pixels in a patch
+        t, temporal_patch_size, 3,  # axes: temporal patches, frames per patch, color channels
+        h // merge_size, merge_size, patch_size,  # axes in height: blocks, patches per block, pixels per patch
+        w // merge_size, merge_size, patch_size,  # axes in width: blocks, patches per block, pixels per patch
     )  # fmt: skip
     patches = axes.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return patches.reshape(t * h * w, -1), (t, h, w)
@@ -146,7 +146,7 @@ def look_up(normalized: np.ndarray, pixels: np.ndarray) -> np.ndarray:
     """Normalize uint8 pixels with a lookup table.
 
     Args:
-        normalized: (3, 256) table: color channel, pixel value.
+        normalized: (3, 256) normalized value for each color channel and uint8 value.
         pixels: (T, H, W, 3) uint8.
     Returns:
         (T, 3, H, W), same dtype as the table.

@@ -23,11 +23,11 @@ def torch_resize_frames(
     """Resize and normalize RGB frames with torch, bitwise equal to transformers' torchvision processor."""
     resized = []
     for frame in frames:
-        # resize uint8 pixels, as transformers does: torch rounds them after height and after width
+        # resize uint8 pixels, as transformers does: torch rounds them after resizing each dimension
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, (height, width), mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
-    scale = np.float32(1 / (1 / 255))  # 255 with float rounding error, as in transformers
+    scale = np.float32(1 / (1 / 255))  # transformers divides by 1 / 255, so its scale is 255 with a rounding error
     gray_levels = np.arange(256, dtype=np.float32)
     return look_up((gray_levels - mean * scale) / (std * scale), np.stack(resized))
 
@@ -36,7 +36,7 @@ def torch_resize_frames(
 RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Mean = Annotated[float, "(-1e6, 1e6)"]
-Std = Annotated[float, "[1e-6, 1e6)"]  # bounds for image_std: pixel values are divided by it
+Std = Annotated[float, "[1e-6, 1e6)"]  # at least 1e-6, because pixel values are divided by image_std
 # transformers class names: those with Fast resize with torch, others with Pillow
 ProcessorType = Literal[
     "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLImageProcessorFast", "Qwen2_5_VLImageProcessor"
@@ -113,14 +113,14 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
         resize=RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"],
     )
     with error_context("data" if min_pixels or max_pixels else where):
-        # raises UserError if max_pixels is less than min_pixels or one token
+        # smart_resize raises UserError if max_pixels is less than min_pixels, or less than one token covers
         side = processor.factor
         smart_resize(side, side, side, low, high)
     return processor
 
 
 def patch_settings(holder: ImageSettings | ImageProcessor) -> dict:
-    """Return the settings with the same name in preprocessor_config.json and ImageProcessor."""
+    """Return the settings that preprocessor_config.json and ImageProcessor both have, under the same name."""
     return {
         name: getattr(holder, name)
         for name in ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
@@ -155,7 +155,7 @@ def area_bounds(processor: ImageProcessor, options: dict[str, Any], bounds: tupl
             processor.min_pixels,
             processor.max_pixels,
         )
-        return height * width, height * width + 1  # one pixel more, so rounding cannot shrink the image
+        return height * width, height * width + 1  # max_pixels exceeds the area, so rounding cannot shrink the image
     return options.get("min_pixels", bounds[0]), options.get("max_pixels", bounds[1])
 
 
@@ -172,7 +172,7 @@ def write_video_processor(processor: ImageProcessor, options: dict[str, float]) 
         "size": {"shortest_edge": low, "longest_edge": high},
         **write_sampling(options),
     }
-    if "total_pixels" in options:  # divided by 0.9: transformers uses 90 % of max_video_tokens
+    if "total_pixels" in options:  # divide total_pixels by 0.9, because transformers uses 90 % of max_video_tokens
         content |= {"cap_pixels_per_frame": True, "max_video_tokens": round(options["total_pixels"] / 0.9 / area)}
     return content
 
@@ -181,7 +181,7 @@ def write_sampling(options: dict[str, float]) -> dict:
     """Rename frame sampling options as in video_preprocessor_config.json."""
     given: dict[str, Any] = {SAMPLING[name]: value for name, value in options.items() if name in SAMPLING}
     if "num_frames" in given:
-        given["fps"] = None  # otherwise transformers adds a default fps, which conflicts with num_frames
+        given["fps"] = None  # without this null, transformers adds a default fps, which conflicts with num_frames
     return given and {"do_sample_frames": True, "fps": FPS, **given}
 
 

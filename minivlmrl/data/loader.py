@@ -39,7 +39,7 @@ class Batches(Iterator[list[Row]]):
         self.world = trainer.world
         self.processor = trainer.processor
         self.skip_unreadable = options.skip_unreadable
-        # answers whose images are decoded early, to skip unreadable rows
+        # answer fields whose images are decoded in advance, to find and skip unreadable rows
         self.checked_answers = trainer.answers if self.skip_unreadable else ()
         self.skipped: set[int] = set()  # unreadable row indices on this rank
         self.key = f"{seed}/{trainer.stage}"
@@ -121,11 +121,13 @@ def readable_prompt(row: Row, processor: Processor, answers: Sequence[str]) -> P
 def next_readable(
     rows: Dataset, index: int, use: Callable[[Row], Result], skips: bool = True
 ) -> tuple[Row, Result, dict[int, ValueError]]:
-    """Return the row at `index`, or the next readable one, the result of `use`, and {skipped row index: error}.
+    """Find the first readable row, starting at `index`.
 
     Args:
         use: function such as readable_prompt that raises UserError for an unreadable row.
         skips: whether to skip unreadable rows.
+    Returns:
+        The row, use(row), and the errors of skipped rows as {row index: error}.
     """
     failures = {}
     for distance in range(MAX_SKIPPED):

@@ -65,7 +65,7 @@ def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Ima
     """Open an image; exceptions in the `with` block become UserError."""
     name, file = open_source(source, folder)
     try:
-        # a stream, because Pillow 13 maps a rotated grayscale TIFF from a path with width and height swapped
+        # pass a stream: if given a path, Pillow 13 swaps the width and height of a rotated grayscale TIFF
         with file.open("rb") if isinstance(file, Path) else file as stream, PIL.Image.open(stream) as image:
             if image.width * image.height > MAX_IMAGE_PIXELS:
                 raise UserError(
@@ -127,7 +127,7 @@ class Media:
 
     @property
     def sources(self) -> Sequence[str | bytes]:
-        """List of files: one, or one per video frame."""
+        """List with the media file, or with one file per video frame."""
         return self.source if isinstance(self.source, list) else [self.source]
 
 
@@ -137,7 +137,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
     An entry is a path or other source, or a dict with options: {"image": "cat.jpg", "max_pixels": 200704}.
 
     Returns:
-        {"image": images in column order, "video": videos}; no key without such a column.
+        {"image": images in column order, "video": videos}. A key is missing if the row has no such media.
     """
     row_media = {}
     for name, kind in MEDIA.items():
@@ -163,8 +163,8 @@ def place_media(
     <image> tags, or precede the first user text. Videos are assigned like images.
 
     Args:
-        turns: prompt messages, followed by an answer if it contains images.
-        row_media: {"image" or "video": media from columns}; options in a message part override those in a column.
+        turns: prompt messages, plus the messages of an answer that contains images.
+        row_media: {"image" or "video": media from columns}. Options in a message part override options in a column.
         options: options for all rows.
     Returns:
         Messages with one part per image and video, and the media in order.
@@ -194,7 +194,10 @@ def place_media(
 
 
 def _with_common(item: Media, common_options: dict) -> dict:
-    """Return image options in the row, else in the recipe; for a video, merge both."""
+    """Return an image's options from its row, or from the recipe if the row has none.
+
+    Video options from row and recipe are merged.
+    """
     if item.kind == "image":
         return item.options or common_options
     # nframes in a row overrides all sampling options in the recipe
@@ -234,7 +237,7 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
         kind, {name: value for name, value in entry.items() if name not in known and value is not None}
     )
     if not names and next_media is not None:
-        listed = next(next_media)  # cannot be empty: check_counts has compared parts and files
+        listed = next(next_media)  # next cannot fail, because check_counts has compared the numbers of parts and files
         return Media(kind, listed.source, listed.options | options, listed.column)
     source: Plain = entry[names[0]] if names else None
     if names == ["base64"]:

@@ -161,7 +161,7 @@ def check_ends(turns: list[dict]):
 
 
 def is_trained(turn: dict) -> bool:
-    """Return True for an assistant turn without a key such as "loss": false."""
+    """Return True for an assistant turn, unless a key such as "loss" is false."""
     return turn["role"] == "assistant" and all(turn.get(key) in (None, True) for key in LOSS_KEYS)
 
 

@@ -138,7 +138,7 @@ def encode_completion(
 
     Answers end with <|im_end|>. Completion.policy_mask is True only for text in assistant turns; user turns, tool turns
     and images have no loss. If the chat template drops earlier reasoning, Completion.turns has one Completion per
-    assistant turn, whose prompt contains earlier turns.
+    assistant turn. The prompt of each Completion contains all earlier turns.
 
     Args:
         completion: string, or turns that begin and end with an assistant turn.
