@@ -17,14 +17,14 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
     """Parse JSON; NaN and Infinity become None.
 
     Args:
-        decode: function that parses the string, called with `arguments`.
+        decode: parser, called as decode(text, *arguments).
     Raises:
         UserError: invalid JSON, or nested too deeply.
     """
     try:
         return decode(text.decode() if isinstance(text, bytes) else text, *arguments)
     except (ValueError, RecursionError) as error:
-        where = str(error).replace("line 1 column", "column")  # for JSON lines, "line 1" would be wrong
+        where = str(error).replace("line 1 column", "column")  # `text` may be a later line of a JSON Lines file
         raise UserError(f"the text is not valid JSON ({where})") from error
 
 
@@ -75,7 +75,7 @@ def read_json(path: Path) -> dict:
 
 
 def json_text(content, **options) -> str:
-    """Convert a value to JSON; NaN and infinity become null, and other unknown values strings."""
+    """Convert a value to JSON; NaN and infinity become null, and values of unknown types become strings."""
     return json.dumps(_DECODER.decode(json.dumps(content, default=str)), **options)
 
 

@@ -72,7 +72,7 @@ class Sampler:
         """Sample num_generations completions per prompt; all ranks must call this.
 
         Args:
-            keys: random seed per prompt.
+            keys: one random seed per prompt.
         """
         if self.sampling.max_batch_tokens is None:
             return self.sample(prompts, num_generations, keys)
@@ -139,7 +139,7 @@ class Sampler:
     def generate(
         self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample with `model`, the gathered or sharded policy."""
+        """Sample from the policy; its weights are sharded if rollout.gather_weights is False."""
         num_patches = [int(prompt.image_grid_thw.prod(-1).sum()) for prompt in prompts]
         if self.keeps_vision and any(num_patches):  # encode images once; later forward passes skip the vision tower
             pixel_values = to_device(torch.cat([prompt.pixel_values for prompt in prompts]), self.device)
@@ -206,7 +206,7 @@ class Sampler:
 
         Args:
             rows: dataset row per prompt, for error messages.
-            max_logp_mismatch: factor on the allowed difference.
+            max_logp_mismatch: the engine multiplies its limit on the difference by this number.
         """
 
 

@@ -36,8 +36,9 @@ def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes = b"") -> by
 class StopStrings:
     """Find rows that complete a stop string, like StopStringCriteria in transformers 5.23.
 
-    A token that contains the last byte completes a stop string, even with more text: "</answ" and "er>." complete
-    </answer>, and the period stays in the completion. A stop string may begin in the prompt.
+    A token that contains the last byte of a stop string completes it, even if text follows in the token. Example:
+    "</answ" and "er>." complete </answer>, and the period stays in the completion. A stop string may begin in the
+    prompt.
 
     Args:
         prompts: (P,) int64 prompt token ids per row.

@@ -80,7 +80,7 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
         normalize: whether to normalize the batch to mean 0 and standard deviation 1.
     Returns:
         (n,) advantages.
-    Source: RLOO eq. 6 (arXiv 2402.14740); TRL's RLOOTrainer (with NaN, since TRL 1.6).
+    Source: RLOO eq. 6 (arXiv 2402.14740); TRL's RLOOTrainer, which handles NaN since TRL 1.6.
     """
     groups = to_groups(rewards, num_generations)
     count = (~groups.isnan()).sum(1, keepdim=True)
@@ -91,8 +91,8 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
     return advantages.nan_to_num(0.0)
 
 
-# {option grpo.advantages: function}. Functions take weighted reward sums (n,), in groups of num_generations. Keyword
-# arguments: rewards_per_func (n, K), reward_weights (K,) and options in the section `grpo`.
+# {value of the option grpo.advantages: function}. Functions take weighted reward sums (n,), in groups of
+# num_generations. Keyword arguments are rewards_per_func (n, K), reward_weights (K,) and options in the section `grpo`.
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "grpo": group_advantages,
     "gdpo": lambda _, rewards_per_func, reward_weights, num_generations: normalize_then_sum(

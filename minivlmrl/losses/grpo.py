@@ -2,7 +2,7 @@
 
 grpo.py imports only torch, so you can copy it into your own project.
 
-B completions are right-padded to T tokens. The loss has four steps; RATIOS, TERMS and AVERAGES list variants:
+B completions are right-padded to T tokens. The loss has four steps; the last column names their code:
 
     ratio      r_t = pi(o_t) / pi_old(o_t), per token or per completion       RATIOS
     term       -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)                TERMS
@@ -70,7 +70,7 @@ def grpo_loss(
         old_per_token_logps: (B, T) log-probabilities at sampling time, or None if the policy has not changed (ratio 1).
         ref_per_token_logps: (B, T) reference log-probabilities, required if beta is not 0.
         token_weights: (B, T) or (B, 1) factors for the policy term but not the KL, such as a mask for high-entropy
-            tokens, or importance ratios that correct for the sampler. None means 1.
+            tokens, or importance ratios that correct for the sampler. With None, all factors are 1.
         normalizer: totals for the whole optimizer step, or None if this batch is the whole step.
         term_options: keyword arguments for the function from TERMS, such as delta.
     Returns:
@@ -213,7 +213,7 @@ def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
 
     The ratio also corrects for tokens sampled by an older policy.
     """
-    # detach the ratio: k2 and the + estimators already have the gradient of KL(pi || pi_ref)
+    # detach the ratio: k2, k1+, k2+ and k3+ already have the gradient of KL(pi || pi_ref)
     if kl_estimator == "k2" or kl_estimator.endswith("+"):
         return kl * ratio.detach()
     return kl * ratio
@@ -257,7 +257,7 @@ def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
 
 def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
     """Raise ValueError if epsilon or beta is out of range."""
-    if not 0 <= epsilon_low <= epsilon_high:  # NaN also fails this check
+    if not 0 <= epsilon_low <= epsilon_high:  # comparisons with NaN are False, so NaN is rejected
         raise ValueError(
             f"epsilon_low is {epsilon_low}, but it must be between 0 and epsilon_high, which is {epsilon_high}"
         )

@@ -72,8 +72,8 @@ def vespo_term(
     W is the product of token ratios in a completion. Negative advantages use vespo_k_neg and vespo_lambda_neg.
 
     Args:
-        importance_sampling_ratio: (B, T) or (B, 1), trainer probability / sampler probability. This ratio is a factor
-            of W in VESPO, but of the token loss in other losses.
+        importance_sampling_ratio: (B, T) or (B, 1), trainer probability / sampler probability. VESPO multiplies W
+            by this ratio; other losses multiply the token loss by it.
     Source: VESPO (arXiv 2602.10693).
     """
     advantages = inputs.advantages

@@ -5,9 +5,9 @@ preference.py needs only torch and grpo.py.
 B pairs, T tokens in the longest answer. In (B, 2, T), [:, 0] is the chosen and [:, 1] the rejected answer. Only
 `per_token_logps` has a gradient.
 
-Losses are divided by pairs or tokens in the whole optimizer step (`normalizer`, by default the batch).
-`normalizer.sequences` counts both answers in a pair. Three losses depend on the micro-batch size: aot, aot_unpaired,
-and sft with use_weighting.
+Losses are divided by the number of pairs or tokens in the whole optimizer step, which `normalizer` contains.
+Without it, they are counted in the batch. `normalizer.sequences` counts both answers in a pair. Three losses depend on
+the micro-batch size: aot, aot_unpaired, and sft with use_weighting.
 """
 
 import math
@@ -37,7 +37,7 @@ class Pairs:
     v: Tensor  # (B,) rejected log-ratio, log pi(y_r) - log pi_ref(y_r)
     z: Tensor  # (B,) beta * margin, with margin = f_score(chosen) - f_score(rejected)
     mean_margin: Tensor  # (B,) margin between length-normalized scores
-    sft_loss: Tensor  # (B,) mean negative log-probability of chosen tokens, the same for all pairs
+    sft_loss: Tensor  # (B,) copies of the mean negative log-probability over all chosen tokens
     beta: float
     e: float  # label smoothing, the assumed share of flipped labels
     discopop_tau: float  # DiscoPOP mixture temperature
@@ -159,7 +159,7 @@ def dpo_loss(
     u, v = log_ratio.unbind(1)
     scores = f_score(log_ratio, f_divergence_type, f_alpha_divergence_coef)
     mean_scores = scores / lengths  # (B, 2)
-    # num_pairs / B cancels in the DPO loss, which sums sft_loss over B pairs and divides by num_pairs
+    # multiply by num_pairs / B, because the DPO loss sums sft_loss over B pairs and divides by num_pairs
     sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
     pairs = Pairs(
         logps, ref_logps, u, v,
@@ -187,7 +187,8 @@ def dpo_loss(
 def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
     """Compute WPO's pair weights (B,), large if both answers are likely under the policy.
 
-    A weight is the product of exp(mean_t(logps - log_sum_sq_probs)) over both answers. Arguments are (B, 2, T).
+    A weight is the product of exp(mean_t(logps - log_sum_sq_probs)) over both answers, where log_sum_sq_probs is
+    log sum_j p_j^2 over the vocabulary. Arguments are (B, 2, T).
     """
     aligned = ((logps - log_sum_sq_probs) * mask).sum(-1) / mask.sum(-1)  # (B, 2)
     return aligned.sum(-1).exp()
@@ -196,11 +197,11 @@ def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor
 def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
     """Sum token log-probabilities over each answer: (B, 2, T) -> (B, 2), in nats.
 
-    LD-DPO weights tokens beyond the shorter answer's length by ld_alpha.
+    LD-DPO multiplies log-probabilities of tokens beyond the shorter answer's length by ld_alpha.
 
     Source: LD-DPO eq. 9 (arXiv 2409.06411); DPOTrainer.compute_ref_log_probs in TRL 1.16.
     """
-    weights = mask.to(per_token_logps.dtype)  # same dtype as the log-probabilities, to not round ld_alpha
+    weights = mask.to(per_token_logps.dtype)  # a mask with another dtype could round ld_alpha
     if ld_alpha is not None:
         shorter = mask.sum(-1).amin(1)  # (B,)
         shared = mask.cumsum(-1) <= shorter[:, None, None]

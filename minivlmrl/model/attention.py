@@ -31,7 +31,8 @@ class PackedLayout:
     Args:
         prompt_lengths: (B,) tokens per prompt.
         completion_lengths: tokens per completion, for each prompt.
-        rows: row per completion in padded loss tensors, None = one row each; turns of a trajectory share a row.
+        rows: row index of each completion in padded loss tensors; turns of a trajectory share a row. None gives each
+            completion its own row.
     """
 
     def __init__(
@@ -78,15 +79,15 @@ class PackedLayout:
         filled = order >= 0
         self.in_order = torch.equal(order, torch.arange(self.num_tokens))
         self.order = to_device(order.clamp(min=0), device)
-        # (N,) token index in the padded matrices
+        # (N,) position of each token in the concatenated matrices of pad_blocks
         self.inverse = to_device(filled.nonzero()[:, 0][order[filled].argsort()], device)
 
     def pad_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
-        """Group prompts by length, and pad their token indices to matrices.
+        """Group prompts by length, and collect token indices in padded matrices.
 
         Returns:
-            Per prompt length: token indices (prompts, P) and (completions, C), -1 at padding; and PromptSlots, None if
-            completions have at most one token.
+            Token indices: two matrices per prompt length, (prompts, P) and (completions, C), with -1 at padding.
+            PromptSlots: one per prompt length, or None if its completions have at most one token.
         """
         blocks = []
         slots = []
@@ -131,7 +132,7 @@ class GroupAttention:
         self.layer_states: dict[int, list[Tensor]] = {}
 
     def __call__(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute attention (N, H, D) from rotated q (N, H, D), rotated k and v (N, K, D)."""
+        """Compute attention (N, H, D) from q (N, H, D), k and v (N, K, D); q and k are already rotated."""
         if self.keep_keys:
             self.keys.append((k, v))
         layout = self.layout
@@ -157,7 +158,7 @@ class DecodeAttention:
     """
 
     check_every = 1  # decode steps between checks for finished rows
-    # recurrent layers run once per pair (rows, new tokens in these rows)
+    # recurrent layers run once per pair of slices: a slice of rows, and a slice of their new tokens
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):
@@ -178,7 +179,7 @@ class DecodeAttention:
         _, K, D = first_keys.shape
         self.row_kv = [[x.new_zeros(R, K, capacity, D) for x in layer] for layer in prompts.keys]
         self.row_bias = first_keys.new_zeros(R, 1, 1, capacity)
-        self.num_row_keys = 0  # completion keys in the longest row
+        self.num_row_keys = 0  # number of completion keys in the longest row
         # whether rows have different lengths, as after tool responses
         self.masks_rows = False
         self.prompt_index = prompt_index

@@ -249,7 +249,7 @@ def end_token_ids(folder: Path) -> list[int]:
 
 
 def carried_files(folder: Path, names: re.Pattern = CARRIED) -> dict[str, bytes]:
-    """Read files to copy into checkpoints now, because the model folder may be deleted during the run."""
+    """Read files that are later copied into checkpoints, because the model folder may be deleted during the run."""
     files = {}
     for file in sorted(folder.iterdir()):
         if names.fullmatch(file.name) and file.is_file():
@@ -290,7 +290,7 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
     template = processor.template
     if template.text in (DEFAULT, DEFAULT_QWEN3):
         (folder / "chat_template.jinja").write_bytes(template.text.encode())
-    # overwrite with files from the loaded model folder
+    # files from the loaded model folder replace the files written above
     for name, content in tokenizer.files.items():
         (folder / name).write_bytes(content)
     images = processor.image_processor

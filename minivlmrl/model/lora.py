@@ -91,9 +91,10 @@ class LoRALinear(ReplacedLinear):
 
 
 class AdapterSum(torch.autograd.Function):
-    """Compute base_result + scaling * x A^T B^T; on a GPU with a 16-bit base, with TF32 products.
+    """Compute base_result + scaling * x A^T B^T.
 
-    TF32 products round inputs to 11 significant bits, so bfloat16 inputs (8 bits) stay exact; sums are float32.
+    If the base weights are 16-bit and on a GPU, matrix products use TF32. TF32 products round inputs to 11 significant
+    bits, so bfloat16 inputs (8 bits) stay exact; sums are float32.
 
     Shapes: base_result (N, out_features), x (N, in_features), A (r, in_features), B (out_features, r).
     """
@@ -132,7 +133,7 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 
 @contextmanager
 def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
-    """Apply dropout to adapter inputs, but not to base inputs, inside a `with` block, as in PEFT.
+    """Apply dropout inside a `with` block. As in PEFT, only adapter inputs have dropout, not base layer inputs.
 
     The mask depends only on `key` and layer name, so activation checkpointing recomputes the same mask.
     """

@@ -121,7 +121,7 @@ def pack_turns(
     model_config: ModelConfig,
     device: torch.device | str = "cpu",
 ) -> GroupBatch:
-    """Pack multi-turn completions, with one prompt per turn and one row per completion."""
+    """Pack multi-turn completions; each later turn has its own prompt, but the turns of a completion share a row."""
     packed_prompts = []
     packed_completions = []
     rows = []
@@ -143,7 +143,7 @@ class Segment:
     """Tokens, positions and images in one prompt or completion."""
 
     ids: Tensor  # (n,)
-    # (n,) token ids, but -1 for sampled tokens, because a sampled image placeholder has no image
+    # (n,) token ids, but -1 for sampled tokens: if the policy samples an image token, it has no image
     image_ids: Tensor
     position_ids: Tensor  # (3, n)
     pixel_values: Sequence[Tensor] = ()  # tensors (patches, patch_dim)

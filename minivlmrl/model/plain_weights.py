@@ -95,7 +95,7 @@ def gather_full_tensor(weight: Weight) -> Tensor:
 
 def gather(tensor: Tensor) -> Tensor:
     """Gather a tensor if it is sharded; all ranks must call this."""
-    # not isinstance: DTensor is slow to import
+    # look for the method instead of the type, because DTensor is slow to import
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 

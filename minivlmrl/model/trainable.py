@@ -30,7 +30,7 @@ def select_trained(model: nn.Module, freeze: Sequence[Frozen]):
         frozen_layers += [f"{kind}{number}." for number in range(first, last + 1)]
     adapted = has_adapters(model)
     for name, parameter in model.named_parameters():
-        inner_name = name.removeprefix("backbone.")  # value models add this prefix
+        inner_name = name.removeprefix("backbone.")  # value models put "backbone." before names
         is_frozen = name != "score.weight" and (
             name == "backbone.lm_head.weight"
             or part_of(inner_name) in freeze

@@ -22,7 +22,7 @@ from minivlmrl.kernels.window_attention import Segments, window_attention
 from minivlmrl.model.config import VisionConfig
 from minivlmrl.model.rope import apply_rotary, vision_rotary
 
-ALIGNED = 8  # matrix products are fast if rows are multiples of 16 bytes, 8 values of 16 bits
+ALIGNED = 8  # matrix products are fast if rows are multiples of 16 bytes, that is, of eight 16-bit values
 
 
 class MLP(nn.Module):
@@ -42,7 +42,7 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
     def forward_padded(self, x: Tensor, missing: int) -> Tensor:
-        """Compute the MLP with a zero-padded intermediate size."""
+        """Compute the MLP with `missing` zeros appended to the intermediate dimension."""
 
         # weights are not padded in advance, so that checkpoints and shards keep the shapes in config.json
         def padded(layer: nn.Linear) -> Tensor:
@@ -70,7 +70,7 @@ def window_order(image_grid_thw: Tensor, vision_config: VisionConfig) -> tuple[T
         order: (M,) int64 raster indices in window order.
         window_lengths: patches per window.
         frame_lengths: patches per frame.
-    Source: get_window_index for Qwen2.5-VL in transformers, without its padding with -100.
+    Source: get_window_index for Qwen2.5-VL in transformers, which also pads windows with -100.
     """
     merge = vision_config.spatial_merge_size
     order = []
@@ -147,7 +147,7 @@ class VisionTransformer(VisionTower):
         self.merger = PatchMerger(vision_config)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
-        """Encode images and videos; a video patch covers two frames, and attends only to patches in them.
+        """Encode images and videos; a video patch covers two frames, and attends only to patches of these frames.
 
         Args:
             pixel_values: (P, patch_dim), any floating dtype, ordered as in patchify.

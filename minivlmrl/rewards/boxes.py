@@ -120,7 +120,7 @@ def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
 
 
 def solution_boxes(solution: Any) -> str:
-    """Return the solution in <answer> tags, else the whole string, or JSON."""
+    """Return the text in <answer> tags, or the whole solution; solutions other than strings become JSON."""
     text = solution if isinstance(solution, str) else json.dumps(solution, default=str)
     return find_answer(text) or text
 

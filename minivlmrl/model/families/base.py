@@ -81,7 +81,7 @@ class Family:
         return True
 
     def share_counts(self, model: VisionLanguageModel, sum_counts: Callable[[list[int]], list[int]]):
-        """Give the expert layers in a sharded model a function that sums token counts over all ranks.
+        """Make the expert layers in a sharded model sum token counts over all ranks, with sum_counts.
 
         If one rank uses an expert, all ranks must run it, because FSDP gathers its weights on all ranks.
         """
@@ -91,7 +91,7 @@ class Family:
         return None
 
     def write_videos(self, images: ImageProcessor, options: dict) -> dict:
-        """Return contents for video_preprocessor_config.json, or {} to copy the loaded file.
+        """Return contents for video_preprocessor_config.json; with {}, a checkpoint keeps the loaded model's file.
 
         Args:
             options: section data.video of the recipe.

@@ -29,9 +29,9 @@ class QuickGELUMLP(nn.Module):
 class Tower:
     """Keys in Qwen2-VL's vision_config whose names differ from VisionConfig."""
 
-    embed_dim: Annotated[int, "[1, 1e9]"] = 1280  # called hidden_size in VisionConfig
-    mlp_ratio: Annotated[float, "(0, 1e9]"] = 4.0  # intermediate_size / embed_dim
-    hidden_size: Annotated[int, ">= 1"] = 3584  # called out_hidden_size in VisionConfig
+    embed_dim: Annotated[int, "[1, 1e9]"] = 1280  # VisionConfig calls this hidden_size
+    mlp_ratio: Annotated[float, "(0, 1e9]"] = 4.0  # ratio of VisionConfig's intermediate_size to embed_dim
+    hidden_size: Annotated[int, ">= 1"] = 3584  # VisionConfig calls this out_hidden_size
 
 
 class Qwen2VL(Family):
