@@ -140,7 +140,7 @@ def score_boxes(
     Args:
         measure: function (predicted objects, true objects) -> reward.
         read: function (text, image size) -> objects.
-        requirement: what a solution must be; the error message for an invalid solution ends with it.
+        requirement: what a solution must be, for the error message.
     """
     scored = []  # (reward, reason) per answer
     rows = zip(answer_texts, solutions, image_sizes, answer_extents, strict=True)

@@ -32,7 +32,7 @@ class RewardArguments:
     row_rewards: list[list[str] | None]  # names of rewards for the row, None = all
     extras: list[dict]  # values logged with log_extra
     reward_model_scores: Sequence[float] | None = None
-    # Reward.__call__ sets these three arguments; they are not lists
+    # not lists; set by Reward.__call__
     trainer_state: Any = None
     log_metric: Callable[[str, float], None] | None = None
     log_extra: Callable[[str, list], None] | None = None
@@ -48,11 +48,10 @@ def reward_columns(
     processor: Processor,
     reward_model_scores: Sequence[float] | None = None,
 ) -> dict[str, list]:
-    """Collect the arguments of reward functions, for B dataset rows with G completions each.
+    """Collect arguments of reward functions for B dataset rows with G completions each.
 
     Returns:
-        {argument: B * G values}, None for a dataset column that the row lacks. RewardArguments replace dataset
-            columns of the same name.
+        {argument: B * G values}, None for a dataset column that the row lacks.
     """
     flat = []
     row_of_each = []

@@ -36,11 +36,11 @@ COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
 QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
 
-# error messages of functions that read completion[0]["content"] when completions are strings
+# error messages if a function reads completion[0]["content"] from a string
 READS_MESSAGES = re.compile(
     "string indices must be integers|'str' object (?:is not a mapping|has no attribute '(?:get|items|keys|pop|values)')"
 )
-# arguments to pass as messages, not strings; for conversations, TRL passes prompts and completions as messages
+# arguments to pass as messages instead of strings
 FORMS = (), ("prompts",), ("prompts", "completions")
 
 
@@ -69,18 +69,18 @@ class Reward:
     function: Callable
     world: World = field(default_factory=World)  # if one of these ranks fails, all raise RewardFailed
     log: RewardLog | None = None  # None outside training
-    max_seconds: float | None = None  # time limit for a call of `function`, None = no limit
+    max_seconds: float | None = None
     form: tuple[str, ...] = ()  # arguments passed as messages, one of FORMS
 
     @property
     def columns(self) -> set[str]:
-        """Dataset columns that the function requires: its parameters without a default."""
+        """Dataset columns that are required parameters of the function."""
         parameters = parameters_of(self.function)
         return {name for name in self.optional_columns if parameters[name].default is inspect.Parameter.empty}
 
     @property
     def optional_columns(self) -> set[str]:
-        """Dataset columns that the function may read: its parameters with or without a default."""
+        """Dataset columns that the function may read."""
         parameters = parameters_of(self.function).values()
         return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)} - REWARD_ARGUMENTS
 
@@ -88,7 +88,7 @@ class Reward:
     def receives_all(self) -> bool:
         """True if a user-defined reward has **columns: it may read all columns."""
         function = getattr(self.function, "func", self.function)  # a functools.partial if the reward has options
-        # do not read function.__module__, because functools.wraps changes it
+        # functools.wraps changes function.__module__
         module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
         parameters = own_signature(function).parameters.values()
         # built-in rewards ignore **columns
@@ -119,7 +119,7 @@ class Reward:
         try:
             scored = iter(self.world.run_on_all_ranks(score, f"compute the reward {self.name}"))
         except RewardFailed:
-            self.world.stop_if_preempted()  # stop here if a stop signal shortened the reward's time limit
+            self.world.stop_if_preempted()  # a stop signal shortens the time limit of rewards
             raise
         return [next(scored) if is_one else math.nan for is_one in is_scored]
 
@@ -149,7 +149,7 @@ class Reward:
             return self._values(columns, callbacks)
         except (AttributeError, IndexError, TypeError):
             former = self.form
-            # replace "": its completion[0] raises IndexError, which READS_MESSAGES does not match
+            # replace "", whose completion[0] raises IndexError
             trial = columns | {"completions": [text or "?" for text in columns["completions"]]}
             for form in (*FORMS, ()):
                 self.form = form

@@ -138,7 +138,7 @@ def find_answer(completion: str, where: str = "tags") -> str | None:
             for its last line.
     """
     if where == "tags":
-        # use split, because a regular expression takes quadratic time if there are many <answer> tags
+        # a regular expression would take quadratic time for many <answer> tags
         for closed in reversed(completion.split("</answer>")[:-1]):
             _, tag, answer = closed.partition("<answer>")
             if tag:

@@ -24,7 +24,7 @@ FILE_SIZE = 2**30  # approximate checkpoint file size, in bytes
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
     """Yield blocks of files to hash; from a file above 64 MiB, only 1,024 evenly spaced blocks.
 
-    These blocks are enough to detect other weights, because training changes all blocks.
+    Training changes all blocks, so these blocks reveal other weights.
     """
     for file in files:
         size = file.stat().st_size
@@ -87,7 +87,7 @@ def read_rows(name: str, shards: list[tuple[int, int, Path]], start: int, end: i
         low = max(start, first)
         high = min(end, first + num_rows)
         if low < high:
-            # close the file after every read, because an open file keeps the pages read in memory
+            # closing the file frees the memory of the pages read
             with safe_open(file, framework="pt") as handle:
                 parts.append(handle.get_slice(f"{first}:{name}")[low - first : high - first])
     return torch.cat(parts)

@@ -40,7 +40,7 @@ from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
 from minivlmrl.trainers.base import Trainer
 
 COMPLETE = "complete.json"
-UPDATE = "optimizer"  # error_phase of weight updates; after an error in it, weights may be partly updated
+UPDATE = "optimizer"  # error_phase of weight updates
 NUM_KEPT_STATES = 2  # checkpoints to keep: two, in case the newest is damaged
 
 
@@ -110,7 +110,7 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
     # only rank 0 knows image and video file sizes
     files = fingerprints(config, datasets if world.is_main else {})
     new = TrainerState(config.seed, config.stage_names, recipe=recipe_options(config), files=files)
-    # use the checkpoints that rank 0 sees, because ranks on a network file system may see different ones
+    # take rank 0's checkpoints: ranks on a network file system may see different ones
     saved = world.gather_objects(state_folders(Path(config.output_dir) / "states"))[0]
     folder, state, stamps = select_checkpoint(config.resume, saved, world)
     if state is None:
@@ -207,7 +207,7 @@ def load_checkpoint(folder: Path, stamps: dict, trainer: Trainer, optimizer: Opt
     """Copy a checkpoint's tensors into weights and optimizer.
 
     Args:
-        stamps: {file: size and times}, read before the checksum test. Different values mean that a file has changed.
+        stamps: {file: size and times}, read before the checksum test, to detect later changes.
     """
     what = f"{folder}: this checkpoint was saved with a different model or recipe"
     with unchanged(folder, since=stamps), error_context(what):
@@ -275,7 +275,7 @@ class CheckpointManager:
         self.callbacks = callbacks
         self.saved_steps = self.state.steps if resumed.saved else 0
         self.saved_time = clock()
-        self.can_save = True  # between updates on one rollout, no checkpoint is saved: it would lack the completions
+        self.can_save = True  # between updates on one rollout, a checkpoint would lack the completions
         self.trainer: Trainer | None = None  # trainer and optimizer in the current stage
         self.optimizer: Optimizer
 

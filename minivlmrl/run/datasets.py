@@ -41,8 +41,7 @@ def load_datasets(
 
     Args:
         stages: {stage: kind of training rows}, such as {"dpo": "pairs"}.
-        reward_columns: dataset columns that training rewards require. A data.train file with its own rewards needs only
-            their columns.
+        reward_columns: dataset columns that training rewards require, unless a data.train file names its own rewards.
         reads: columns to read, None = all.
     """
     world = world or World()

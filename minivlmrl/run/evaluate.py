@@ -113,7 +113,7 @@ def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
     return others
 
 
-# {metric suffix: function (row, all rows) -> images and videos that replace those of the row}
+# {metric suffix: function (row, all rows) -> changed images and videos}
 IMAGE_ABLATIONS = {"gray_image": gray_images, "swapped_image": images_of_next_row}
 
 
@@ -137,7 +137,7 @@ def generate_for_rows(
     """
     world = sample.world
     bar = ProgressBar("answers", len(rows), world.is_main, leave=False)
-    # columns that rewards require are None if held-out rows lack them
+    # rewards get None for columns that held-out rows lack
     no_columns = dict.fromkeys(required_columns(rewards))
     for numbers in split(range(len(rows)), BATCH_SIZE * world.size):
         world.stop_if_preempted()

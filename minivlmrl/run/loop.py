@@ -50,12 +50,12 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
         with notify_on_error(callbacks):
             with error_phase("load"):
                 model, processor, datasets = prepare(config, trainers, world, callbacks)
-            # last, because its error message tells users to delete earlier results
+            # check output_dir last: its error message tells users to delete earlier results
             check_output_dir(config)
 
         # open the output folder
         resumed = resume(config, datasets, world)
-        if world.is_main:  # not earlier: a run with an invalid recipe writes no files
+        if world.is_main:  # print the folder only now: invalid recipes write no files
             hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
             print(f"output: {config.output_dir}; {hint}", flush=True)
         with MetricsLog(config, world, resumed.state) as log:
@@ -160,7 +160,7 @@ def train_stage(
     callbacks.on_stage_begin(trainer, optimizer, state)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
     for number in range(state.step, trainer.options.max_steps):
-        # after a checkpoint, so that a killed evaluation loses no step
+        # evaluate after saving, so that a run killed here loses no step
         if number > 0:
             results.evaluate_if_due(trainer, number)
         try:
@@ -168,7 +168,7 @@ def train_stage(
                 step = next(steps)
             callbacks.on_step_begin(trainer, optimizer, step, number, batches)
             metrics = optimizer_step(trainer, step, optimizer, number)
-            with error_phase(UPDATE):  # after an error here, callbacks may lack the last update
+            with error_phase(UPDATE):  # an error may leave callback state one update behind
                 callbacks.after_step(trainer, number)
         except FloatingPointError as error:
             raise UserError(
@@ -217,15 +217,15 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
     world = trainer.world
     values = []  # metrics per micro-batch
     counts = []  # token or answer counts per micro-batch
-    # with a trained vision tower alone, micro-batches without images have no gradient
+    # if only the vision tower is trained, micro-batches without images have no gradient
     trains_texts = any(p.requires_grad and "visual." not in name for name, p in trainer.trained.named_parameters())
 
     def has_gradient(batch: MicroBatch) -> bool:
         return trains_texts or len(batch.group.image_grid_thw) > 0
 
     if world.size > 1 and is_sharded(trainer.trained):
-        # FSDP ranks wait for each other in every layer, so sort micro-batches by length. Those without gradients come
-        # first, because FSDP may reduce gradients only in the last backward pass.
+        # Sort micro-batches by length, because FSDP ranks wait for each other in every layer. The last one must have a
+        # gradient, because FSDP may reduce gradients only in its backward pass.
         batches = sorted(batches, key=lambda batch: (not has_gradient(batch), num_tokens(batch)), reverse=True)
     for index, batch in enumerate(batches):
         world.stop_if_preempted()
@@ -240,7 +240,7 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
                         f"{trainer.stage} step {number}: the loss has no gradient, so nothing would be learned. "
                         "Compute it from the log-probabilities without detach() and torch.no_grad()"
                     )
-                if loss.requires_grad:  # with FSDP, also True on ranks without images
+                if loss.requires_grad:  # with FSDP, losses require gradients even without images
                     loss.backward()
         values.append({"loss": loss.detach(), **metrics})
         counts.append(batch.counts(values[-1]))

@@ -40,7 +40,7 @@ EVALUATIONS = "evaluations.jsonl"
 WARNINGS = "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 SPEED_STEPS = 10  # steps to average for the printed speed
-MANY_STEPS = 50  # stages with more steps print only every tenth step
+MANY_STEPS = 50  # longer stages print only every tenth step
 # {metric: how to combine micro-batches}, default: mean
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum, **dict.fromkeys(CLIP_RATIOS, sum)}
 # {metric: (mean, number of averaged tokens or answers)}
@@ -58,7 +58,7 @@ class MetricsLog(ExitStack):
         self.steps = state.steps
         self.begin_time = 0.0
         self.evaluated: dict[str, float] = {}
-        self.bar = ProgressBar("", 0, is_main=False)  # no progress bar before a stage begins
+        self.bar = ProgressBar("", 0, is_main=False)  # prints nothing; a stage replaces it
         self.files = {}
         self.trackers = {}
         for name in dict.fromkeys(config.report_to) if world.is_main else ():
@@ -78,7 +78,7 @@ class MetricsLog(ExitStack):
                 source = folder_of_logs(path.parent, resumed) / name
                 if source != path and source.is_file():
                     shutil.copyfile(file_inside(source.parent, name), path)
-                # None (no count in the checkpoint) keeps all lines
+                # keep all lines if the checkpoint has no line count
                 num_lines = self.state.num_log_lines.get(name)
                 path.touch()
                 with path.open("rb+") as file:
@@ -144,7 +144,7 @@ class MetricsLog(ExitStack):
         self.callback(self.bar.close)
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
-        # discard time before the first step, such as the memory check
+        # do not log time before the first step, such as the memory check
         trainer.timer.take()
         self.timings = deque(maxlen=SPEED_STEPS)
         self.snapshot_line_counts()
@@ -161,7 +161,7 @@ class MetricsLog(ExitStack):
     def lines_to_keep(self) -> dict[str, int]:
         """Flush the log files, and return {log file: lines} for a checkpoint.
 
-        Later evaluations are not counted, because a resumed run repeats them. After an error before
+        Lines of later evaluations are not counted, because a resumed run writes them again. After an error before
         snapshot_line_counts, rank 0 counts all lines, and other ranks return {}.
         """
         for file in self.files.values():
@@ -268,8 +268,8 @@ def encode(line: dict) -> bytes:
 def check_mismatch(config: RunConfig, metrics: dict[str, float]):
     """Raise UserError if log-probabilities from sampling and training differ.
 
-    rollout.max_logp_mismatch, in nats, limits the largest difference in float32, and ten times the root mean square
-    difference in bfloat16.
+    In float32, the largest difference must not exceed rollout.max_logp_mismatch nats. In bfloat16, the root mean
+    square difference must not exceed a tenth of this.
     """
     name = "rollout/logp_mismatch"
     bound = config.rollout.max_logp_mismatch
@@ -277,7 +277,7 @@ def check_mismatch(config: RunConfig, metrics: dict[str, float]):
         name = "rollout/logp_mismatch_rms"
         bound /= 10
     mismatch = metrics.get(name, 0.0)
-    if mismatch > bound and not config.adapter.dropout:  # dropout changes probabilities, but the sampler applies none
+    if mismatch > bound and not config.adapter.dropout:  # only the trainer applies dropout, so they must differ
         raise UserError(
             f"{name} is {mismatch:.3g} nats, but at most {bound} is allowed: the sampler and the trainer compute "
             "different log-probabilities for the same tokens. Either there is a bug, or the dtype is not precise "
@@ -286,7 +286,7 @@ def check_mismatch(config: RunConfig, metrics: dict[str, float]):
 
 
 def tokens_of(step: Step) -> int:
-    """Count this rank's tokens in a step: prompts once per group, and completions, even those without a loss."""
+    """Count this rank's tokens in a step: each group's prompt once, and all its completions."""
     if not step.groups:
         return sum(len(batch.group.input_ids) for batch in step.micro_batches)
     prompts = sum(len(group[0].prompt.input_ids) for group in step.groups)

@@ -38,7 +38,7 @@ def build_optimizer(model: nn.Module, options: TrainingOptions, section: Optimiz
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
     """Create optimizer state, such as AdamW moments, by a step with zero gradients.
 
-    Weight decay changes the weights in this step, so load checkpoint weights later.
+    Weight decay changes the weights in this step, so call this before loading checkpoint weights.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -47,7 +47,7 @@ def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
 
 
 def check_optimizer(section: OptimizerOptions):
-    """Test the optimizer on two small weights, before the model is loaded."""
+    """Check on two small weights that the optimizer runs and its state can be saved."""
     weights = nn.ParameterList([torch.ones(2, 2), torch.ones(2, 2)])
     optimizer = build_optimizer(weights, TrainingOptions(), section)
     begin_state(optimizer, weights)
@@ -59,11 +59,11 @@ def check_optimizer(section: OptimizerOptions):
             # the training loop sets group["lr"]
             require("lr" in group, "a parameter group", sorted(group), 'a dictionary with "lr"')
     with error_context(f"optimizer.name {section.name}: checkpoints cannot save its state"):
-        save(state)  # raises an error for tensors with shared memory, or other values
+        save(state)  # fails if tensors share memory or values are no tensors
 
 
 def group_numbers(optimizer: Optimizer) -> list[dict[str, float]]:
-    """Return numbers that differ from the defaults in optimizer parameter groups, such as a step count."""
+    """Return the numbers in each parameter group that differ from optimizer.defaults, such as a step count."""
     defaults = optimizer.defaults
     return [
         {n: value for n, value in group.items() if isinstance(value, int | float) and value != defaults.get(n)}

@@ -28,7 +28,7 @@ def report_user_error(message: str):
 
 
 def lost_ranks(error: RuntimeError) -> str:
-    """After a failed collective, return a message with the rank that ended or hangs, "" if all ranks respond."""
+    """Return an error message that names the ranks that caused a failed collective; "" if all ranks respond."""
     failures = []
 
     def ask():
@@ -40,7 +40,7 @@ def lost_ranks(error: RuntimeError) -> str:
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(6)
-    if asking.is_alive():  # the barrier hangs only if rank 0 does not respond
+    if asking.is_alive():  # monitored_barrier exceeds its timeout only if rank 0 does not respond
         failures.append("Rank 0 failed to pass")
     if not failures:
         return ""
@@ -75,7 +75,7 @@ def run_rank(work: Callable[[], int]):
                 raise
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
                 raise
-            # ignore SIGTERM from torchrun, which would end this rank before lost ranks are known
+            # ignore SIGTERM from torchrun, which would end this rank before it can report the lost ranks
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             lost = lost_ranks(error)
             if not lost:

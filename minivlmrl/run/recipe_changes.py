@@ -23,11 +23,11 @@ from minivlmrl.json_files import json_text, parse_json
 from minivlmrl.run.checkpoint_files import sampled_blocks
 from minivlmrl.run.trainer_state import Fingerprints, TrainerState
 
-# stage options that determine how many rows a batch has
+# stage options that set the number of dataset rows per batch
 BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
 # options that name weights; checkpoints contain these weights
 WEIGHTS = "model.path", "model.config", "adapter.path", "reference.path", "ppo.critic_path"
-# models whose settings (and reward model weights) are hashed, because checkpoints lack them
+# options that name models; their settings (for reward models, also weights) are hashed: checkpoints lack them
 MODELS = "model.path", "model.config", "reference.path", "ppo.critic_path", "reward_model.path"
 BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # changes in these options reset the best evaluation
 # {Fingerprints field: description for a message}
@@ -42,8 +42,8 @@ FILE_KINDS = {
 class Change(NamedTuple):
     """A recipe option or file changed since a checkpoint."""
 
-    text: str  # description for the user
-    moves_rows: bool  # whether training now skips or repeats rows
+    text: str
+    moves_rows: bool  # whether the resumed run skips or repeats training rows
     resets_best: bool  # whether new evaluations are not comparable with the best so far
 
 
@@ -72,8 +72,8 @@ def fingerprints(config: RunConfig, datasets: Mapping[str, Dataset]) -> Fingerpr
     for option in MODELS:
         name = attrgetter(option)(config)
         path = Path(name or "")
-        if name and path.exists():  # a Hub repository in the local cache does not change
-            parts = []  # file names and contents: config.json, or settings and tokenizer in a model folder
+        if name and path.exists():  # skip Hub repositories, whose cached files do not change
+            parts = []  # names and contents of settings and tokenizer files
             for file in [path] if path.is_file() else sorted(path.glob("*.*")):
                 if file.suffix in (".json", ".jinja", ".txt") and file.name != INDEX:
                     parts += [file.name, file]
@@ -100,7 +100,7 @@ def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterato
             yield Change(text, name in batch_sizes or is_about_rows(name), name in BEST_OPTIONS)
     for kind, words in FILE_KINDS.items():
         before, now = getattr(old.files, kind), getattr(new.files, kind)
-        for name in sorted(before.keys() & now.keys()):  # a file in only one run is a changed option, see above
+        for name in sorted(before.keys() & now.keys()):  # other files were reported as changed options
             if before[name] != now[name]:
                 text = f"changed since {saved} was saved: {words} {name}"
                 yield Change(text, kind == "rows" and is_about_rows(name), name in BEST_OPTIONS)

@@ -62,7 +62,7 @@ def check_output_dir(config: RunConfig):
             f"output_dir: the run would replace {base}, to which a resumed run adds its adapter; choose another "
             "--output_dir"
         )
-    # a run without stages would overwrite metrics.jsonl
+    # without stages, the run would also overwrite metrics.jsonl
     results = [folder / SUMMARY] if config.stages else [folder / SUMMARY, metrics_file]
     has_results = any(file.exists() and file.stat().st_size > 0 for file in results)
     if has_results and not states and config.resume != "never":
@@ -101,7 +101,7 @@ class Results:
     def write_config(self):
         if self.world.is_main:
             rows = f"evaluated on {pluralize(len(self.held_out), 'row')}" if self.held_out else "not evaluated"
-            # report.html shows the first line in config.yaml
+            # report.html shows this comment line
             text = f"# {self.config.recipe}; {rows}\n{to_yaml(self.config)}"
             (self.folder / RUN_CONFIG).write_bytes(text.encode())
 
@@ -152,7 +152,7 @@ class Results:
             if self.state.best is None or score > self.state.best:
                 self.state.best = score
                 self.save(trainer, self.folder / BEST)
-        # not in the table, because only some stages have eval/loss
+        # the results table has no eval/loss, because only some stages have it
         values.pop("eval/loss", None)
         return values
 
@@ -202,7 +202,7 @@ class Results:
             if has_adapters(self.model):
                 from minivlmrl.model.lora import merge_note
 
-                note = merge_note(self.model)  # all ranks must call this
+                note = merge_note(self.model)  # all ranks must call merge_note
                 if note and self.world.is_main:
                     print(note, flush=True)
         if trainer is None or not trainer.trains_policy:

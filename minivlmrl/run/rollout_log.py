@@ -48,7 +48,7 @@ LONGEST_SIDE = 384  # maximum side of logged images, in pixels
 
 @dataclass
 class LogLine:
-    """Fields in every log file line."""
+    """Fields of all log file lines."""
 
     stage: str
     step: int
@@ -122,7 +122,7 @@ class CompletionsLog:
             for name, content in images.items():
                 path = self.folder / name
                 path.parent.mkdir(exist_ok=True)
-                draft = path.with_suffix(".partial")  # a killed run must leave no broken image
+                draft = path.with_suffix(".partial")  # rename only complete images: the run may be killed
                 draft.write_bytes(content)
                 draft.rename(path)
             for line in lines:
@@ -151,7 +151,7 @@ def encode_image(image: PIL.Image.Image) -> bytes:
 
 
 def groups(trainer: Trainer, step: Step, limit: int | None = None) -> list[dict]:
-    """Return lines for completions.jsonl: first `limit` prompts on this rank, without `images`.
+    """Return completions.jsonl lines of the first `limit` prompts on this rank, without `images`.
 
     All ranks must call this, because it gathers advantages.
     """
@@ -180,7 +180,7 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: dict[int, 
             "rewards": dict(zip(trainer.config.rewards, sample.rewards.tolist(), strict=True)),
             "why": extra.pop("why", {}),
             "reward": total,
-            "advantage": advantages.get(sample.index, 0.0),  # 0 for samples without a loss
+            "advantage": advantages.get(sample.index, 0.0),  # samples without a loss have advantage 0
             "stopped": completion.stopped,
             "tokens": list(tokens(completion, processor)),
             "boxes": boxes(text, answer_extent) if true_boxes else [],

@@ -227,7 +227,7 @@ def check_positions(
     model: VisionLanguageModel,
     processor: Processor,
 ):
-    """Raise UserError if prompt and answer are too long for the model or the sampling engine."""
+    """Raise UserError if a row's prompt and answer are too long for the model or the sampling engine."""
     max_positions = model.config.max_position_embeddings
     engine_limit = find_engine(config.sampling).most_tokens(config.sampling) or max_positions
     for name, rows in datasets.items():
@@ -259,7 +259,7 @@ def filter_long_rows(
         return datasets
     fitted = {**datasets}
     for name, rows in datasets.items():
-        if name == "eval":  # keep all held-out rows: evaluations must be comparable
+        if name == "eval":  # remove no held-out rows, so that evaluations stay comparable
             continue
         long = long_rows(rows, processor, max_tokens, config.data.skip_unreadable, answers_of(config, name))
         removed = world.compute_on_rank_zero(partial(list, long), "measure the rows")

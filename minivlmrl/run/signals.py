@@ -14,7 +14,7 @@ from minivlmrl.distributed.process_group import World
 PREEMPTED = 75  # exit code after a stop signal: EX_TEMPFAIL = try again
 # signals within these seconds count as one: scheduler and torchrun may both send one
 SAME_REQUEST = 5.0
-LAST_CALL = 10.0  # seconds that a reward or tool may still run after a signal
+LAST_CALL = 10.0  # seconds that a reward or tool call may take after a stop signal
 
 
 class Preempted(Exception):
@@ -41,7 +41,7 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         self.handlers = {}  # {signal: previous handler}
-        # Python allows signal handlers only in the main thread
+        # Python forbids signal handlers in other threads
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:  # skip ignored signals, such as SIGHUP under nohup
@@ -49,7 +49,7 @@ class StopSignals:
         return self
 
     def __exit__(self, _type, error, _traceback) -> bool:
-        """Restore the signal handlers; print Preempted, but do not raise it again."""
+        """Restore the signal handlers. If the run was preempted, print and suppress the exception."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         shorten_limits(math.inf)
@@ -65,7 +65,7 @@ class StopSignals:
         name = signal.Signals(number).name
         same_request = min(SAME_REQUEST, 1.0) if name == "SIGINT" else SAME_REQUEST
         if name == "SIGHUP":
-            for stream in self.terminals:  # writing to a closed terminal is an error
+            for stream in self.terminals:  # discard output, because writing to a closed terminal fails
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         if self.first is None:
             self.first = now

@@ -36,15 +36,15 @@ class TrainerState:
     seconds: dict[str, float] = field(default_factory=dict)  # training time per stage, in seconds
     recipe: dict = field(default_factory=dict)  # recipe options; see run/recipe_changes.py
     files: Fingerprints = field(default_factory=Fingerprints)
-    # {log file: lines so far}
+    # {log file: number of lines at the checkpoint}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(default_factory=dict)
-    # {log file: line for the last step}; if it could not be written, a resumed run writes it
+    # {log file: line for the last step}; a resumed run writes this line if the log file lacks it
     last_lines: dict[str, dict] = field(default_factory=dict)
-    optimizer: list[dict] = field(default_factory=list)  # numbers per optimizer parameter group, such as a step count
+    optimizer: list[dict] = field(default_factory=list)  # see group_numbers in run/optimizer.py
     logs: dict[str, str] = field(default_factory=dict)  # callback state, from Callback.state_dict
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
     content = read_json(folder / RUN)
-    content.setdefault("batches_consumed", content.get("draws", 0))  # older checkpoints call this value "draws"
+    content.setdefault("batches_consumed", content.get("draws", 0))  # older checkpoints call batches_consumed "draws"
     return build(TrainerState, content, str(folder / RUN), json=True)

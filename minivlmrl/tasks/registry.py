@@ -7,7 +7,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.errors import error_context, require
 
-# rows per generated dataset: enough to never repeat a row in training
+# rows per generated dataset: so many that training does not repeat a row
 FRESH_ROWS = 1_000_000
 
 
@@ -15,8 +15,8 @@ FRESH_ROWS = 1_000_000
 class Task:
     """A task: functions for datasets and tokenizer, and chance accuracy."""
 
-    # function (recipe section `data`, seed) -> {kind, such as "pairs" or "prompts": training rows}, held-out rows
-    # (equal for all seeds). More parameters are task options, such as pairs in "shapes(pairs=8)".
+    # Function (recipe section `data`, seed) -> {kind of rows, such as "pairs": training rows}, held-out rows. Held-out
+    # rows do not depend on the seed. Other parameters are task options, such as pairs in "shapes(pairs=8)".
     datasets: Callable[..., tuple[dict[str, Dataset], Dataset]]
     tokenizer: Callable[[], Tokenizer]  # trains a small tokenizer on all text in the task
     chance: float  # accuracy when guessing without the image

@@ -54,7 +54,7 @@ class Shapes(Sequence[Row]):
         return self.size
 
     def __getitem__(self, index: int) -> Row:
-        index = range(self.size)[index]  # range raises IndexError at the end, which stops iteration
+        index = range(self.size)[index]  # raise IndexError after the last row, so that iteration stops
         rng = random.Random(f"shapes/{self.seed}/{index}")
         label = rng.choice(LABELS)
         image = draw_picture(label, rng)
@@ -96,7 +96,7 @@ def draw_picture(label: str, rng: random.Random) -> PIL.Image.Image:
     left = rng.randint(0, SIZE - side)
     top = rng.randint(0, SIZE - side)
     color, shape = label.split()
-    right = left + side - 1  # PIL also draws the right and bottom pixels
+    right = left + side - 1  # - 1, because PIL also fills the last pixel
     bottom = top + side - 1
     pen = PIL.ImageDraw.Draw(image)
     if shape == "triangle":

@@ -43,7 +43,7 @@ class MicroBatch:
         return dict.fromkeys(names, float(self.loss_mask.sum()))
 
     def mean(self, per_token: Tensor) -> Tensor:
-        """Average values (tokens,) over the tokens to train on."""
+        """Average `per_token`, shape (tokens,), over the tokens with loss mask 1."""
         return (self.group.pad(per_token.detach()) * self.loss_mask).sum() / self.loss_mask.sum().clamp(min=1)
 
 
@@ -55,12 +55,12 @@ class Sample:
     row: Row
     prompt: Prompt
     completion: Completion
-    rewards: Tensor  # (K,) float32 on the CPU, NaN where a reward function returned None
+    rewards: Tensor  # (K reward functions,) float32 on the CPU, NaN where a function returned None
 
 
 @dataclass(kw_only=True)
 class SampledBatch(MicroBatch):
-    """Micro-batch with sampled completions."""
+    """Micro-batch of completions that the policy sampled."""
 
     samples: Sequence[Sample]
     sampler_logps: Tensor  # (R, T) log-probabilities from the sampler, in nats
@@ -71,7 +71,7 @@ class SampledBatch(MicroBatch):
         return torch.tensor([sample.index for sample in self.samples])
 
     def completion_advantages(self) -> list[float]:
-        """Return advantages for completions.jsonl, 0 if the loss has none."""
+        """Return one advantage per sample for completions.jsonl. Losses without advantages return 0."""
         return [0.0] * len(self.samples)
 
 
@@ -115,9 +115,9 @@ class Step:
 
     micro_batches: Sequence[MicroBatch]
     metrics: dict[str, float] = field(default_factory=dict)  # {metric: value}, identical on all ranks
-    ends_rollout: bool = True  # last step on a rollout; only then can a checkpoint be saved
+    ends_rollout: bool = True  # only after a rollout's last step can a checkpoint be saved
     rollout: Rollout | None = None
-    groups: Sequence[list[Sample]] = ()  # groups sampled on this rank; other ranks may train on them
+    groups: Sequence[list[Sample]] = ()  # groups sampled on this rank; rebalancing may send them to other ranks
 
 
 class Trainer:
@@ -168,7 +168,7 @@ class Trainer:
 
     @staticmethod
     def columns(options) -> tuple[str, ...]:
-        """Return optional dataset columns for the stage."""
+        """Return dataset columns that the stage reads if present."""
         return ()
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
@@ -222,7 +222,7 @@ class Trainer:
         save_model(folder / "checkpoint", self.policy, self.processor, self.world, base, merge=merge)
 
     def evaluate(self, rows) -> dict[str, float]:
-        """Compute metrics on held-out rows without sampling, such as the loss."""
+        """Compute metrics that need no sampling, such as the loss on held-out rows."""
         return {}
 
 
@@ -231,7 +231,7 @@ def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     with suppress(AttributeError, TypeError, ValueError):
         loss, metrics = (result, {}) if isinstance(result, Tensor) else result
         is_scalar = all(value.dim() == 0 for value in (loss, *metrics.values()))
-        # metrics.jsonl already has the fields stage, step and loss
+        # reject names of fields that metrics.jsonl already has
         if is_scalar and not metrics.keys() & {"stage", "step", "loss"}:
             return loss, metrics
     raise UserError(

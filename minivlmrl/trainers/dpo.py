@@ -65,7 +65,7 @@ class DPOTrainer(PairTrainer):
         """Compute DPO's implicit rewards (pairs,), chosen minus rejected, in nats."""
         batch = self.micro_batch(rows)
         logps, _ = per_token_logps(self.policy, batch.group)
-        log_ratio = by_pair(batch.group.pad(logps)) - reference_logps(batch)  # (B, 2, T)
+        log_ratio = by_pair(batch.group.pad(logps)) - reference_logps(batch)  # (pairs, 2 answers, tokens)
         chosen, rejected = answer_logps(log_ratio, by_pair(batch.loss_mask), self.options.ld_alpha).unbind(1)
         return chosen - rejected
 

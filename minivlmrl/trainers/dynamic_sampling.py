@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def sample_until_groups_differ(trainer: "GRPOTrainer", rows: Sequence[Row]) -> Rollout:
     """Sample until enough groups have different rewards.
 
-    After max_num_gen_batches batches, groups with equal rewards fill up the rollout.
+    If too few do after max_num_gen_batches batches, add groups with equal rewards.
     """
     options, world = trainer.options, trainer.world
     count = len(rows) * world.size
@@ -48,5 +48,5 @@ def gather_groups(trainer: "GRPOTrainer", rollout: Rollout) -> list[tuple[Serial
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = list(zip(map(SerializedGroup.from_samples, rollout.groups), differs.tolist(), strict=True))
     groups = chain(*trainer.world.gather_objects(local))
-    # sort by the last number in a key, such as 17 in "0/grpo/3/17"
+    # restore the sampling order, the last number in a seed key: 17 in "0/grpo/3/17"
     return sorted(groups, key=lambda pair: int(pair[0].key.rpartition("/")[2]))

@@ -3,7 +3,7 @@
         rollout (B groups, G samples each) -> rewards (n, K) -> advantages (n,) -> micro-batches -> loss
 
 RolloutTrainer samples the completions. DAPO, Dr. GRPO, GSPO, RLOO, CISPO and others are options in the section `grpo`.
-Not implemented: DeepSeekMath's outer loop, which replaces the reference every few hundred steps.
+Not implemented: DeepSeekMath replaces the reference by the policy every few hundred steps.
 """
 
 import inspect
@@ -80,8 +80,8 @@ class GRPOTrainer(RolloutTrainer):
     def build_micro_batches(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[GRPOBatch]]:
         """Compute advantages, and pack micro-batches; `parts` has the groups for each optimizer step."""
         options = self.options
-        rewards = self.world.all_gather(rollout.rewards)  # (n * world.size, K)
-        totals = self.world.all_gather(self.total_rewards(rollout.samples))  # (n * world.size,)
+        rewards = self.world.all_gather(rollout.rewards)  # (all ranks' samples, K)
+        totals = self.world.all_gather(self.total_rewards(rollout.samples))  # (all ranks' samples,)
         rollout.metrics = group_metrics(totals, options.num_generations) | rollout.metrics
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals)
         advantages = self.compute_advantages(totals, rewards)
@@ -129,7 +129,7 @@ class GRPOTrainer(RolloutTrainer):
         return advantages
 
     def kept_samples(self, samples: list[Sample], advantages: Tensor) -> list[Sample]:
-        """Drop samples with advantage 0, unless they affect the gradient."""
+        """Drop samples with advantage 0, unless the loss needs them."""
         if self.needs_all_samples:
             return samples
         # keep at least one sample, because all ranks must run a forward pass of a sharded model
@@ -227,8 +227,8 @@ class GRPOTrainer(RolloutTrainer):
             num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
             loss = loss - options.entropy_coef * mean_entropy(padded_entropies, kept, batch.normalizer, num_tokens)
         old_logps = padded_logps.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
-        # As in TRL, weight clip ratios by this micro-batch's share of tokens in the step (GSPO, RLOO: completions), and
-        # sum them over micro-batches. Completions with advantage 0, which kept_samples drops, are never clipped.
+        # Clip ratios are means over the step's tokens, as in TRL; with GSPO and RLOO, over its completions. So weight
+        # them by this micro-batch's share, and sum them. Completions that kept_samples dropped are never clipped.
         share = batch.loss_mask.sum().double() / batch.normalizer.tokens  # float64: sums over batches must be exact
         if options.importance_sampling_level == "sequence" or options.loss_type == "rloo":
             share = len(batch.loss_mask) / batch.normalizer.sequences

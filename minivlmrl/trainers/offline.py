@@ -24,7 +24,7 @@ class AnswerBatch(MicroBatch):
     """Micro-batch with dataset answers; chosen and rejected answers alternate."""
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
-        """Return metric weights as in TRL: token count for the entropy, answer count for other metrics."""
+        """Return weights for averaging metrics over micro-batches, as in TRL: tokens for the entropy, else answers."""
         num_tokens = float(self.loss_mask.sum())
         return {name: num_tokens if name == "entropy" else len(self.loss_mask) for name in names}
 
@@ -37,7 +37,7 @@ class OfflineTrainer(Trainer):
 
     batch_type: type[MicroBatch] = AnswerBatch
     answers = ("completion",)
-    counted_rows = slice(None)  # answers whose tokens are counted in the loss denominator
+    counted_rows = slice(None)  # the loss is divided by these answers' token count
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
@@ -59,7 +59,7 @@ class OfflineTrainer(Trainer):
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
-        """Pack prompts and answers into a micro-batch, whose normalizer the method `step` replaces."""
+        """Pack prompts and answers into a micro-batch. The method `step` sets the final normalizer."""
         group = pack_turns(prompts, answers, self.policy.config, self.world.device)
         mask = group.completion_mask
         ref_logps = None if self.reference is None else self.reference.logps(group)

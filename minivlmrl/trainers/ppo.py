@@ -78,7 +78,7 @@ class PPOTrainer(RolloutTrainer):
         self.trained = nn.ModuleDict({"policy": self.policy, "critic": self.critic})
 
     def shares_vision_tower(self) -> bool:
-        # a separate critic needs the images for its own vision tower
+        # a separate critic encodes the images again, with its own vision tower
         return self.options.critic == "shared" and super().shares_vision_tower()
 
     def save(self, folder: Path, merge: bool = True):
@@ -96,7 +96,7 @@ class PPOTrainer(RolloutTrainer):
         rewards = self.world.all_gather(rollout.rewards)
         totals = combine(rewards, self.reward_weights)
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals)
-        scores = totals.nan_to_num(0.0)  # weighted reward sums, from all ranks
+        scores = totals.nan_to_num(0.0)  # weighted reward sums of all ranks' samples
         if self.options.missing_eos_penalty is not None:
             is_truncated = torch.tensor([not sample.completion.stopped for sample in rollout.samples])
             scores = scores - self.options.missing_eos_penalty * self.world.all_gather(is_truncated)
@@ -142,7 +142,7 @@ class PPOTrainer(RolloutTrainer):
         return batches
 
     def is_trained(self, sample: Sample) -> bool:
-        """Return False if no reward function scored the sample."""
+        """Return True if any reward function scored the sample."""
         return not sample.rewards.isnan().all()
 
     def logps_and_values(self, group: GroupBatch) -> tuple[Tensor, Tensor, Tensor]:

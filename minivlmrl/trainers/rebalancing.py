@@ -1,7 +1,8 @@
 """Balance completion lengths between ranks, so that no rank waits long.
 
 A group is a prompt with its completions. Ranks exchange token ids, rewards and image embeddings, but not image patches,
-which can take 10 MB. The receiving rank must read the image files again, so a group moves only if this saves much time.
+which can take 10 MB. The receiving rank must read the image files again. So a group moves only if this saves much
+waiting time.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ class SerializedGroup:
     def from_samples(cls, samples: Sequence[Sample]) -> "SerializedGroup":
         completions = [sample.completion for sample in samples]
         for completion in completions:
-            # do not send the environment: pickling a user's object could fail
+            # ranks do not exchange environments: pickling a user's object could fail
             completion.tool_use.environment = None
         first = samples[0]
         return cls(
@@ -46,7 +47,7 @@ class SerializedGroup:
 
 
 def load_groups(batches: Batches, groups: Sequence[SerializedGroup]) -> list[list[Sample]]:
-    """Read the groups' dataset rows, and return samples per group; all ranks must call this."""
+    """Rebuild the samples of each group from its dataset row; all ranks must call this."""
     rows = batches.rows([(group.index, group.key) for group in groups])
     batches.world.barrier("read images")
     loaded = []
@@ -84,9 +85,9 @@ def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequenc
 def assign_groups(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks: equal group counts, nearly equal token counts.
 
-    Groups are assigned longest first, to the rank with the fewest tokens among ranks with room. A group moves only if
-    its rank is full, or if another rank has fewer tokens by more than WORTH_MOVING times the mean. If no rank has more
-    than (1 + WORTH_MOVING) times the mean, no group moves.
+    Groups are assigned longest first, to the rank with the fewest tokens among ranks with room. If its own rank has
+    room, a group moves only to a rank with fewer tokens by more than WORTH_MOVING times the mean per rank. If no rank
+    has more than (1 + WORTH_MOVING) times the mean, no group moves.
 
     Example, tokens per group:
         before    rank 0: 9, 5, 1    rank 1: 8, 7, 2

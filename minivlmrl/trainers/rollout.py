@@ -92,7 +92,7 @@ class RolloutTrainer(Trainer):
             self.reward_model = load_extra(*REWARD_MODEL).RewardModelScores(config, model, processor, world)
 
     def shares_vision_tower(self) -> bool:
-        """Return True if all models share a frozen vision tower, which then encodes images once."""
+        """Return True if all models share one frozen vision tower, so that images are encoded only once."""
         is_frozen = not trained_parameters(self.policy.visual)
         return is_frozen and self.config.reference.path is None and "reward_model" not in self.config.rewards
 
@@ -130,7 +130,7 @@ class RolloutTrainer(Trainer):
         longest = [Completion(prompt.input_ids[-1:].repeat(length), torch.zeros(length)) for prompt in prompts]
         completions = [[completion] * self.options.num_generations for completion in longest]
         num_samples = len(rows) * self.options.num_generations
-        # give rewards 0 and 1 in every group, because groups with equal rewards may be dropped
+        # give each group rewards 0 and 1, because GRPO may drop groups with equal rewards
         rewards = (torch.arange(num_samples) % 2).float()[:, None].expand(-1, len(self.reward_weights))
         rollout = Rollout.join(rows, prompts, completions, rewards, self.world.rank * num_samples)
         [batches] = self.build_micro_batches(rollout, [rollout.groups])
@@ -173,7 +173,7 @@ class RolloutTrainer(Trainer):
         """Exchange groups between ranks, to balance their token counts.
 
         Args:
-            kept: samples to train on, per group.
+            kept: for each group, the samples to train on.
         """
         if self.world.size == 1:
             return groups

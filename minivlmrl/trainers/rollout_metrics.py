@@ -11,7 +11,7 @@ from minivlmrl.errors import UserError
 from minivlmrl.losses.advantages import group_std, nanstd
 from minivlmrl.rewards.registry import RewardLog
 
-# metrics logged in every optimizer step
+# rewards must not log metrics with these names
 STEP_METRICS = "stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"
 # metrics to sum over micro-batches; see GRPOTrainer.loss
 CLIP_RATIOS = "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio"
@@ -29,7 +29,7 @@ def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict
             f"rewards: {', '.join(names)} returned None for all {len(rewards)} completions of a rollout; check that "
             "the rows have values in the columns that these rewards use, for example in the column solution"
         )
-    # float64 means: same result in any rank order
+    # float64 makes the means independent of the rank order
     metrics = {"reward": total.double().nanmean().item()}
     for name, values in zip(names, rewards.double().unbind(1), strict=True):
         metrics[f"rewards/{name}/mean"] = values.nanmean().item()

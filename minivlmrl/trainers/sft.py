@@ -36,7 +36,7 @@ class SFTTrainer(OfflineTrainer):
         if not local_indices:
             return {}
         size = self.options.micro_batch_size
-        sums = torch.zeros(2).double()  # sum of losses, number of tokens
+        sums = torch.zeros(2).double()
         for start in range(0, len(local_indices), size):
             batch = self.micro_batch([rows[index] for index in local_indices[start : start + size]])
             self.world.barrier("read images")
