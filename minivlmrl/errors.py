@@ -14,12 +14,12 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent
 # folders with minivlmrl's own code
 OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kernels", "recipes"))
-# code that imports only torch, and raises ValueError instead of UserError
+# code that does not import UserError; a ValueError raised there counts as a UserError
 TORCH_ONLY = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in ("minivlmrl/losses", "minivlmrl/kernels", "kernels"))
 # Python files named in recipes as `file.py:name`
 USER_FILES: set[str] = set()
 
-# messages shorten quoted strings from 80 characters, and words from 500
+# messages shorten quoted strings of at least 80 characters, and words of at least 500
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
 
 MAX_MESSAGE = 600  # maximum error message length, in characters
@@ -35,12 +35,12 @@ class UserError(ValueError):
 
 
 class error_context(AbstractContextManager):
-    """Convert a ValueError in the `with` block to a UserError that begins with a file, row or field.
+    """Convert a ValueError in the `with` block to a UserError whose message begins with `where`, such as a file.
 
     Other exceptions get the place as a note.
     """
 
-    # not a contextlib.contextmanager, which is slower: used for every data row
+    # a class is faster than contextlib.contextmanager, and every data row uses it
     def __init__(self, where: str | Path):
         self.where = where
 
@@ -69,7 +69,7 @@ def user_error_message(error: BaseException) -> str | None:
         return None
     message = "; ".join([str(error), *getattr(error, "__notes__", ())])
     line = " ".join(message.split())
-    is_path = isinstance(error, OSError) and len(line) < 500  # truncation could remove the file name
+    is_path = isinstance(error, OSError) and len(line) < 500  # truncating could remove an OSError's file name
     return line if is_path else truncate_message(line)
 
 
@@ -184,6 +184,6 @@ def did_you_mean(name: str, names: Iterable[str], write: Callable[[str], str] = 
     """
     names = [*names]
     near = difflib.get_close_matches(name.lower(), names, 2, SIMILAR)
-    if "_" in name and not near:  # also suggest long names: old_per_token_logps for old_logps
+    if "_" in name and not near:  # also suggest names with additional words: old_per_token_logps for old_logps
         near = [known for known in names if {*name.split("_")} <= {*known.split("_")}][:2]
     return f"; did you mean {' or '.join(map(write, near))}?" if near else ""

@@ -3,9 +3,9 @@
 An FSDP unit gathers its weights before the forward pass and frees them afterwards. FSDP units: vision blocks, decoder
 layers, untied embedding and head, and the root with all other weights.
 
-Gathering waits for all ranks, so ranks must run the same units in the same order. All ranks have equal numbers of
-prompts, micro-batches and decode steps (in_lockstep). A rank without images encodes a black image if other ranks have
-images (DummyVisionForward).
+Ranks gather weights together, so all ranks must run the same units in the same order. All ranks have equal numbers of
+prompts and micro-batches; in_lockstep makes their numbers of decode steps equal. A rank without images encodes a black
+image if other ranks have images (DummyVisionForward).
 """
 
 from collections.abc import Callable
@@ -63,7 +63,7 @@ class Sharding:
         else:
             ranks = torch.arange(world.size).view(-1, n)  # (replicas, shards)
             limit = timedelta(seconds=world.timeout)  # init_device_mesh would use PyTorch's default timeout
-            # process groups: ranks with the same shard (replicate), ranks in the same replica (shard)
+            # the group "replicate" connects ranks with the same shard, and "shard" connects ranks of one replica
             groups = [dist.new_subgroups_by_enumeration(x.tolist(), timeout=limit)[0] for x in (ranks.T, ranks)]
             names = "replicate", "shard"
             self.mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)  # pyright: ignore[reportArgumentType]
@@ -73,7 +73,7 @@ class Sharding:
         self.precision = MixedPrecisionPolicy(
             compute_dtype,
             at_least_float32(dtype),
-            cast_forward_inputs=False,  # keeps inputs such as rotary angles in float32
+            cast_forward_inputs=False,  # False keeps inputs such as rotary angles in float32
         )
         self.offload = CPUOffloadPolicy(device_type == "cuda") if section.cpu_offload else OffloadPolicy()
 
@@ -94,7 +94,7 @@ class Sharding:
         if model.lm_head.weight is not model.model.embed_tokens.weight:
             untied = [self.make_unit(x, self.precision) for x in (model.model.embed_tokens, model.lm_head)]
         root = self.shard_alone(model, self.precision)
-        # set the prefetching order: FSDP's default follows earlier forward passes, which may differ between ranks
+        # by default, FSDP prefetches in the order of earlier forward passes, which may differ between ranks
         root.set_modules_to_backward_prefetch(layers[-1:])
         for blocks in (vision_blocks, layers):
             for previous_block, block in zip([blocks[0], *blocks], blocks, strict=False):
@@ -115,7 +115,7 @@ class Sharding:
             model.register_forward_pre_hook(lambda *_: embedding.unshard())
             model.register_forward_hook(lambda *_: head.unshard())
         vision = DummyVisionForward()
-        # these hooks must run after FSDP's, which gather the vision tower
+        # FSDP's hooks gather the vision tower, so these hooks must run later
         model.register_forward_pre_hook(vision.before)
         model.model.register_forward_pre_hook(vision.before_decoder)
         model.sharding = self
@@ -139,14 +139,14 @@ class Sharding:
         return fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=self.offload)
 
     def take_shard(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Copy this rank's rows of a full tensor into a DTensor like `like`."""
+        """Copy this rank's rows of a full tensor into a DTensor, sharded as `like` is."""
         local_rows = tensor[shard_rows(self.mesh, len(tensor))].to(self.device, like.dtype, copy=True)
         # DTensor.from_local would move offloaded weights to the GPU
         return DTensor(local_rows, like._spec, requires_grad=False)  # pyright: ignore[reportAttributeAccessIssue]
 
     @torch.no_grad()
     def gather(self, model: VisionLanguageModel) -> VisionLanguageModel:
-        """Gather all weights into an unsharded model, which runs independently of other ranks until `reshard`."""
+        """Gather all weights into an unsharded model. Until `reshard`, ranks can run it independently."""
         for unit in units(model):
             unit.unshard()
         unsharded = clone_architecture(model, self.compute_dtype)
@@ -154,7 +154,7 @@ class Sharding:
         return unsharded
 
     def copy(self, model: VisionLanguageModel, in_compute_dtype: bool) -> VisionLanguageModel:
-        """Copy a sharded model, in compute_dtype or in the dtype of its weights; each rank copies its own shard."""
+        """Copy a sharded model in its own dtype or in compute_dtype; each rank copies only its shard."""
         reshard(model)
         duplicate = clone_architecture(model, self.compute_dtype if in_compute_dtype else model.lm_head.weight.dtype)
         self.shard(duplicate)
@@ -199,7 +199,7 @@ class DummyVisionForward:
 
 
 def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLanguageModel, world: World) -> Callable:
-    """Wrap sample_token so that a finished rank decodes dummy tokens until all ranks have finished."""
+    """Return a sample_token that runs the decoder on dummy tokens until all ranks have finished sampling."""
 
     def sample_together(logits: Tensor, rows: Tensor, counts: Tensor):
         ids, logps, ends = sample_token(logits, rows, counts)

@@ -20,8 +20,8 @@ def split_into_micro_batches(
     """Split prompts and their completions into micro-batches.
 
     With max_tokens, prompts of similar length share a micro-batch, and large groups of completions are split. All ranks
-    get the same number of micro-batches, as sharded models require. Example with micro-batches of 20, 12 and 50 tokens
-    (a single completion may exceed max_tokens):
+    get the same number of micro-batches, as sharded models require. This example gives micro-batches of 20, 12 and 50
+    tokens; a single completion may exceed max_tokens:
 
         >>> split_into_micro_batches([(10, [5, 5]), (10, [40, 2])], max_prompts=2, max_tokens=40)
         [[(0, 0), (0, 1)], [(1, 1)], [(1, 0)]]

@@ -22,8 +22,9 @@ CONNECT_SECONDS = 60.0  # timeout for connecting, after all ranks have started
 def attempt_store(limit: timedelta) -> Store:
     """Return the torch.distributed store in which ranks look up each other's addresses.
 
-    Keys begin with torchrun's restart count, because older keys contain addresses of dead processes (pytorch 135712).
-    With several hosts, keys begin with 0, because a host may not know the restart count (docs/many_gpus.md).
+    Keys begin with torchrun's restart count, because keys from before a restart contain addresses of dead processes
+    (pytorch 135712). With several hosts, a host may not know the restart count, so keys begin with 0
+    (docs/many_gpus.md).
     """
     try:
         store, _, _ = next(rendezvous("env://", timeout=limit))
@@ -83,7 +84,7 @@ def connect(store: Store, rank: int, size: int, device: torch.device, limit: tim
         if is_out_of_memory(error):
             raise
         if "by peer" in str(error):  # gloo messages: "Connection closed by peer", "reset by peer"
-            time.sleep(1)  # torchrun shows the first error: let the failed rank report first
+            time.sleep(1)  # torchrun shows only the first error, so let the failed rank report its own
             raise UserError(
                 f"rank {rank} on {hosts[rank]} has lost the connection to another rank; look for an earlier error of "
                 "that rank, or a firewall that closes ports between the hosts"
@@ -116,10 +117,10 @@ def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
         socket.TCP_KEEPIDLE: pause,  # seconds without data before a keep-alive probe
         socket.TCP_KEEPINTVL: pause,
         socket.TCP_KEEPCNT: 3,
-        socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # milliseconds within which the other host must confirm data
+        socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # milliseconds until unacknowledged data closes a connection
     }
     for number in set(os.listdir("/proc/self/fd")) - before:
-        # OSError for files that are not TCP connections
+        # ignore files that are not TCP connections
         with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as x:
             x.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in options.items():

@@ -22,7 +22,7 @@ from minivlmrl.distributed.watchdog import log_stragglers, restart_watchdog, sto
 Value = TypeVar("Value")
 
 NO_LIMIT = timedelta(days=30)  # process group timeout if max_wait_hours is not set
-LAST_ERRORS = 5.0  # if all ranks fail within these seconds, they save together
+LAST_ERRORS = 5.0  # seconds; if all ranks fail within this time, they save together
 # process group for barriers, None with a single rank
 barrier_group: dist.ProcessGroup | None = None
 
@@ -34,7 +34,7 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    # function that raises after a signal such as SIGTERM; slow work calls it often
+    # raises an error after a signal such as SIGTERM; long loops call it often
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # timeout of collective operations, in seconds
     max_wait: float | None = None  # timeout of `barrier`, in seconds; None = no limit
@@ -53,7 +53,7 @@ class World:
         return items[begin:end]
 
     def shard_evenly(self, items: Sequence[Value]) -> tuple[list[Value], int]:
-        """Return every N-th item, with N ranks; all ranks get the same number, as FSDP requires.
+        """Return every N-th item, with N ranks; items repeat, because FSDP requires equal numbers on all ranks.
 
         Example: from [0, 1, 2], rank 0 gets [0, 2] and rank 1 gets [1, 0].
 
@@ -118,7 +118,7 @@ class World:
         restart_watchdog(self.max_wait, self.size)
 
     def run_after_error(self, work: Callable[["World"], object], alone: bool) -> bool:
-        """Save the run after an error by calling `work`; every rank with an error must call this method.
+        """Save the run with `work` after an error; every rank with an error must call run_after_error.
 
         If all ranks have an error, they save together. Otherwise the first rank saves alone, and others wait, because
         torchrun kills all ranks when one exits.
@@ -136,9 +136,9 @@ class World:
         errors = [f"error of rank {rank}" for rank in range(self.size)]
         own = str(self.rank)
         store.set(errors[self.rank], "")
-        # rank 0 waits a second less, and thus saves, because only rank 0 knows the log file lengths
+        # rank 0 waits a second less, so that it saves: only rank 0 knows the log file lengths
         limit = timedelta(seconds=LAST_ERRORS + min(self.rank, 1))
-        with suppress(dist.DistError):  # timeout: some rank has no error
+        with suppress(dist.DistError):  # DistError: a rank had no error within the limit
             store.wait(errors, limit)
             own = "all"
         # the rank that stops waiting first decides which ranks save
@@ -187,7 +187,7 @@ class World:
         num_ranks = self.sum(*(parameter.grad is not None for parameter in parameters))
         gradients = []
         for parameter, n in zip(parameters, num_ranks, strict=True):
-            if not n:  # gradient stays None: with zeros, AdamW would apply weight decay
+            if not n:  # keep gradients None: with zeros, AdamW would apply weight decay
                 continue
             if parameter.grad is None:  # vision weights have no gradient on a rank without images
                 parameter.grad = torch.zeros_like(parameter)
@@ -215,7 +215,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if num_threads is None:
-        # with several processes, ignore OMP_NUM_THREADS=1, torchrun's default
+        # torchrun sets OMP_NUM_THREADS=1 for several processes; ignore this value
         requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
         if requested.isdecimal() and int(requested) > (local_size > 1):
             num_threads = int(requested)
@@ -230,7 +230,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
     if size > 1 or sharded:
         from minivlmrl.distributed.network import attempt_store, connect, ending_with_dead_hosts
 
-        # loopback on a single host: gloo may find no network interface in a container
+        # a single host can use loopback, while gloo may find no other network interface in a container
         if local_size == size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         time_limit = timedelta(seconds=timeout)
@@ -239,7 +239,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
         if size > 1:
             global barrier_group
             with ending_with_dead_hosts(timeout):
-                # new_group returns NON_GROUP_MEMBER only on ranks outside the group
+                # this group has all ranks, so new_group never returns NON_GROUP_MEMBER
                 barrier_group = dist.new_group(  # pyright: ignore[reportAssignmentType]
                     backend="gloo", timeout=longest_wait(max_wait)
                 )
@@ -254,8 +254,8 @@ def monitored_barrier(limit: timedelta, names_all: bool = False):
     """Wait until all ranks have called this function.
 
     Args:
-        limit: timeout on rank 0; other ranks wait for rank 0 up to max_wait_hours.
-        names_all: whether to wait for the whole limit, to list all late ranks in the error.
+        limit: timeout on rank 0. Other ranks wait for rank 0 up to max_wait_hours.
+        names_all: whether the error lists all late ranks, which takes the whole limit.
 
     Raises:
         RuntimeError: a rank has ended or is late; on rank 0, "Rank 1 failed to pass monitoredBarrier".

@@ -18,7 +18,7 @@ def log_stragglers(store: Store | None, rank: int, size: int, work: str) -> Iter
     """Print which ranks are late if a `with` block takes longer than a minute.
 
     Args:
-        store: torch.distributed store to count calls per rank, None = print nothing.
+        store: torch.distributed store that counts how often each rank has waited, None = print nothing.
         work: what ranks do, for the message, such as "read images".
     """
     if store is None:
@@ -55,7 +55,7 @@ def restart_watchdog(max_wait: float | None, size: int):
     """Restart the timer that ends this process if it hangs.
 
     Args:
-        max_wait: seconds, None = no limit; doubled with several ranks, to let waiting ranks save a checkpoint.
+        max_wait: seconds, None = no limit. Several ranks get twice this time, so that waiting ranks can save.
     """
     if max_wait is not None:
         faulthandler.dump_traceback_later(max_wait if size == 1 else 2 * max_wait, exit=True, file=2)

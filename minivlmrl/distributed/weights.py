@@ -58,15 +58,15 @@ def reshard(module: nn.Module):
 
 @dataclass
 class Communication:
-    """Options for an FSDP unit: when to gather weights and when to reduce gradients."""
+    """Options that decide when an FSDP unit gathers weights and reduces gradients."""
 
     once_per_step: bool
     # vision block or decoder layer, whose weights are freed after the forward pass
     is_block: bool = False
-    # whether replicas all-reduce gradients only in the last micro-batch; every parameter of the unit then needs a
-    # gradient in every micro-batch, because FSDP reduces them as one tensor
+    # whether replicas sum gradients only in the last micro-batch. FSDP sums all gradients of a unit as one tensor, so
+    # every parameter then needs a gradient in every micro-batch.
     all_reduces_once: bool = False
-    was_gathered: bool = False  # FSDP cannot postpone reduction in a unit that was never gathered
+    was_gathered: bool = False  # FSDP can postpone reduction only in units that gathered weights before
 
 
 def communication_of(unit: "FSDPModule") -> Communication:
@@ -114,8 +114,8 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
     """Yield the model for sampling, without gradients.
 
     Args:
-        gather_weights: if True, gather all weights first; ranks may then run different numbers of forward passes. If
-            False, gather one layer at a time; all ranks must run equally many forward passes (fsdp.in_lockstep).
+        gather_weights: if True, gather all weights first, so that ranks can sample independently. If False, gather one
+            layer at a time; all ranks must run equally many forward passes (fsdp.in_lockstep).
     """
     if not model.sharding:
         with adapter_copies(model), torch.inference_mode():

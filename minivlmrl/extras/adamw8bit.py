@@ -19,7 +19,7 @@ from minivlmrl.model.nf4 import dequantize, dynamic_code, quantize
 
 SMALLEST = 4096  # smaller tensors, and all vectors, have float32 moments
 PIECE = 2**24  # values to dequantize at a time
-SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # whether AdamW moments can be negative
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # whether an average of gradients, or of their squares, can be negative
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -76,7 +76,7 @@ class AdamW8bit(torch.optim.Optimizer):
         return dequantize(state[name], state[f"{name}_scale"], code)
 
     def _write(self, state: dict[str, Tensor], name: str, moment: Tensor):
-        if f"{name}_scale" not in state:  # float32 moments were already updated in place
+        if f"{name}_scale" not in state:  # _update_rows has already changed float32 moments in place
             return
         indices, scales = quantize(moment, dynamic_code(SIGNED[name], moment.device))
         # avoid 0: AdamW divides by the square root of exp_avg_sq

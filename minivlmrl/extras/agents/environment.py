@@ -45,7 +45,7 @@ def get_environment(name: str) -> Callable[[], Environment]:
     """Resolve an environment name, such as "my_tools.py:Turn(step=45)", to its constructor."""
     kind, options = resolve_object("sampling.environment", name, {})
     with error_context(f"sampling.environment {name}"):
-        if not inspect.isclass(kind):  # plain functions: tools of a new class
+        if not inspect.isclass(kind):  # plain functions become the tools of a new class
             functions = kind if isinstance(kind, list) else [kind]
             if not all(map(inspect.isfunction, functions)):
                 raise UserError(f"expected a class, a function or a list of functions, but found {truncate(kind, 60)}")
@@ -124,7 +124,7 @@ def tools_of(environment: Environment) -> dict[str, Callable]:
     """Return tools as {name: bound method of the environment}."""
     tools = {}
     for name, member in inspect.getmembers(type(environment)):
-        function = inspect.unwrap(getattr(member, "__func__", member))  # include class methods and cached methods
+        function = inspect.unwrap(getattr(member, "__func__", member))  # class methods and cached methods are tools too
         if inspect.isfunction(function) and name not in ("reset", "get_reward", "observe") and name[0] != "_":
             tools[name] = getattr(environment, name)
     return tools

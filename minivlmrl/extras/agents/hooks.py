@@ -1,4 +1,4 @@
-"""Functions imported by the training code if `sampling.environment` is set."""
+"""The functions that training calls if the recipe sets `sampling.environment`."""
 
 from minivlmrl.extras.agents.environment import check_reward, with_tools
 from minivlmrl.extras.agents.tool_calls import begin_with_row

@@ -40,7 +40,7 @@ def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
     A call such as <zoom>1, 2</zoom> is returned alone, once its tag is closed. Calls in Qwen's format are returned
     together, when the turn has ended.
     """
-    begins = {}  # index in `text` where arguments begin, by tool name
+    begins = {}  # {tool name: index in `text` at which its arguments begin}
     for tag in re.finditer(rf"<(/?)({'|'.join(tools)})>", text):
         name = tag[2]
         if not tag[1]:
@@ -59,7 +59,7 @@ def answer_call(
     Args:
         name, inside: tool name, and its arguments as text.
     Returns:
-        message parts, images with patches and grids, whether the call succeeded
+        the result as message parts, its images with patches and grids, and whether the call succeeded
     """
     try:
         with time_limit(settings.max_tool_seconds):
@@ -154,7 +154,7 @@ def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
 def read_parameter(hint, text: str):
     """Parse one argument in Qwen3.5's format: JSON with unquoted strings.
 
-    Example: for int | str, 7 becomes a number; 7.5, seven and "7" (with its quotes) stay strings.
+    For the type int | str, 7 becomes an integer; other texts, such as 7.5, seven and "7" with quotes, stay strings.
     """
     value = text
     with suppress(ValueError):
@@ -183,7 +183,7 @@ def valid_text(value: Any) -> Any:
 
 
 def turn_opening(processor: Processor) -> list[str]:
-    """Return what the chat template writes between a user turn and the assistant text."""
+    """Return the text and control tokens that the chat template writes between a user turn and the assistant's text."""
     pieces = processor.template.render([{"role": "user", "content": "?"}])
     last_end = len(pieces) - pieces[::-1].index(END)
     return pieces[last_end:]
@@ -194,7 +194,7 @@ def render_answers(answers: list[list[dict]], opening: Sequence[str] = ()) -> li
 
     Args:
         answers: message parts, one list per tool result.
-        opening: result of `turn_opening`; () = write <result>...</result> into the assistant turn.
+        opening: result of `turn_opening`. If empty, results continue the assistant turn, in <result> tags.
     """
     text, start, end = "<result>{}</result>", "", ""
     if opening:

@@ -68,12 +68,12 @@ class ToolEpisode:
         Returns:
             whether the completion ends for a reason other than max_new_tokens
         """
-        if self.ended:  # `generate` removes finished completions later
+        if self.ended:  # this completion is finished; `generate` removes it later
             return True
         self.policy_mask.append(True)
         self.ids.append(token)
         tokens_left = max_new_tokens - len(self.policy_mask)
-        # also search before this token: a closing tag may span several tokens
+        # a closing tag may span several tokens, so also search the end of the earlier text
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += token_bytes(self.processor.tokenizer, token, NO_TEXT)
         is_finished = turn_ends or text_ends
@@ -86,7 +86,7 @@ class ToolEpisode:
         return is_finished
 
     def closes_a_call(self, searched_from: int) -> bool:
-        """Return whether the text has a tag such as </zoom> after byte `searched_from`."""
+        """Return whether a tag such as </zoom> follows in the text, beginning at byte `searched_from`."""
         return self.closing_tag.search(self.text, searched_from) is not None
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int) -> bool:
@@ -158,20 +158,20 @@ def copy_on_write(image: Image) -> Image:
 
 
 class AnswerAttention(DecodeAttention):
-    """Attention for a forward pass over packed tool results.
+    """Attention for a forward pass over several tool results, concatenated without padding.
 
     Tokens attend to their prompt and to all earlier tokens in their completion.
 
     Args:
-        rows: row in the decoding batch, per tool result.
-        lengths: number of tokens, per tool result.
+        rows: each tool result's row in the decoding batch.
+        lengths: each tool result's number of tokens.
     """
 
     def __init__(self, decoding: DecodeAttention, rows: list[int], lengths: list[int]):
         self.decoding = decoding
         self.layer_states = decoding.layer_states
         self.spans = []  # (row in the decoding batch, packed tokens) per tool result
-        self.places = []  # (prompt index, prompt length, KV cache positions) per tool result
+        self.places = []  # (prompt index, prompt length, slice of its KV cache) per tool result
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()
         newest = decoding.newest.cpu()  # newest cache position per row
         for row, length, end in zip(rows, lengths, accumulate(lengths), strict=True):
@@ -194,7 +194,7 @@ class AnswerAttention(DecodeAttention):
             keys_and_values = []
             for row_cache, prompts, new in zip(row_kv, prompt_kv, (k, v), strict=True):
                 row_cache[row, :, cached] = new[tokens].transpose(0, 1)
-                # cached prompt without padding, then cached completion up to the end of this result
+                # keys or values of the prompt without padding, then of the completion including this tool result
                 seen = prompts[prompt, None, :, :prompt_length], row_cache[row, :, : cached.stop]
                 keys_and_values.append(torch.cat(seen, dim=2))
             # queries: (1, heads, tokens, D)
@@ -239,7 +239,7 @@ class ToolSampler(Sampler):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.make_environment = get_environment(str(self.sampling.environment))
-        # ranks prefill tool results independently, so each rank needs all weights
+        # ranks process tool results at different times, so each rank needs all weights
         if not self.gather_weights:
             raise UserError("rollout.gather_weights is false, which is not supported with sampling.environment")
         self.episodes: list[Any] = []  # one episode per row in the batch
@@ -280,12 +280,12 @@ class ToolSampler(Sampler):
 def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
     """Return the keyword arguments for `reset`.
 
-    `extents`: image sizes (width, height), in the units of box coordinates.
+    The argument `extents` lists image sizes (width, height) in the units of box coordinates.
     """
-    images = list(row.images)  # list() loads lazy images
+    images = list(row.images)  # list() decodes all image files
     space = row.columns.get("box_space") or processor.box_space
     patch_size = processor.image_processor.patch_size
-    # image grids: videos have second_per_grid_ts > 0
+    # exclude videos, which have second_per_grid_ts > 0
     grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
     extents = [
         box_scale(space, image.size, (patch_size * columns, patch_size * rows))

@@ -63,11 +63,11 @@ class Episode(ToolEpisode):
 
     @property
     def has_next_turn(self) -> bool:
-        """Whether the last turn called a tool, and the environment is not done."""
+        """Return True if the last turn called a tool and the environment is not done."""
         return len(self.rounds) == len(self.turns)
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int) -> bool:
-        """Run tool calls, record the round, and return True: a tool call ends the turn."""
+        """Run tool calls, and record the round. Return True, because a tool call ends the turn."""
         parts, answers, pictures = self.call_tools(calls, turn_ended)
         if not self.done:
             text = self.processor.decode_assistant_turn(Completion(torch.tensor(self.ids)))
@@ -85,7 +85,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate all turns into one Completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
-        # logs show only the last image in later prompts
+        # for logs, keep only the last image of each later prompt
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),
@@ -128,7 +128,7 @@ class TrajectorySampler(ToolSampler):
         return groups
 
     def decode(self) -> Decode:
-        return Sampler.decode(self)  # no prefill of tool results: the next prompt contains them
+        return Sampler.decode(self)  # tool results need no prefill, because the next prompt contains them
 
     def window(self, episode: Episode) -> Prompt:
         with error_context(f"{episode.row.name}: turn {len(episode.turns)}"):

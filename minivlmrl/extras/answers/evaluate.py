@@ -6,9 +6,9 @@ minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # witho
 torchrun --no-python --nproc-per-node 8 minivlmrl evaluate ...  # on several GPUs
 
 The recipe sets prompt template, image size, stopping rules, data.answer_format and evaluation rewards. The
-default recipe is that of the training run. If there is no run, it is minivlmrl.yaml beside the weights, or
-own_data.yaml with the prompt template {problem}. top_k, top_p, min_p and repetition_penalty are ignored, as in
-evaluations during training.
+default recipe is that of the training run. Without a run, it is minivlmrl.yaml beside the weights. Without
+this file, it is own_data.yaml with the prompt template {problem}. Sampling ignores top_k, top_p, min_p and
+repetition_penalty, as in evaluations during training.
 """
 
 import argparse
@@ -110,7 +110,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
     """Load the recipe with the model and data file from the command line."""
     is_adapter = is_adapter_folder(options.model)
     found_recipe = find_recipe(find_adapter(options.model) if is_adapter else options.model)
-    # without a training recipe, use prompts unchanged
+    # without a recipe, put no template around the rows' prompts
     if not (found_recipe or options.recipe):
         overrides = ["--data.prompt_template={problem}", *overrides]
     recipe = options.recipe or found_recipe or recipes_folder() / "own_data.yaml"
@@ -157,7 +157,7 @@ def find_recipe(model: str | Path) -> Path | None:
     """Return the training run's recipe, else the model's minivlmrl.yaml, else None."""
     own = find_folder(model) / INFERENCE_CONFIG
     own_options = read_yaml(own) if own.is_file() else {}
-    for folder in Path(model).absolute().parents[:3]:  # the model folder may be RUN/best/checkpoint
+    for folder in Path(model).absolute().parents[:3]:  # RUN is two folders above RUN/best/checkpoint
         recipe = folder / RUN_CONFIG
         if recipe.is_file() and (folder / METRICS).is_file() and contains(read_yaml(recipe), own_options):
             return recipe
@@ -165,7 +165,7 @@ def find_recipe(model: str | Path) -> Path | None:
 
 
 def contains(recipe: Plain, options: Plain) -> bool:
-    """Return whether a recipe has all the given option values."""
+    """Return whether a recipe has every value in `options`."""
     if not isinstance(options, dict):
         return recipe == options
     return isinstance(recipe, dict) and all(contains(recipe.get(name), value) for name, value in options.items())

@@ -70,7 +70,7 @@ def check(config: RunConfig) -> Iterator[str]:
 
 
 class ReadableRows(FileDataset):
-    """Dataset with data.skip_unreadable: the next readable row replaces an unreadable one."""
+    """Dataset that replaces an unreadable row by the next readable one, as data.skip_unreadable does."""
 
     def __init__(self, rows: FileDataset, *arguments):
         self.facts = rows.facts

@@ -147,7 +147,7 @@ def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[t
     for name, section in vars(config).items():
         if isinstance(section, TrainingOptions) and name not in config.stage_names:
             options = [f"{name}.{option}" for option in vars(section)]
-            if "reward_model" in config.rewards:  # the reward `reward_model` also uses reward_model.path
+            if "reward_model" in config.rewards:  # the reward `reward_model` reads reward_model.path
                 options = [option for option in options if option != "reward_model.path"]
             yield options, f"`stages` does not include {name}"
     data = config.data
@@ -179,7 +179,7 @@ def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[t
 
 
 def ignored_by_functions(stage: str, section: GRPOOptions) -> Iterator[tuple[list[str], str]]:
-    """Yield options that a user's loss or advantage function does not take."""
+    """Yield options for which a user's loss or advantage function has no parameter."""
     of_losses = vars(section).keys() & inspect.signature(grpo_loss).parameters.keys() - {"loss_type", "advantages"}
     for option, text, names in (
         ("loss_type", section.loss_type, of_losses),

@@ -39,7 +39,7 @@ from minivlmrl.trainers.registry import find_trainer
 
 NUM_SOLUTIONS = 10_000  # maximum solutions to check, in a few seconds
 NUM_IMAGES = 16  # maximum images whose boxes are checked
-TYPICAL_WEIGHT = 0.01  # typical absolute weight in models with billions of parameters
+TYPICAL_WEIGHT = 0.01  # absolute value of a typical weight in models with billions of parameters
 
 
 class Preflight(Callback):
@@ -243,7 +243,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
                 f"stage ends before the learning rate reaches {options.learning_rate}; lower warmup_steps"
             )
         rate = options.learning_rate
-        largest_weight = 4 * rate / torch.finfo(dtype).eps  # larger weights round the update away
+        largest_weight = 4 * rate / torch.finfo(dtype).eps  # updates of larger weights are lost by rounding
         if rounds and largest_weight < TYPICAL_WEIGHT:
             yield (
                 f"model.dtype is {config.model.dtype} and {stage}.learning_rate is {rate}, so updates of weights over "

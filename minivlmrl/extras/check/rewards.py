@@ -116,8 +116,8 @@ def check_contradictions(
 ) -> Iterator[str]:
     """Check whether training answers contradict the column `solution`.
 
-    Contradictions: a good answer gets at most half the highest reward, a bad one gets more, or a rejected answer
-    scores higher than the chosen one.
+    Contradictions: a good answer gets at most half the highest reward, a bad answer gets more than half, or a rejected
+    answer scores higher than the chosen one.
     """
     names = trainer.answers
     # generated rows may use wrong answers to teach a format
@@ -254,7 +254,7 @@ def check_forms(trial: Trial) -> Iterator[str]:
 
 
 def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Check for two spellings of a label, such as "ice cream" and "Ice-Cream", if a reward accepts only one.
+    """Check whether a reward accepts only one of two spellings of a label, such as "ice cream" and "Ice-Cream".
 
     Labels with digits are skipped: 1-5 and 15 are different labels.
     """
