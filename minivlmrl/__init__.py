@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from minivlmrl.losses.sft import sft_loss
     from minivlmrl.model.logprobs import per_token_logps
 
-    parity: ModuleType  # short name for minivlmrl.extras.parity
+    parity: ModuleType
 
 __version__ = "0.6.0"  # package version, read by pyproject.toml
 __all__ = [

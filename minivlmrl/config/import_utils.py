@@ -163,10 +163,8 @@ def load_function(
 
     Args:
         option: option name, such as "loss_type".
-        text: option value.
         table: {name: built-in function}.
         section: options of the stage; the function receives those that have the names of its parameters.
-        positional, names: passed to with_arguments.
         convert: changes functions with another signature to the expected signature.
     """
     with error_context(f"grpo.{option} {text}"):

@@ -23,7 +23,7 @@ class Dataclass(Protocol):
 
 
 T = TypeVar("T", bound=Dataclass)
-TypeHint = Any  # stands for type hints such as int | None, for which Python has no type yet
+TypeHint = Any
 
 
 class Loader(yaml.SafeLoader):
@@ -65,7 +65,6 @@ def build(
     Args:
         where: file name or "command line", for error messages.
         prefix: section path with a final dot, such as "grpo.", for error messages.
-        json, change_text: values for the fields of Reader with these names.
     """
     with error_context(where):
         reader = Reader(json, change_text, cls, "--" if where == "command line" else "")

@@ -65,7 +65,7 @@ class Box:
     @property
     def valid(self) -> bool:
         """Whether coordinates are finite and in order, with a positive area."""
-        is_finite = all(abs(number) < LIMIT for number in self.numbers)  # NaN < LIMIT is False, so NaN is not finite
+        is_finite = all(abs(number) < LIMIT for number in self.numbers)
         return is_finite and self.x2 > self.x1 and self.area > 0  # with x2 > x1, a positive area implies y2 > y1
 
     def inside(self) -> bool:

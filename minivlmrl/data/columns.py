@@ -30,7 +30,7 @@ class EmptyColumnError(LayoutError):
 
 def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
     """Rename columns, and replace NaN (from pandas) by None; two columns can swap names."""
-    row = {name: value if value == value else None for name, value in row.items()}  # only NaN differs from itself
+    row = {name: value if value == value else None for name, value in row.items()}
     renamed = {theirs: ours for theirs, ours in renamed.items() if theirs != ours and theirs in row}
     columns = row | dict.fromkeys(renamed)
     for theirs, ours in renamed.items():
