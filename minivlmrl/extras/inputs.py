@@ -52,7 +52,8 @@ class InputCheck(Watcher):
 def check_inputs(trainer: Trainer, step: Step) -> list[str]:
     """Return one warning per input problem, such as an image that does not affect the loss.
 
-    Tokens and patches must equal those of the data file. Without FSDP, the loss must have gradients at both.
+    Tokens and patches are compared with the rows of the data file. Without FSDP, tokens and patches must also get
+    loss gradients.
     """
     found: dict[str, list[str]] = defaultdict(list)
     for batch in step.micro_batches:
@@ -158,7 +159,7 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
         prompt, row = part.prompt, part.prompt.row
         ids = group.input_ids[part.span].tolist()
         if row is None or not row.messages:
-            continue  # prompts from environments have no messages to compare
+            continue  # prompts from environments have no messages to compare with their tokens
         if not part.is_prompt:
             # packing may drop an answer's last token, because nothing is predicted from it
             known = answers[id(prompt)]
@@ -167,7 +168,7 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
             continue
         given = [encode_answer(trainer.processor, row, getattr(row, x)) for x in trainer.answers]
         answers[id(prompt)] = [turn.ids.tolist() for x in given for turn in x.turns or [x]]
-        # if the chat template drops earlier reasoning, turns have different prompts
+        # some chat templates drop earlier reasoning, so each turn has its own prompt
         fresh = replace(row, prepared_prompt=None).prompt(trainer.processor)
         fresh_prompts = [fresh, *(turn.prompt for x in given for turn in x.turns[1:])]
         patches = [number for _, patches in part.images for number in patches]

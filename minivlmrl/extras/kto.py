@@ -1,4 +1,4 @@
-"""KTO loss for your own training stage."""
+"""KTO loss for training stages that you write."""
 
 from typing import Literal, get_args
 

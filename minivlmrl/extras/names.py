@@ -11,8 +11,8 @@ CELLS = re.compile(r"(?<!\\)\|")
 CODE = re.compile(r"`(\w[\w.]*\*?)[^`]*`")
 LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
 FILES = (
-    PACKAGE / "docs" / "coming_from.md",  # the tables in an installed wheel
-    PACKAGE.parent / "docs" / "coming_from.md",  # the tables in a source clone
+    PACKAGE / "docs" / "coming_from.md",  # path in an installed wheel
+    PACKAGE.parent / "docs" / "coming_from.md",  # path in a source clone
     PACKAGE / "extras" / "other_names.md",
 )
 NO_OPTION = "minivlmrl has no such option"
@@ -27,7 +27,7 @@ class Answer(NamedTuple):
 
 @cache
 def read_tables() -> dict[str, list[Answer]]:
-    """Read the tables, as {option name: table rows}."""
+    """Read the Markdown tables in FILES, as {option name: table rows}."""
     text = "".join(file.read_text(encoding="utf-8") for file in FILES if file.is_file())
     found, title = defaultdict(list), ""
     for line in text.splitlines():

@@ -1,8 +1,8 @@
 """Compute DPO reference log-probs before the first step, without a second model.
 
 With `dpo.precompute_ref_log_probs`, the policy computes the log-probs while it still equals the reference. A resumed
-run reads them from reference_logps.safetensors in output_dir. Rows can also have summed log-probs in TRL's columns
-ref_chosen_logps and ref_rejected_logps.
+run reads the log-probs from reference_logps.safetensors in output_dir. Rows can also have summed log-probs in TRL's
+columns ref_chosen_logps and ref_rejected_logps.
 """
 
 from pathlib import Path
@@ -44,7 +44,7 @@ class StoredReference:
     def __init__(self, stored: dict[str, Tensor]):
         self.stored = stored
         self.dtype = next((values.dtype for values in stored.values()), torch.float32)
-        self.model = nn.Module()  # without weights: checkpoints would save a reference model
+        self.model = nn.Module()  # a module without weights, so checkpoints save no reference model
 
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
         """Return reference log-probs in nats, (answers, tokens)."""

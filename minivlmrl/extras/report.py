@@ -38,7 +38,7 @@ from minivlmrl.trainers.base import Step, Trainer
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
-FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # /home/ann/ in /home/ann/cat.jpg
+FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # such as /home/ann/ in /home/ann/cat.jpg
 POINTS = 500  # maximum points per curve and stage
 STEPS = 60  # maximum steps with completions
 PROMPTS = 4  # maximum prompts per step

@@ -113,7 +113,7 @@ class RewardModelScores:
         path = config.reward_model.path or Path(config.output_dir) / FOLDER
         check_same_inputs(path, policy, processor)
         if config.reward_model.path is None and has_adapters(policy) and not is_sharded(policy):
-            # trained in this run: its adapters use the policy weights as base
+            # a reward model trained in this run has adapters on the policy's base weights
             from minivlmrl.model.peft import load_adapter
 
             backbone = copy_model(policy)

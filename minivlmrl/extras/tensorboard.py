@@ -23,7 +23,7 @@ def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
     folder = Path(config.output_dir) / "tensorboard"
 
     @cache
-    def writer() -> SummaryWriter:  # opened by the first log(): runs that fail earlier delete no files
+    def writer() -> SummaryWriter:  # the first log() opens it, so runs that fail earlier delete no files
         if not steps:
             shutil.rmtree(folder, ignore_errors=True)
         return closing.enter_context(SummaryWriter(str(folder), purge_step=steps + 1))

@@ -63,7 +63,7 @@ FIXED_OPTIONS = {
 
 @dataclass
 class VLLMOptions:
-    """vllm.LLM options for recipes: none can load code, because recipes may be untrusted."""
+    """vllm.LLM options for recipes. No option can load code, because recipes may be untrusted."""
 
     block_size: Count | None = None
     cpu_offload_gb: Annotated[float, "[0, inf)"] | None = None
@@ -194,7 +194,7 @@ class VLLMSampler(Sampler):
         if self.sleeps:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
-        # image embeddings computed with the old weights
+        # discard image embeddings computed with the old weights
         self.llm.llm_engine.reset_encoder_cache()
         completions = super().__call__(prompts, num_generations, keys)
         if self.sleeps:
@@ -276,8 +276,8 @@ class VLLMSampler(Sampler):
     ):
         """Compare log-probabilities of vLLM and policy in the first rollout.
 
-        The limit is max_logp_mismatch times 1e-3 nats per token in float32. In 16 bits, it is max_logp_mismatch times
-        0.5 nats for the root mean square over a prompt's completions.
+        The limit is max_logp_mismatch times 1e-3 nats per token in float32. In 16 bits, differences over a
+        prompt's completions may have a root mean square of max_logp_mismatch times 0.5 nats.
         """
         if self.is_verified:
             return

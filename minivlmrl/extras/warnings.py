@@ -94,7 +94,7 @@ class WarningRules:
         """Yield a warning for rewards far higher on training rows than on held-out rows."""
         for name in self.goals if len(self.recent) == WINDOW else ():
             trained = self.mean(f"rewards/{name}/mean")
-            # compare with greedy answers as well: training may sample below temperature 1
+            # training may sample below temperature 1, so its rewards are also compared with greedy answers
             held_out = [evaluation[key] for key in (f"eval/{name}_sampled", f"eval/{name}_greedy") if key in evaluation]
             if held_out and trained - max(held_out) > MEMORISED:
                 yield (
@@ -178,7 +178,7 @@ class WarningRules:
         yield from self.unused_parameters()
 
     def advised(self, names: Iterable[str]) -> list[str]:
-        """Remove `format` if data.answer_format is not tags: preflight already reports this mistake."""
+        """Remove the reward `format` if data.answer_format is not tags; preflight already reports this mistake."""
         has_tags = self.config.data.answer_format == "tags"
         return [name for name in names if name != "format" or has_tags]
 

@@ -39,15 +39,15 @@ def check_environment(config: RunConfig):
     """Raise UserError if the environment contradicts rewards or sampling.history."""
     if config.sampling.environment is not None or "environment" in config.rewards:
         agents().check_reward(config.sampling.environment, config.rewards)
-    samples_trajectories(config.sampling)  # raises UserError if sampling.history and the method observe conflict
+    samples_trajectories(config.sampling)  # raises UserError if an environment with `observe` has sampling.history
 
 
 def samples_trajectories(sampling: SamplingOptions) -> bool:
-    """Return True if every turn has its own prompt, for example without older turns."""
+    """Return True if every turn has its own prompt, for example if older turns are left out."""
     return sampling.environment is not None and agents().has_windows(sampling.environment, sampling.history)
 
 
 def packed_length(completion: Completion) -> int:
-    """Count completion tokens, plus prompt tokens for later turns with their own prompt."""
+    """Count completion tokens, and prompt tokens of later turns that have their own prompts."""
     windows = [turn.prompt for turn in completion.turns[1:] if turn.prompt is not None]
     return len(completion.ids) + sum(len(window.input_ids) for window in windows)

@@ -196,6 +196,6 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """
     # (r, V) cumulative probabilities, in units of 2^-52
     units = running_sum((probs * UNITS).long())
-    target = (uniform * units[:, -1]).long()  # rounding down keeps the target below the total
+    target = (uniform * units[:, -1]).long()  # rounding down keeps `target` below the sum of probabilities
     chosen = torch.searchsorted(units, target[:, None], right=True)[:, 0]
     return chosen.clamp(max=units.shape[1] - 1)

@@ -273,7 +273,7 @@ def write(out: Path, suffix: str, rows: Callable[[], Iterator[dict]]):
 
 
 def batches(rows: Iterator[dict]) -> Iterator[list[dict]]:
-    """Yield batches with equal columns: pyarrow ignores columns missing in the first row."""
+    """Yield batches of rows with the same column names; pyarrow ignores columns missing in the first row."""
     while batch := list(islice(rows, BATCH)):
         names = dict.fromkeys(chain.from_iterable(batch))
         yield [{name: row.get(name) for name in names} for row in batch]

@@ -15,7 +15,7 @@ from minivlmrl.data.row_files import map_nested
 from minivlmrl.errors import UserError, error_context, pluralize, require, truncate
 from minivlmrl.json_files import parse_json
 
-Reader = Callable[["Columns"], "Columns | None"]  # a reader returns None if the row has a different layout
+Reader = Callable[["Columns"], "Columns | None"]  # a reader returns None if it does not know the row's layout
 ANSWERS = ("response", "output", "suffix", "answer")
 # columns to drop once their content is in other columns
 BESIDE = (
@@ -44,7 +44,7 @@ VISION = re.compile(r"<\|vision_start\|>(?:<\|(image|video)_pad\|>)+<\|vision_en
 
 
 class Columns(dict):
-    """A row's columns without missing values; `dropped` counts columns and keys lost in the conversion."""
+    """Dict of a row's columns, without missing values. `dropped` counts columns and keys lost in the conversion."""
 
     def __init__(self, row: dict, dropped: Counter):
         # value == value is False for NaN
@@ -196,7 +196,7 @@ def read_pairs(row: Columns) -> Columns | None:
 
 
 def is_pairs(value: Plain, asked: str) -> bool:
-    """Return True for a non-empty list of dicts that have the key `asked`."""
+    """Return True for a non-empty list of dicts that all have the key named by `asked`."""
     return isinstance(value, list) and bool(value) and all(isinstance(pair, dict) and asked in pair for pair in value)
 
 
@@ -291,7 +291,7 @@ def turn_of(role: str, content: Plain) -> dict:
 def split_pair(row: Columns, turns: list[dict]) -> Columns:
     """Add a conversation to a row, as a chosen-rejected pair if there is a rejected answer."""
     if turns[-1]["role"] != "assistant":  # without a final answer, all turns are the prompt
-        for name in ("chosen", "rejected"):  # in LLaMA-Factory, both are single turns
+        for name in ("chosen", "rejected"):  # LLaMA-Factory stores each answer as a single turn
             if isinstance(row.get(name), dict):
                 row[name] = row.turns(name)
         return row.put(prompt=turns)

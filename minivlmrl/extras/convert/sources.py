@@ -113,7 +113,7 @@ def _read_coco(path: Path, content: dict) -> Rows:
 def _read_cells(path: Path) -> Rows:
     """Read a CSV or TSV file with column names in the first line; empty cells become missing columns."""
     csv.field_size_limit(2**31 - 1)
-    # no error_context: when csv.Error is raised, `where` still names the previous row
+    # error_context would name the previous row when csv.Error is raised
     with path.open(encoding="utf-8-sig", newline="") as file:
         first_line = file.readline()
         file.seek(0)

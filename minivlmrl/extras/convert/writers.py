@@ -22,7 +22,7 @@ def write_trl(columns: dict, folder: Path, dropped: Counter) -> dict:
     prompt, answers, media, others = read(columns, folder)
     if any(item.kind == "video" for item in media):
         raise UserError("TRL reads no videos")
-    shown = {"images": sources(media, "image", folder, dropped)}  # keep an empty list: other rows may have images
+    shown = {"images": sources(media, "image", folder, dropped)}  # rows without images keep an empty list
     if answers.keys() == {"completion"} and len(answers["completion"]) > 1 and "label" not in others:
         turns = without_loss([*prompt, *answers["completion"]], dropped)
         return others | {"messages": [plain(turn) for turn in turns]} | shown

@@ -77,7 +77,7 @@ class Experts(nn.Module):
         weights = (weights / weights.sum(-1, keepdim=True)).to(logits.dtype)
         order = ids.flatten().argsort(stable=True)  # (N k,) indices sorted by expert, then by token
         back = order.argsort()
-        copies = Reorder.apply(x.repeat_interleave(self.top_k, 0), order, back)  # token copies by expert, (N k, D)
+        copies = Reorder.apply(x.repeat_interleave(self.top_k, 0), order, back)  # (N k, D) copies, sorted by expert
         counts = self.counts(ids)
         used = counts
         if sum_over_ranks is not None and torch.is_grad_enabled():
@@ -89,14 +89,14 @@ class Experts(nn.Module):
                 parts.append(expert(tokens))
         per_rank = Reorder.apply(torch.cat(parts), back, order).view(*ids.shape, -1)  # expert outputs (N, k, D)
         out = per_rank[:, 0] * weights[:, :1]
-        for rank in range(1, self.top_k):  # add the most probable experts first
+        for rank in range(1, self.top_k):  # from the most to the least probable expert
             out = out + per_rank[:, rank] * weights[:, rank, None]
         if self.shared_expert is not None:
             out = out + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return out
 
     def counts(self, ids: Tensor) -> list[int]:
-        if ids.is_meta:  # memory estimate: send all tokens to the first expert
+        if ids.is_meta:  # in a memory estimate, all tokens go to the first expert
             return [ids.numel()] + [0] * (len(self.experts) - 1)
         return ids.flatten().bincount(minlength=len(self.experts)).tolist()
 

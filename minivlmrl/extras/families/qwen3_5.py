@@ -215,16 +215,16 @@ def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], 
     """Run a recurrent layer over packed prompts and completions, or over new tokens in decoding; return (N, ...).
 
     Args:
-        index: layer index in attention.layer_states.
-        inputs: (N, ...), inputs to `scan`.
-        scan: (inputs (b, T, ...), state) -> results (b, T, ...), state after the tokens.
+        index: position of the layer in attention.layer_states.
+        inputs: (N, ...) tensors for `scan`.
+        scan: function of (inputs (b, T, ...), state) that returns (results (b, T, ...), next state).
     """
     if isinstance(attention, DecodeAttention):
         return _decode_recurrent_layer(attention, index, inputs, scan)
     layout = attention.layout
     results = []
     states = []
-    blocks = [layout.blocks(x.unsqueeze(1)) for x in inputs]  # (prompts, completions) grouped by length
+    blocks = [layout.blocks(x.unsqueeze(1)) for x in inputs]  # per input: a (prompts, completions) pair per length
     for *pairs, slots in zip(*blocks, layout.slots, strict=True):
         prompts = [prompt_block[:, 0] for prompt_block, _ in pairs]
         completions = [completion_block[:, 0] for _, completion_block in pairs]

@@ -208,7 +208,7 @@ class Videos:
             grids: patch grids (t, h, w) for images and videos.
             times: 0.0 for an image, timestamps in seconds for a video.
         Returns:
-            pieces; one grid (1, h, w) per time step; seconds per time step, 1.0 for videos and 0.0 for images
+            pieces; one grid (1, h, w) per time step; 1.0 per video time step and 0.0 per image
         """
         laid_pieces = []
         video_times = iter([seconds for seconds in times if seconds])

@@ -125,8 +125,8 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
 def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
     """Return the minimum seconds per training-step phase, from a GPU's data sheet.
 
-    Assumes that all prompts are as long as the longest, and matrix products at peak speed. Attention, activation
-    functions and CPU time are not counted.
+    Assumes that all prompts are as long as the longest, and that matrix products run at peak speed. Attention,
+    activation functions and CPU time are not counted.
     """
     config, options, estimator = question.config, question.options, question.estimator
     row, model = question.rows[0], question.models.policy
@@ -149,7 +149,7 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
     if samples:
         work = sampling_batch(question)
         cached = estimator.keys_and_values(question.dtype, replace(work, completion_tokens=length // 2))
-        # a decode step reads the decoder weights, and writes and reads unpacked NF4 weights
+        # a decode step reads the decoder weights; NF4 weights are also unpacked to memory and read again
         layers, itemsize = model.model.layers, question.dtype.itemsize
         packed = [layer for layer in layers.modules() if isinstance(layer, PackedLinear)]
         step_bytes = computed_bytes(layers, question.dtype) + model.lm_head.weight.numel() * itemsize + cached

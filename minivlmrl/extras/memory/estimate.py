@@ -193,7 +193,7 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, config.adapter.dropout if train else 0.0, "memory")
-        # clear the cache: its tensors would not be counted
+        # tensors cached by vision_layout would not be counted
         vision_layout.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
@@ -218,7 +218,7 @@ def drop_gradient(parameter: nn.Parameter):
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_options) -> Tensor:
     # GPU kernels store no attention scores
-    mask = attn_mask if q.dtype == torch.float32 else None  # 16-bit attention kernels use no mask tensor
+    mask = attn_mask if q.dtype == torch.float32 else None  # 16-bit GPU kernels allocate no mask tensor
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(q, k, v, attn_mask=mask)[0]
 
@@ -328,7 +328,7 @@ def evaluation_batch(question: MemoryQuestion) -> BatchShape:
 def largest_batch(
     rows: Sequence[RowSize], prompts: int, completions: list[int], max_tokens: int | None, whole: bool = False
 ) -> BatchShape:
-    """Return the largest batch from rows of the given sizes.
+    """Split rows of the given sizes into micro-batches; return the one with most tokens.
 
     Args:
         completions: completion lengths per prompt, in tokens.
@@ -406,11 +406,11 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
         gradients *= 2  # all-reduce copies the gradients into buffers
     gathered = weights = scored["gathered"]
     if config.sharding.once_per_step:
-        # gathered at once: all weights, all float32 gradients, two blocks' gradients in the weight dtype
+        # memory holds all weights, all float32 gradients, and two blocks' gradients in the weight dtype
         weights = sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
         gradients += sum(p.numel() * torch.promote_types(p.dtype, torch.float32).itemsize for p in trained)
     return {
-        "gathered": weights + gathered,  # gathered weights, and gradients of two blocks
+        "gathered": weights + gathered,
         "gradients": gradients,
         "forward and backward": scored["forward"],
         "logits": scored["logits"],
@@ -435,7 +435,7 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
             items["reference"] = reference.parameters * question.dtype.itemsize
         elif config.adapter.r or not config.uses_fsdp:
             items["reference"] = bytes_of(trained_parameters(policy))
-        else:  # with FSDP, the reference shares no weights: count a copy in the compute dtype
+        else:  # with FSDP, the reference is a separate copy in the compute dtype
             items["reference"] = computed_bytes(policy, question.dtype)
     if not question.trainer.trains_policy:  # with adapters, policy and reward model share base weights
         items["policy"] = adapters or weights

@@ -107,7 +107,7 @@ def active_share(model_config: ModelConfig) -> float:
 
 
 def flops_by_input(model: nn.Module, model_config: ModelConfig, backward: bool = True) -> dict[str, float]:
-    """Return FLOPs per image patch, merged patch and token, and extra FLOPs per token with logits."""
+    """Return FLOPs per image patch, per merged patch and per token; "scored": extra FLOPs per token with logits."""
     found = list(matrices(model))
     trains_merger = any(trained for name, _, trained in found if "visual." in name)
     trains_tower = any(trained for name, _, trained in found if "visual." in name and "merger" not in name)

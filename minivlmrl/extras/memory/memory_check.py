@@ -39,7 +39,7 @@ from minivlmrl.trainers.base import Trainer
 # {phase in estimate.py: name in out_of_memory.py}
 MEASURED = {"rollout": "sampling", "score": "scoring", "train": "forward", "evaluation": "evaluation"}
 NUM_HEAVIEST = 64  # number of largest rows to measure
-# model entries of a memory estimate
+# memory items that hold model weights
 MODELS = "weights", "reference", "critic", "policy"
 
 
@@ -130,7 +130,7 @@ def refusal(question: MemoryQuestion, available: float) -> str:
 
 
 def cause(phase: str, items: dict[str, float]) -> str:
-    """Return the key in CURES for the largest item of a phase."""
+    """Return the cause of the largest memory item in a phase, such as "weights"."""
     largest = max(items, key=items.__getitem__)
     if largest in MODELS:
         return "weights"

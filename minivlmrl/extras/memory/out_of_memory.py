@@ -97,10 +97,10 @@ def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[s
     model, adapter = config.model, config.adapter
     has_full_base = adapter.r and adapter.quantize is None
     is_float32 = model.dtype == "float32" and not model.compute_dtype
-    # adapters do not work with a moving reference from a folder, or on frozen layers
+    # adapters do not work on frozen layers, or if sync_ref_model updates a reference loaded from a folder
     moves_folder = config.reference.path and config.reference.sync_ref_model
     takes_adapters = not (adapter.r or moves_folder or "language" in model.freeze)
-    # environments need gathered weights: ranks prefill tool results independently
+    # with an environment, ranks prefill tool results at different times, so all need gathered weights
     gathers = config.uses_fsdp and config.rollout.gather_weights and not config.sampling.environment
     options = {
         "sampling batch": smaller_sampling_batch(config, phase),
@@ -130,7 +130,7 @@ def smaller_micro_batch(config: RunConfig, stage: str, gpus: int) -> str:
     for smaller in range(size // 2, 0, -1):
         changed = copy.copy(config)
         setattr(changed, stage, replace(section, micro_batch_size=smaller))
-        with suppress(UserError):  # the trainer may reject this size
+        with suppress(UserError):  # the trainer may reject this micro-batch size
             find_trainer(stage, changed).check(changed)
             return f"--{stage}.micro_batch_size={smaller}"
     if size == 1 and getattr(section, "max_tokens_per_micro_batch", 0) is None:

@@ -60,7 +60,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
         kind: grpo, dpo or sft.
         tolerance: maximum rounding error; float32 losses need 1e-5.
         framework: torch, jax or mlx, see `check`.
-        options: loss options, such as loss_type="dapo", which also checks its average and bounds.
+        options: loss options. With loss_type="dapo", for example, DAPO's average and bounds are also checked.
 
     Raises:
         AssertionError: the loss breaks laws; the message shows them, with the smallest batch for each.
@@ -76,7 +76,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
 def examine(
     my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options
 ) -> LawReport:
-    """Check a loss like `laws`, but return a report, which also has notes and untested laws."""
+    """Check a loss as in `laws`; return a report that also has notes and untested laws."""
     if kind not in LAWS:
         raise UserError(f"kind is {kind!r}, but it must be one of {', '.join(LAWS)}")
     for name in options:

@@ -42,7 +42,7 @@ def assert_split_invariant(gradients, rows: int, tolerance: float = 1e-6, sizes=
     _, whole_gradients = split(1)
     unit = max(gaps(x, 0.0, 1.0).max() for x in whole_gradients.values())
     assert unit > 0, "all gradients are zero, so nothing was compared; use rows with a nonzero loss"
-    # rows - 1 parts: one has two rows, so equal weights for all parts change the gradient
+    # one of rows - 1 micro-batches has two rows, so an unweighted mean changes the gradient
     for size in sizes or (2, rows - 1, rows):
         parts, split_gradients = split(size)
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())
@@ -91,7 +91,7 @@ def accumulated(gradient: Callable, batch: dict[str, torch.Tensor], parts: list[
 def assert_step_split_invariant(folder, my_loss: Callable, tolerance: float = 1e-6):
     """Assert equal loss gradients however a recorded GRPO step is split into micro-batches.
 
-    1, 2, n - 1 and n micro-batches for n rows must give the same gradient sum, or row-weighted mean.
+    The gradient sum, or the row-weighted mean, must be equal for 1, 2, n - 1 and n micro-batches of n rows.
 
     Args:
         my_loss: loss function as in `check`, called with whole_step=False and the token count for the whole step.

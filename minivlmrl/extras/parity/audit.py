@@ -27,7 +27,7 @@ from minivlmrl.extras.parity.search import (
 )
 from minivlmrl.extras.parity.step import DAMAGES, Dump, read
 
-# {stage: skipped if one of these stages differs}
+# {stage: earlier stages; if one of them differs, this stage is skipped}
 WITHOUT = {"mask": {"tokens"}, "gradients": {"logps"}}
 SECONDS = 30.0  # time limit for the bug search in a stage
 
@@ -92,7 +92,7 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
         finding.groups = count_groups(name, answer, d)
         look_for_bugs(finding, d, differing, seconds)
         if name == "tokens":
-            d.sampled = None  # later stages cannot align sampled ids with wrong token ids
+            d.sampled = None  # the token ids are wrong, so sampled ids cannot be aligned with them
     return findings
 
 

@@ -15,7 +15,7 @@ OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options
 
 
 class Arguments(dict):
-    """Dict for loss arguments; adds the names that the loss uses to `read`."""
+    """Dict of loss arguments; each name that the loss looks up is added to the set `read`."""
 
     def __init__(self, values: dict, read: set[str]):
         super().__init__(values)
@@ -48,7 +48,7 @@ def loss_and_gradient(
 
     Args:
         my_loss: function (batch, options), or one like grpo_loss (config/loss_forms.py).
-        read: set to which names used by the loss are added.
+        read: a set; the names of used arguments are added to it.
     """
     logps = batch["per_token_logps"].detach().requires_grad_()
     # copies: the loss may change its arguments in place

@@ -9,7 +9,7 @@ from minivlmrl.extras.parity.names import SCOPES
 
 
 class Values:
-    """Argument `s` of a bug formula: `lambda s: s.x / 2` halves the correct value s.x.
+    """Argument `s` of bug formulas. For example, `lambda s: s.x / 2` halves the correct value s.x.
 
     Attributes are looked up in `values`, `place`, `place.options` and `step`, in this order.
     """
@@ -39,7 +39,7 @@ class Change(dict):
         Replacements:
             - a value;
             - a formula, such as `lambda s: s.x / 2`;
-            - (kind, part, None): reorder x, for example by "the next row in its group";
+            - (kind, part, None): use values of other rows or tokens, such as "the next row in its group";
             - (kind, part, formula): change only `s.region`, a mask.
         """
         if name not in self:
@@ -79,7 +79,7 @@ def composed(first: Any, then: Any) -> Any:
 
 
 def with_number(replacement: Any, c: float) -> Any:
-    """Insert a fitted number c, such as a clip bound, into a wrong value or formula."""
+    """Use a fitted number c, such as a clip bound, for the value "{c}", or as s.c in a formula."""
     if not callable(replacement):
         return c if replacement == "{c}" else replacement
 

@@ -96,7 +96,7 @@ class Case:
     has_bool_mask: bool
 
     def by_name(self, name: str, logps: str = "old"):
-        """Return the value for an argument name, or None; `logps`: what "log_probs" means, "logps" or "old"."""
+        """Return the value for an argument name, or None; "log_probs" means `logps`, which is "logps" or "old"."""
         tensor = meaning(name, TENSORS)
         if tensor:
             return self.tensor(logps if tensor == "logps" else tensor)
@@ -166,7 +166,7 @@ class Candidate:
                     continue
                 x = case.by_name(name, logps)
                 if meaning(name, TENSORS) == "logps":
-                    logps = "old"  # a second argument like log_probs is for the old policy
+                    logps = "old"  # the next argument with such a name is for the old policy
                 if x is None and parameter.default is parameter.empty:
                     x = Answers(case) if choices.get(name) is None else choices[name]
                 if x is not None:
@@ -186,7 +186,7 @@ def first_choice(argument: ast.arg) -> str | int | None:
 
 
 def scalar(result, mask, options: dict):
-    """Extract the scalar loss from a return value; token losses are averaged as in dapo."""
+    """Extract the scalar loss from a return value; the sum of token losses is divided by the token count."""
     while isinstance(result, tuple | list):
         result = result[0]
     if isinstance(result, dict):
@@ -227,7 +227,7 @@ def kind_of(node: ast.FunctionDef) -> str | None:
 @dataclass
 class Audited:
     candidate: Candidate
-    result: str  # "agrees", "design", "mistake", "broken law", "differs", "not bound" (exception)
+    result: str  # "agrees", "design", "mistake", "broken law", "differs" or, after an exception, "not bound"
     says: str
 
     def __str__(self) -> str:

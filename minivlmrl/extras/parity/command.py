@@ -73,7 +73,7 @@ def check_loss(options: argparse.Namespace) -> int:
     only = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in options.only)}
     framework = options.framework or "torch"
     only |= {"framework": framework, "tolerance": options.tolerance or 1e-6}
-    with optional_dependency(framework, INSTALL.format(framework)):  # clear error if it is missing
+    with optional_dependency(framework, INSTALL.format(framework)):
         import_module(framework)
     try:
         my_loss = load_name(options.target)

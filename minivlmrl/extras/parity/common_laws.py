@@ -25,7 +25,7 @@ def changed_by(loss: Examined, vary: Callable, says: str) -> Iterator[Finding]:
     """Yield a finding if changing a batch with `vary` changes its loss or gradient.
 
     Args:
-        vary: yields (changed batch, function to undo the change in its gradient, description).
+        vary: yields (changed batch, function that maps its gradient to the original batch, description).
     """
     for batch, options in loss.batches():
         value, slope = loss(batch, **options)
@@ -80,7 +80,8 @@ def in_reverse(batch: dict) -> Iterator[tuple]:
 def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
     """Require the sum or mean of micro-batch gradients to equal the step gradient.
 
-    Sum: for losses divided by a count over the whole step. Mean: for losses divided by the rows in the micro-batch.
+    Losses divided by a count over the whole step need the sum. Losses divided by the rows of a micro-batch need the
+    mean.
     """
     if loss.given.get("whole_step"):
         return  # the user wants only tests with whole steps
@@ -91,7 +92,7 @@ def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
         if not error:
             continue
         says = f"micro-batches change the gradient. Smallest batch: {described(batch, options)}; {error}"
-        # only a note if the loss ignores step totals, except DAPO: a trainer may weight micro-batches itself
+        # a trainer may weight micro-batches, so only DAPO and losses that use step totals break this law
         parts = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(len(batch["mask"]))]
         reads_totals = any(
             loss.differ(loss.gradient(part, **options), loss.gradient(part, **options, **step)) for part in parts

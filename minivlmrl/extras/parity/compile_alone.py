@@ -1,7 +1,7 @@
 """Compile single functions from another project's code, without importing its files.
 
-A function can use functions, classes and literal constants in the folder, also compiled alone, and packages in
-IMPORTED. No other code in the folder runs.
+A function can use functions, classes and literal constants in the folder, which are compiled in the same way. It can
+also use packages in IMPORTED. No other code in the folder runs.
 """
 
 import __future__

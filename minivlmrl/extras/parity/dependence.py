@@ -117,7 +117,7 @@ class Forward:
         return [f"{says} ({pluralize(len(where), 'time')}; first: {where[0]})" for says, where in self.faults.items()]
 
     def allowed_moves(self, place: Place, says: str, *inputs: Tensor) -> list[Place]:
-        """Compare log-probs after a change at `place`: return tokens with allowed changes, record others as faults."""
+        """Compare log-probs after a change at `place`; return tokens that may change, and record others as faults."""
         row, token = place
         number = int(self.document[place])
         is_same = (self(*inputs) - self.usual).abs() <= self.tolerance  # NaN counts as a change
@@ -163,7 +163,7 @@ class Forward:
 
     def judge_probabilities(self, is_picture: Tensor, values: list[int]):
         """Require that probabilities add up to 1 over token ids, at the last text token in every row."""
-        # image_token_id is left out of the sum, but may have up to half of the probability
+        # the sum leaves out image_token_id, whose probability may be up to 0.5
         missing = 0.5 if self.pictures else 0.0
         rounding = max(1e-6, len(values) * self.tolerance)
         could_change = self.is_scored & ~is_picture

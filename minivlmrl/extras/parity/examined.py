@@ -35,12 +35,12 @@ DEFAULTS = {
 }
 OPTIONS = {kind: {*defaults} for kind, defaults in DEFAULTS.items()}
 OPTIONS["grpo"] |= {"delta"}  # TRL's dual clip bound; no default, because most losses have none
-# CISPO: epsilon_high bounds the ratio itself; EXO takes log(label_smoothing), which fails for 0
+# CISPO's epsilon_high bounds the ratio itself. EXO computes log(label_smoothing), which fails for 0.
 DEFAULTS_OF = {"cispo": {"epsilon_high": 5.0}, "exo_pair": {"label_smoothing": 0.1}}
 
 
 class Finding(NamedTuple):
-    """Sentence about a loss function; kind "note": a deliberate choice in some losses."""
+    """Result of a law; a "note" is a choice that some losses make on purpose."""
 
     says: str
     kind: Literal["broken", "note", "not tested"] = "broken"
@@ -93,7 +93,7 @@ def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[st
     """Return a random batch with the tensors listed in `check` (loss.py).
 
     Args:
-        rows: (B, T) mask, 1 for trained tokens; in DPO, for chosen answers, and reversed along T for rejected ones.
+        rows: (B, T) mask, 1 for trained tokens. In DPO, rejected answers get the mask reversed along T.
         off_policy: standard deviation of log pi - log pi_old, in nats.
     """
     generator = torch.Generator().manual_seed(0)

@@ -9,7 +9,7 @@ from torch.nn.utils import get_total_norm
 
 
 def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x to a dtype; halfway values are rounded as in `theirs`."""
+    """Round x to a dtype; values halfway between two numbers are rounded as in the trainer's tensor `theirs`."""
     unit = torch.finfo(dtype).eps * x.abs()
     is_rounded = theirs == theirs.to(dtype)
     return theirs.where(is_rounded & ((theirs - x).abs() <= 0.501 * unit), x.to(dtype).double())

@@ -46,8 +46,8 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
         sft   loss_type: nll or dft
 
     Args:
-        my_loss: function (batch, options), or one like grpo_loss, as for grpo.loss_type in recipes; returns the loss,
-            or loss and metrics. The gradient with respect to per_token_logps is also compared.
+        my_loss: function (batch, options), or one with the arguments of grpo_loss; returns the loss, or loss and
+            metrics. The gradient with respect to per_token_logps is also compared.
         tolerance: maximum error in value and gradient, relative to max(1, TRL's largest absolute value); 1e-5 for
             float32 losses.
         kind: grpo, dpo or sft.
@@ -78,8 +78,8 @@ class Verdict:
     differences: list[str]  # one line per differing case
     kinds: Sequence[str] = ()  # "mistake" or "design" per finding
     names: Sequence[str] = ()  # lines to print about the findings
-    broken: Sequence[str] = ()  # broken laws, if the cases reveal no mistake
-    untested: Sequence[str] = ()  # laws that could not be tested, if all cases agree
+    broken: Sequence[str] = ()  # properties of correct losses (all_laws.py) that the loss breaks
+    untested: Sequence[str] = ()  # properties that could not be tested
 
     @property
     def agrees(self) -> bool:
@@ -105,7 +105,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
     varied = [name for name in first if any(result.options.get(name) != first[name] for result in results)]
     verdict = Verdict(len(results), [result.says(varied) for result in results if result.error > tolerance])
     if not verdict.differences:
-        report = laws_of(my_loss, tolerance, kind, only)  # laws may find mistakes that no case shows
+        report = laws_of(my_loss, tolerance, kind, only)  # all_laws.py may find other mistakes
         verdict.broken, verdict.untested = report.sentences("broken"), report.sentences("not tested")
         return verdict
     verdict.kinds, verdict.names = names_without_search(results, tolerance)
@@ -139,7 +139,7 @@ class Comparison:
         return max(self.loss_error, self.gradient_error)
 
     def says(self, varied: list[str]) -> str:
-        """Describe errors in a case; `varied`: options to name, because they differ between cases."""
+        """Describe errors in a test case; `varied` names options that differ between test cases."""
         chosen = ", ".join(f"{name}={self.options.get(name)}" for name in varied)
         where = f"{self.case} ({chosen})" if chosen else self.case
         return f"{where}: value differs by {self.loss_error:.1e}, gradient by {self.gradient_error:.1e}"
@@ -156,7 +156,7 @@ def compare(
 
 
 def names_without_search(results: list[Comparison], tolerance: float) -> tuple[list[str], list[str]]:
-    """Explain a loss without gradient, or with wrong values but correct gradients; return kinds and lines to print."""
+    """Explain zero gradients, or values that alone are wrong; return "mistake" or "design", and lines to print."""
     if all(result.gradient_error <= tolerance for result in results):
         constants = [result.constant for result in results]
         says = "the values differ, but the gradients are equal in all cases"
@@ -198,7 +198,7 @@ def closest_losses(results: list[Comparison], settings: list[str], tolerance: fl
         close.append(CloseLoss(dict(zip(names, values, strict=True)), group, share))
 
     def difference(loss: CloseLoss) -> tuple:
-        # losses with full agreement first; among equals, TRL's default
+        # sort by agreement, then put TRL's default first
         share = round(loss.share, 1) if loss.share else -1.0
         return share, loss.only["loss_type"] != "dapo", -len(loss.cases)
 
@@ -206,7 +206,7 @@ def closest_losses(results: list[Comparison], settings: list[str], tolerance: fl
 
 
 def find_names_by_loss(steps: list[Dump], closest: CloseLoss) -> tuple[list[str], list[str]]:
-    """Search for mistakes in all test cases (if the loss uses loss_type), then in those of the closest TRL loss."""
+    """Search all test cases if the loss uses loss_type, then only the test cases of the closest TRL loss."""
     kinds, names = [], []
     is_all = len(closest.cases) == len(steps)
     if is_all or steps[0].reads("loss_type"):
@@ -214,7 +214,7 @@ def find_names_by_loss(steps: list[Dump], closest: CloseLoss) -> tuple[list[str]
     if is_all or (kinds and "mistake" not in kinds):
         return kinds, names
     of_closest = f"{len(closest.cases)} cases of --only kind={closest.only['kind']} {closest}"
-    # no mistake: a correct GSPO loss differs only in cases for other losses
+    # a correct GSPO loss, for example, differs only in test cases of other losses
     if not closest.share:
         return [], [f"  Your loss agrees in all {of_closest}"]
     if kinds:

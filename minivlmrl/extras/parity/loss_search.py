@@ -40,7 +40,7 @@ SEARCHED = 32  # approximate number of test cases to search; the others only ver
 def as_step(
     batch: dict, options: dict, value: Tensor, gradient: Tensor, tolerance: float = 1e-6, read: set[str] | None = None
 ) -> Dump:
-    """Convert a loss test case to a recorded step, in which `Search` finds bugs.
+    """Convert a loss test case to the format of a recorded step, for `Search`.
 
     Args:
         value: user's loss.
@@ -61,16 +61,16 @@ def as_step(
     d = Dump(about, tensors)
     d.case_tolerance = tolerance
     d.read = read
-    d.row_sets = {}  # no row subsets: a wrong loss is wrong in all rows
+    d.row_sets = {}  # a wrong loss is wrong in all rows, so bugs in some rows are not tried
     return d
 
 
 def case_of(my_loss: Callable, batch: dict, options: dict, tolerance: float) -> Dump:
-    """Call a loss for a test case; return a step whose `simpler` calls it for simpler test cases."""
+    """Call a loss for a test case; return a step. Its `simpler` calls the loss for simpler test cases."""
     read = set()
     value, gradient = loss_and_gradient(my_loss, batch, options, read)
     d = as_step(batch, options, value, gradient, tolerance, read)
-    # beta=0 does not remove the KL from a loss with its own beta
+    # if beta is a constant in the loss, the option beta=0 does not remove the KL
     can_leave_out_kl = "beta" in read or "ref_per_token_logps" not in read
     d.simpler = lambda: [
         case_of(my_loss, *variant, tolerance) for variant in simpler_variants(batch, options, can_leave_out_kl)
@@ -153,13 +153,13 @@ class Combination:
 
     Args:
         steps: test cases to explain.
-        variants: simpler test cases, simplest first, to find one bug after the other.
+        variants: simpler test cases, simplest first; the simplest show fewer bugs at once.
     """
 
     def __init__(self, steps: list[Dump], variants: list[Dump]):
         self.steps = [*variants, *steps]
         self.num_variants = len(variants)
-        # the case with most rows: with two, "next row" and "previous row" are the same
+        # use most rows, because with two rows "next row" and "previous row" are the same
         self.bugs = by_kind(possible_bugs("loss", max(steps, key=lambda step: len(step.all_rows))))
         self.deviation = {}
         self.parts = []
@@ -206,13 +206,13 @@ class Combination:
             plain_bugs(chosen),
             (search.fitted(fitted) for search in chosen),
             [most.tried(scoped)],
-            # other cases: for a loss with a fixed beta=0.1, cases with beta=0.1 are best
+            # then try the remaining test cases
             plain_bugs(search for search in left if search not in chosen),
         )
         return next(filter(None, map(self.best_of, phases)), [])
 
     def best_of(self, tables: Iterable[Iterable[Bug]]) -> list[Bug]:
-        """Return the bugs that explain the most test cases; stop after a table with a bug that explains all."""
+        """Return the bugs that explain the most test cases; skip the remaining tables once a bug explains all."""
         counts = {}  # {description: (number of explained test cases, bug)}
         for bugs in tables:
             for bug in bugs:
@@ -226,7 +226,7 @@ class Combination:
 
 
 def simplicity(bug: Bug) -> tuple:
-    """Sort key for bugs: first one factor for all values, then short numbers such as 0.2, then "left out"."""
+    """Sort key for bugs: factors first, then numbers with few digits, then bugs described as "left out"."""
     return "factor" not in bug.change, len(f"{bug.number:g}"), "left out" not in bug.says
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # tolerance factor for float32 model outputs
 THROUGH_A_MODEL = 50.0
 HALF = 100.0  # additional factor for bfloat16, float16 or an unknown dtype
-# bugs in these quantities need no new forward pass
+# quantities whose bugs need no new forward pass
 AFTER_FORWARD = {"logps", "mode"}
 
 
@@ -63,7 +63,7 @@ def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images
     if not len(scored_columns):
         return value
     batch = batch_of_row(d, change, model, row, attended, images)
-    # - 2: numbers start at 1, and a token is predicted by the previous hidden state
+    # subtract 2: token numbers start at 1, and the previous hidden state predicts a token
     logits = model.lm_head(model(batch, select=token_numbers[scored_columns] - 2))
     temperature = change("temperature", d.about.get("temperature", 1.0))
     log_probs = (logits / temperature).log_softmax(-1)
@@ -120,7 +120,7 @@ def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
         return None
     weights_folder = change("model folder", d.about[folder])
     part = d.all_rows if d.part is None else d.part
-    # all rows if a bug changes "logps": it may exchange rows
+    # a bug in "logps" may exchange rows, so it needs all rows
     rows = d.all_rows if "logps" in change else part
     counted_mask = d["completion_mask"] * ~of_unattended(d)
     theirs = d[name].nan_to_num() * counted_mask

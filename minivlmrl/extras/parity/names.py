@@ -1,12 +1,12 @@
 """Known bugs in training steps, sorted by the quantity that is wrong (target), such as the mask.
 
-bugs.json has the targets, with wrong constants, such as the KL estimator k1. Other bugs are formulas: for "rewards",
+bugs.json has the targets and wrong settings, such as the KL estimator k1. Other bugs are formulas: for "rewards",
 `lambda s: s.x / 2` simulates a trainer with halved rewards. Attributes of s:
 
     x         correct value
     c         number to fit, such as a clip bound
     region    part of the step with the bug, such as the first turn
-    others    tensors of the recorded step, and loss options, such as s.advantages and s.beta
+    (other)   tensor or loss option of the recorded step, such as s.advantages or s.beta
 """
 
 import math
@@ -29,8 +29,8 @@ from minivlmrl.losses.preference import DPO_LOSSES
 class Scoped(NamedTuple):
     """Bug in only some rows or tokens, for example in truncated completions."""
 
-    kinds: str  # Dump attributes with the possible parts, such as "rows columns"
-    formula: Callable | None = None  # None = wrong order of rows or tokens
+    kinds: str  # names of Dump attributes, such as "rows columns", that list rows or tokens to try
+    formula: Callable | None = None
 
 
 regions = partial(Scoped, "regions")
@@ -52,7 +52,7 @@ def k3_in_float32(d):
 
 
 def encoded_again(s):
-    """Accept the trainer's token ids in rows that decode to the sampled text."""
+    """Use the trainer's token ids for a row, if they decode to the sampled text."""
     is_same = [s.text(row) == s.text(others) for row, others in zip(s.x, s.their_ids, strict=True)]
     return s.their_ids.where(torch.tensor(is_same)[:, None], s.x)
 
@@ -105,7 +105,7 @@ GENERAL: dict[str, dict[str, Callable]] = {
 }
 GENERAL_FORMULAS = {formula for table in GENERAL.values() for formula in table.values()}
 
-# (loss kinds, computations to which a bug may be limited, wrong quantity)
+# (loss kinds, loss terms in which the bug may occur, quantity that is wrong)
 SCOPES = [("grpo", ["the policy's term", "the KL"], ""), ("grpo, sft", ["the sum", "the count", "the ratio"], "mask")]
 
 # {"target: effect on training": {bug: formula}}
@@ -449,13 +449,13 @@ class Target:
 
     name: str
     effect: str  # effect on training
-    stages: str = ""  # stages and loss kinds that use it, separated by commas
-    source: str = ""  # code line, paper, issue or pull request
-    about: str = ""  # "clipping" or "padding"
+    stages: str = ""  # stages and loss kinds that use the quantity, separated by commas
+    source: str = ""  # code line, paper, issue or pull request about the mistakes
+    about: str = ""  # topic of the mistakes, "clipping" or "padding"
     needs: str = "input_ids"  # required tensor
     used_by: str = ""  # projects that do this on purpose, with their option
-    threshold: float = 0.0  # smaller fitted numbers are mistakes in all projects
-    unread: str = ""  # option or tensor not used by deliberate variants
+    threshold: float = 0.0  # a smaller fitted number is a mistake, even in projects named in used_by
+    unread: str = ""  # option or tensor; a loss that uses it has no deliberate variant
     read: str = ""  # option or tensor; losses without it cannot have these mistakes
     values: dict = field(default_factory=dict)  # wrong constants by bug; "{c}" = fitted number
     instead: dict[str, dict] = field(default_factory=dict)  # {bug: {quantity: another one used instead}}

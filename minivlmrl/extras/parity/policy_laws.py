@@ -1,7 +1,7 @@
 """Laws for policy losses: advantages, ratios and their bounds, averages and the KL.
 
-Most laws use gradient / -advantage for a token: its weight in the average times a gradient factor, which depends on the
-ratio. PPO's factor is the ratio itself, or 0 where clipping stops the gradient.
+Most laws use gradient / -advantage for a token. This is the token's weight in the average times a gradient factor, a
+function of the ratio. PPO's factor is the ratio itself, or 0 where clipping stops the gradient.
 """
 
 import math
@@ -53,7 +53,7 @@ def on_policy(batch: dict[str, Tensor], advantages: Tensor) -> dict[str, Tensor]
 
 
 def use_its_own_numbers(loss: Examined):
-    """Adapt test options to constants inside the loss, such as a CISPO bound or a Dr. GRPO divisor."""
+    """Adapt test options to constants inside the loss, such as CISPO's bound or dr_grpo's divisor."""
     if not {"loss_type", "epsilon_high"} & loss.given.keys():
         usual = of_one_token(loss)[1]
         loose = loss.gradient(one_token(), beta=0.0, max_completion_length=1, **DEFAULTS_OF["cispo"]).item()
@@ -239,7 +239,7 @@ def edge(loss: Examined, outside: float, advantage: float = 1.0) -> float:
 
 
 def misfits(factor: GradientFactor, tokens: Tensor, tolerance: float) -> list[list[float]]:
-    """Return [ratio, advantage, weight, expected weight] for tokens with another factor; NaN is ignored."""
+    """Return [ratio, advantage, weight, expected weight] for tokens with an unexpected weight; ignore NaN."""
     ratios, advantages, weights = tokens
     expected = factor.weight(ratios, advantages)
     is_wrong = (weights - expected).abs() > tolerance * expected.abs().clamp(min=1)
@@ -247,7 +247,7 @@ def misfits(factor: GradientFactor, tokens: Tensor, tolerance: float) -> list[li
 
 
 def right_and_fitting_factor(loss: Examined) -> tuple[GradientFactor, GradientFactor | None, Tensor]:
-    """Return the factor expected for loss_type (default: PPO), the fitting one or None, and measured tokens."""
+    """Return the factor expected for loss_type (default: PPO), the factor that fits or None, and measured tokens."""
     tokens = measured_tokens(loss)
     factors = known_factors(loss, tokens)
     right = next(factor for factor in factors if (asked_type(loss) or "grpo") in factor.loss_types)
@@ -260,7 +260,7 @@ def the_ratio_acts_within_its_bounds(loss: Examined) -> Iterator[Finding]:
     right, fitting, tokens = right_and_fitting_factor(loss)
     asked = asked_type(loss)
     if fitting is None:
-        # fewer tokens may be wrong if epsilon_low is used for both bounds
+        # if the loss uses epsilon_low for both bounds, one_bound explains more tokens
         one_bound = replace(right, weight=clip(1 - loss.options["epsilon_low"], 1 + loss.options["epsilon_low"]))
         factors = [right, one_bound] if right.loss_types == CLIPPED else [right]
         wrong = [(factor, misfits(factor, tokens, loss.tolerance)) for factor in factors]
@@ -304,7 +304,7 @@ LEVELS = {
 
 
 def ratios_belong_to_their_tokens(loss: Examined) -> Iterator[Finding]:
-    """Require gradients with the token ratio, or with its mean or product over the completion."""
+    """Require each token's gradient to use its own ratio, or the mean or product of the completion's ratios."""
     _, factor, _ = right_and_fitting_factor(loss)
     if factor is None:
         return
@@ -359,7 +359,7 @@ AVERAGES = (
     Average("tokens are divided by a constant", lambda mask, length: mask / (len(mask) * length), ("dr_grpo",)),
     Average("tokens are added up in each completion", lambda mask, length: mask / len(mask), ("luspo", "rloo")),
 )
-DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # all projects average these losses alike
+DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # all projects use these averages
 
 
 def the_average_is_that_of_the_loss_type(loss: Examined) -> Iterator[Finding]:
@@ -512,7 +512,7 @@ POLICY_LAWS: tuple[Law, ...] = (
 )
 ADVANTAGE_ACTS = {tokens_follow_their_advantage, advantages_act_alone}
 MASK_ACTS = {masked_tokens_are_inert, padding_changes_nothing}
-# {law: laws that must hold, or it is skipped}
+# {law: laws that must hold before it is tested}
 POLICY_NEEDS: dict[Law, set[Law]] = {
     one_token_has_the_gradient_of_its_advantage: ADVANTAGE_ACTS,
     the_ratio_acts_within_its_bounds: ADVANTAGE_ACTS,

@@ -175,7 +175,7 @@ DPO_LAWS: tuple[Law, ...] = (
     pairs_are_averaged,
     micro_batches_add_up,
 )
-# {law: laws that must hold, or it is skipped}
+# {law: laws that must hold before it is tested}
 DPO_NEEDS: dict[Law, set[Law]] = {
     beta_multiplies_the_margin: {answers_act_in_their_directions, only_log_ratios_count},
     log_ratios_are_added_or_averaged: {answers_act_in_their_directions, only_log_ratios_count},

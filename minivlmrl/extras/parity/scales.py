@@ -1,4 +1,4 @@
-"""Factors by which a trainer may be wrong, such as the row count or the temperature."""
+"""Factors by which a trainer's numbers may be wrong, such as the row count or the temperature."""
 
 import math
 

@@ -54,7 +54,7 @@ IDS = ("tokens", "pictures", "mask")  # stages that compare integers, so no fact
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
 FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
 REFINED = 16  # number of best bugs to fit precisely
-CASE_REFINED = 4  # REFINED for loss test cases
+CASE_REFINED = 4
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class Bug:
     change: dict  # {quantity: replacement}, see Change
     of: table.Target  # wrong quantity, with effect on training and source
     error: float = 0.0  # error left if this bug is simulated
-    parts: int = 1  # 2 if limited to some rows
+    parts: int = 1  # a bug limited to some rows counts as 2
     number: float = 0.0  # fitted number, 0 = none
 
     @property
@@ -170,7 +170,7 @@ def computed(name: str, d: Dump, change: dict | None) -> Any:
         ours = ours * factor
         if d.case_tolerance:  # loss test case: errors relative to max(1, largest number)
             unit = ours.nan_to_num().abs().max().clamp(min=1) * d.case_tolerance / TOLERANCE
-        else:  # limit the unit: huge numbers from a simulated bug must not hide differences
+        else:  # huge numbers from a simulated bug must not hide differences, so the error unit is limited
             _, _, usual_unit = d.usual_answers.get(name, answer)[key]
             limit = 3 * usual_unit + theirs.abs().nan_to_num().max() if theirs.numel() else math.inf
             unit = torch.minimum(torch.as_tensor(unit), torch.as_tensor(limit))
@@ -203,7 +203,7 @@ def count_wrong(answer: dict) -> int:
 
 
 def count_groups(name: str, answer: dict, d: Dump) -> int:
-    """Count rows with wrong numbers; for advantages, groups."""
+    """Count rows with wrong numbers; for the stage advantages, count groups instead."""
     labels = d["group"] if name == "advantages" else d.all_rows
     counts = []
     for theirs, ours, unit in answer.values():
@@ -231,9 +231,9 @@ class Region(NamedTuple):
 
 
 def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
-    """List regions with all wrong numbers: the whole step, and row sets such as truncated completions."""
+    """List regions that contain every wrong number: the whole step, and row sets such as truncated completions."""
     regions = [Region("", {key: torch.tensor(True) for key in answer})]
-    if name in ("advantages", *BY_PARAMETER):  # no numbers per row in the step
+    if name in ("advantages", *BY_PARAMETER):  # these stages have no numbers per row
         return regions
     for says, rows in d.row_sets.items():
         masks = {}
@@ -253,7 +253,7 @@ class Search:
     If all wrong numbers are in one part, such as truncated completions, bugs in only this part are also tried.
 
     Args:
-        deviation: bugs found earlier, simulated in all recomputed numbers.
+        deviation: bugs found earlier; recomputed numbers include their effects.
     """
 
     def __init__(self, name: str, d: Dump, deviation: dict | None = None):
@@ -278,9 +278,9 @@ class Search:
         try:
             for phase, some in ((self.tried, plain), (self.tried, scoped), (self.fitted, fitted)):
                 if not any(bug.parts == 1 for bug in self.explained):
-                    self.explained.extend(phase(some))  # keeps bugs found before the time limit
+                    self.explained.extend(phase(some))  # extend() keeps bugs found before the time limit
         finally:
-            self.explained += factors  # last, because factors explain least
+            self.explained += factors  # factors come last, because known bugs explain more
 
     def tried(self, bugs: list[Bug]) -> Iterator[Bug]:
         """Yield bugs that give the recorded numbers."""
@@ -416,7 +416,7 @@ def fit(answer: dict | None, bug: Bug, d: Dump) -> list[Bug]:
 
 
 def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[float]:
-    """Yield a start value, then the best number near it with 1, 2, 3 and all digits: 0.2, 0.23, 0.234, 0.2341."""
+    """Yield a start value, then the best nearby number, rounded to 1, 2, 3 and all digits: 0.2, 0.23, 0.234, 0.2341."""
     yield number
     gap_with = cache(gap_with)
     number = min((number * 1.1**power for power in range(-9, 10)), key=gap_with)

@@ -232,7 +232,7 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
     rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
     tokens = mask[rows].sum() * times
-    # rollout_tokens counts tokens in the recorded mask, not in a simulated one
+    # rollout_tokens is the token count of the recorded mask
     is_ours = torch.equal(mask, d["completion_mask"].double())
     if d.has("rollout_tokens") and is_ours and not by_part:
         tokens = d["rollout_tokens"][part[0]].item()
@@ -328,7 +328,7 @@ def averaged(terms: Tensor, change: Change, rounding: Tensor | float = 0.0) -> T
     definition = loss_options(Change(change.d, {}))
     average = ALL_AVERAGES[change("average", definition.loss_type)]
     terms = terms * (mask * weights)
-    sizes = terms.detach().abs() + rounding  # `rounding`: terms may be differences between larger numbers
+    sizes = terms.detach().abs() + rounding  # terms may be differences between larger numbers with rounding errors
     results = []
     for part in change.d.micro_batches:
         normalizer = normalizer_of(part, counted, change)

@@ -24,7 +24,7 @@ from minivlmrl.json_files import read_json, write_json
 
 # exceptions for tensors or fields with a wrong type or shape
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
-OTHER_STEP = "../{}/"  # folder for the step that sampled a row
+OTHER_STEP = "../{}/"  # path of the recorded step in which a row was sampled
 
 
 class SearchEndedError(Exception):

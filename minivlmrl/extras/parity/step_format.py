@@ -121,14 +121,14 @@ class StepFields:
     stop_token_ids: list[int] | None = None
     pad_token_id: int | None = None
     image_token_id: int | None = None
-    # loss divisors, if other than the totals for this step
+    # loss divisors; set them if they differ from this step's totals
     rollout_tokens: Annotated[float, "[0, inf)"] | None = None
     steps_per_rollout: Annotated[float, "(0, inf)"] = 1.0
     world_size: Count = 1
     mean_over: Literal["step", "micro_batch"] | None = None
     optimizer: OptimizerFields = field(default_factory=OptimizerFields)
     schedule: ScheduleFields = field(default_factory=ScheduleFields)
-    # model folders, inside this step folder or that of the step that sampled a row
+    # model folders, in this step's folder or in the folder of a row's rollout step
     model: str | None = None
     old_model: str | None = None
     ref_model: str | None = None

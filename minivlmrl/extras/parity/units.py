@@ -108,7 +108,7 @@ def row_sets(d) -> dict[str, Tensor]:
     place = (number == number[:, None]).tril(-1).sum(1)  # row index in its micro-batch
     sets |= ends(place, "row", " of each micro-batch")
     sets |= ends(number - number.min(), "micro-batch")
-    sets = {says: mask for says, mask in sets.items() if mask.sum() > 1}  # skip single rows: too many descriptions fit
+    sets = {says: mask for says, mask in sets.items() if mask.sum() > 1}  # too many descriptions fit a single row
     return different(sets, torch.tensor(False))
 
 
