@@ -19,7 +19,7 @@ TORCH_ONLY = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in ("minivlmrl/lo
 # Python files named in recipes as `file.py:name`
 USER_FILES: set[str] = set()
 
-# messages shorten quoted strings of at least 80 characters, and words of at least 500
+# messages shorten quotes with 80 or more characters, and words with 500 or more
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
 
 MAX_MESSAGE = 600  # maximum error message length, in characters
@@ -40,7 +40,7 @@ class error_context(AbstractContextManager):
     Other exceptions get the place as a note.
     """
 
-    # a class is faster than contextlib.contextmanager, and every data row uses it
+    # a class, because contextlib.contextmanager is too slow for every data row
     def __init__(self, where: str | Path):
         self.where = where
 

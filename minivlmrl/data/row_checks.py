@@ -88,7 +88,7 @@ def checked_row(
     except LayoutError:
         raise
     except ValueError:
-        # if a column name is misspelled, check_unread raises a clearer error
+        # check_unread raises a clearer error for misspelled columns
         check_unread(columns, listed, folder, known)
         raise
     check_required(row, required)

@@ -210,7 +210,7 @@ class Arrow:
         self.folder = paths[0].parent
         # per row group: (path, first row in the file, open file, group number in the file)
         self.groups = []
-        self.starts = [0]  # index of each row group's first row in the dataset, then the total number of rows
+        self.starts = [0]  # first row index of each row group, then the total number of rows
         for path in paths:
             file_start = self.starts[-1]
             check_downloaded(path)

@@ -63,7 +63,7 @@ class Sharding:
         else:
             ranks = torch.arange(world.size).view(-1, n)  # (replicas, shards)
             limit = timedelta(seconds=world.timeout)  # init_device_mesh would use PyTorch's default timeout
-            # the group "replicate" connects ranks with the same shard, and "shard" connects ranks of one replica
+            # "replicate" connects ranks with the same shard, "shard" connects ranks of one replica
             groups = [dist.new_subgroups_by_enumeration(x.tolist(), timeout=limit)[0] for x in (ranks.T, ranks)]
             names = "replicate", "shard"
             self.mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)  # pyright: ignore[reportArgumentType]

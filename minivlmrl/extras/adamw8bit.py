@@ -19,7 +19,7 @@ from minivlmrl.model.nf4 import dequantize, dynamic_code, quantize
 
 SMALLEST = 4096  # smaller tensors, and all vectors, have float32 moments
 PIECE = 2**24  # values to dequantize at a time
-SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # whether an average of gradients, or of their squares, can be negative
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # averages of squares are never negative
 
 
 class AdamW8bit(torch.optim.Optimizer):

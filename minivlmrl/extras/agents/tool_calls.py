@@ -59,7 +59,7 @@ def answer_call(
     Args:
         name, inside: tool name, and its arguments as text.
     Returns:
-        the result as message parts, its images with patches and grids, and whether the call succeeded
+        message parts of the result, images with patches and grids, and whether the call succeeded
     """
     try:
         with time_limit(settings.max_tool_seconds):
@@ -183,7 +183,7 @@ def valid_text(value: Any) -> Any:
 
 
 def turn_opening(processor: Processor) -> list[str]:
-    """Return the text and control tokens that the chat template writes between a user turn and the assistant's text."""
+    """Return the chat template's text between a user turn and the assistant's text."""
     pieces = processor.template.render([{"role": "user", "content": "?"}])
     last_end = len(pieces) - pieces[::-1].index(END)
     return pieces[last_end:]

@@ -158,7 +158,7 @@ def copy_on_write(image: Image) -> Image:
 
 
 class AnswerAttention(DecodeAttention):
-    """Attention for a forward pass over several tool results, concatenated without padding.
+    """Attention for a forward pass over concatenated tool results.
 
     Tokens attend to their prompt and to all earlier tokens in their completion.
 
