@@ -89,11 +89,10 @@ class Pieces:
             z = self.logits(rows, self.tiles[0])
             return score_rows_(z, ids, self.temperature, self.scratch[: len(z)])
         parts = torch.empty(4, len(ids), dtype=torch.float32, device=ids.device)
-        for tile in self.tiles:
-            results = score_part_(
-                self.logits(rows, tile), ids, parts, self.temperature, tile.start, last=tile == self.tiles[-1]
-            )
-        return results
+        *earlier, last = self.tiles
+        for tile in earlier:
+            score_part_(self.logits(rows, tile), ids, parts, self.temperature, tile.start, last=False)
+        return score_part_(self.logits(rows, last), ids, parts, self.temperature, last.start)
 
     def differentiate(self, rows: slice, tile: slice, saved: list, upstream: list) -> Tensor:
         """Compute a block's gradient (m, width), in the hidden states' dtype."""

@@ -119,7 +119,8 @@ def check_nf4(device: str) -> list[float]:
     group_scales, scale_table, values = torch.rand(3), torch.randn(256), torch.randn(16)
     offset = torch.tensor(0.5)
     inputs = [x.to(device) for x in (packed, scale_indices, group_scales, offset)]
-    actual = nf4_unpack(*inputs, (scale_table.to(device), values.to(device)), DTYPE)
+    tables = scale_table.to(device), values.to(device)
+    actual = nf4_unpack(*inputs, tables, DTYPE)  # pyright: ignore[reportCallIssue]
     scales = scale_table.double()[scale_indices.int()] * group_scales[torch.arange(num_blocks) // GROUP] + offset
     nibbles = torch.stack([packed >> 4, packed & 15], 1).flatten().int()
     expected = values.double()[nibbles] * scales.repeat_interleave(BLOCK)

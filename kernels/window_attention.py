@@ -238,7 +238,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     runs = []
     for length, *inputs in zip(lengths, q.split(tokens), k.split(tokens), v.split(tokens), strict=True):
         # (segments, H, L, D)
-        heads = [x.unflatten(0, (-1, length)).transpose(1, 2) for x in inputs]
-        runs.append(dense_attention(*heads).transpose(1, 2).flatten(0, 1))
+        q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in inputs)
+        runs.append(dense_attention(q, k, v).transpose(1, 2).flatten(0, 1))
     out = torch.cat(runs) if len(runs) > 1 else runs[0]
     return out if segments.order is None else Reorder.apply(out, segments.inverse, segments.order)

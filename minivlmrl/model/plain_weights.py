@@ -119,11 +119,12 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 
 def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
     """Return {name: weight without adapter}, with names as in a model without adapters."""
-    return {
+    weights: dict[str, Tensor | PackedLinear] = {
         plain_name(name): parameter
         for name, parameter in model.named_parameters()
         if not is_adapter(name) and parameter.is_floating_point()
-    } | {plain_name(f"{name}.weight"): layer for name, layer in packed_layers(model).items()}
+    }
+    return weights | {plain_name(f"{name}.weight"): layer for name, layer in packed_layers(model).items()}
 
 
 def plain_weights(model: nn.Module) -> dict[str, Weight]:

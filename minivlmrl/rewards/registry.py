@@ -218,7 +218,7 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
         value = plain_value(value)
         if value is None:
             checked.append(math.nan)
-        elif isinstance(value, numbers.Real) and abs(value) <= MAX_FLOAT32:
+        elif isinstance(value, float | int | numbers.Real) and abs(value) <= MAX_FLOAT32:
             checked.append(float(value))
         else:
             raise RewardFailed(

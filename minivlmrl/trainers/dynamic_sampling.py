@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -11,14 +11,14 @@ from minivlmrl.losses.advantages import group_std
 from minivlmrl.trainers.base import Rollout, split
 from minivlmrl.trainers.rebalancing import SerializedGroup, load_groups
 
-if TYPE_CHECKING:
-    from minivlmrl.trainers.grpo import GRPOTrainer
 
-
-def sample_until_groups_differ(trainer: "GRPOTrainer", rows: Sequence[Row]) -> Rollout:
+def sample_until_groups_differ(trainer: Any, rows: Sequence[Row]) -> Rollout:
     """Sample until enough groups have different rewards.
 
     If too few do after max_num_gen_batches batches, add groups with equal rewards.
+
+    Args:
+        trainer: GRPOTrainer.
     """
     options, world = trainer.options, trainer.world
     count = len(rows) * world.size
@@ -39,7 +39,7 @@ def sample_until_groups_differ(trainer: "GRPOTrainer", rows: Sequence[Row]) -> R
     return Rollout(load_groups(trainer.batches, local), {"num_gen_batches": float(num_batches)})
 
 
-def gather_groups(trainer: "GRPOTrainer", rollout: Rollout) -> list[tuple[SerializedGroup, bool]]:
+def gather_groups(trainer: Any, rollout: Rollout) -> list[tuple[SerializedGroup, bool]]:
     """Return [(group, whether its rewards differ), ...] from all ranks, in sampling order."""
     size = trainer.options.num_generations
     compared = trainer.total_rewards(rollout.samples)[:, None]  # (samples, 1)
