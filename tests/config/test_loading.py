@@ -310,8 +310,9 @@ def test_recipes_are_found_by_their_names(tmp_path, monkeypatch):
     assert config.model.config == str(ours / "zoom_model.json") and config.data.task == f"{ours / 'zoom.py'}:TASK"
     (tmp_path / "own" / "zoom_model.json").touch()
     assert load_config(copy).model.config == str(tmp_path / "own" / "zoom_model.json")
-    with pytest.raises(FileNotFoundError, match=r"shape\.yaml"):
-        load_config("shape.yaml")
+    for name, meant in (("zooms.yaml", "zoom.yaml"), ("shape.yaml", "shapes.yaml")):
+        with pytest.raises(ValueError, match=rf"in {tmp_path} and .*recipes; did you mean {meant}"):
+            load_config(name)
     assert load_config("recipes/shapes.yaml").output_dir == "runs/shapes"  # as every page writes it
     with pytest.raises(FileNotFoundError, match=rf"{tmp_path}/gone\.py"):
         load_config("shapes.yaml", ["--stages=gone.py:Mine"])
@@ -340,12 +341,8 @@ REFUSED = [  # (recipe, overrides, error message)
     (SECTION, ["--stages=again.py:HeldOut"], "stages: HeldOut.stage is 'eval', but it must be a new name such as"),
     (SECTION, ["--stages=again.py:Dashed"], "stages: Dashed.stage is 'my-stage', but it must be a new name such as"),
     (SECTION, ["--stages=[again.py:Again(share=1)]"], "stages: FOLDER/again.py:Again(share=1): write the options"),
-    ({}, ["--rewards={accuracy:1.0}"], "command line: rewards.accuracy:1.0 is None, but it must be of type float"),
-    (
-        {},
-        ["--data.files={sft:rows.jsonl}"],
-        "command line: data.files.sft:rows.jsonl is None, but it must be of type str",
-    ),
+    ({}, ["--rewards={accuracy:1.0}"], "command line: rewards: accuracy:1.0 has no value; write a space after"),
+    ({}, ["--data.files={sft:rows.jsonl}"], "command line: data.files: sft:rows.jsonl has no value; write a space"),
 ]
 
 

@@ -27,8 +27,8 @@ def ended(monkeypatch, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
-    (["nowhere.yaml"], "[Errno 2] No such file or directory: 'nowhere.yaml'"),
-    (["shape.yaml"], "[Errno 2] No such file or directory: 'shape.yaml'"),
+    (["nowhere.yaml"], "nowhere.yaml: there is no such recipe in "),
+    (["shape.yaml"], "shape.yaml: there is no such recipe in "),
     (["--seed=x"], "command line: seed is 'x', but it must be of type int"),
     (["--seed={"], "command line: quote the value of seed: the text is not valid YAML (while parsing"),
 ], ids=str)  # fmt: skip
