@@ -92,7 +92,7 @@ class Pieces:
         *earlier, last = self.tiles
         for tile in earlier:
             score_part_(self.logits(rows, tile), ids, parts, self.temperature, tile.start, last=False)
-        return score_part_(self.logits(rows, last), ids, parts, self.temperature, last.start)
+        return tuple(score_part_(self.logits(rows, last), ids, parts, self.temperature, last.start))
 
     def differentiate(self, rows: slice, tile: slice, saved: list, upstream: list) -> Tensor:
         """Compute a block's gradient (m, width), in the hidden states' dtype."""

@@ -65,8 +65,7 @@ def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]
                 isinstance(result, float) for result in results.values()
             ):
                 return results
-        with ThreadPoolExecutor(len(kernels)) as pool:
-            results = dict(zip(kernels, pool.map(partial(check_kernel, device), kernels), strict=True))
+        results = check_kernels(device, kernels)
         path.write_text(json.dumps({"results": results, "setup": key}, indent=2))
     return results
 
@@ -76,6 +75,11 @@ def driver_version() -> str:
         if path.exists():
             return path.read_text().partition("\n")[0]
     return "unknown"
+
+
+def check_kernels(device: str, kernels: Sequence[str]) -> dict[str, float | str]:
+    with ThreadPoolExecutor(len(kernels)) as pool:
+        return dict(zip(kernels, pool.map(partial(check_kernel, device), kernels), strict=True))
 
 
 def check_kernel(device: str, kernel: str) -> float | str:

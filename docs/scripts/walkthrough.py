@@ -48,7 +48,7 @@ values; a still image has two equal frames. The four patches for one image token
 
 <img src='images/walkthrough.png' width='168' alt='{solution}'>
 
-# Prompt: render ids
+# Prompt: render return
 The chat template puts the question into a conversation, with a placeholder `<|image_pad|>` for each image token.
 
 # Positions: mrope_positions

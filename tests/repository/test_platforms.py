@@ -79,7 +79,7 @@ def test_windows_trains_resumes_and_saves_the_same_bytes(tmp_path):
     environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # a locale without UTF-8
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNDEFAULTENCODING": "1"}
     done = subprocess.run([sys.executable, "-c", RUN], cwd=home, env=environment, capture_output=True, text=True)
-    assert "ValueError: output_dir: another run is writing into windows" in done.stderr.splitlines()[-1], done.stderr
+    assert "output_dir: another run is writing into windows" in done.stderr.splitlines()[-1], done.stderr
     assert not [line for line in done.stderr.splitlines() if "EncodingWarning" in line and "/minivlmrl/" in line]
     files = []
     for run in (home / "linux", home / "windows"):
