@@ -66,7 +66,7 @@ def recipes_folder() -> Path:
 
 def run_file(path: str) -> ModuleType:
     """Execute a Python file once, as a module, and return the module."""
-    # pickle finds the module on all ranks by its path; with a dot, Python would look for a package
+    # path as module name: pickle finds it on all ranks. Dots are replaced, because they would separate packages
     name = path.removesuffix(".py").replace(".", "%2e")
     if name in sys.modules:
         return sys.modules[name]

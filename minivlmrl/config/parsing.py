@@ -72,7 +72,7 @@ def build(
 
 
 def check_values(cls: type[Dataclass], values: Mapping[str, Plain], where: str) -> dict[str, Plain]:
-    """Check a mapping by a dataclass; return the values that are not None."""
+    """Check the keys and types in a dict against a dataclass; return the values that are not None."""
     if not values:
         return {}
     return given_values(build(cls, values, where))

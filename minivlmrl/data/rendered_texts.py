@@ -10,7 +10,7 @@ from minivlmrl.config.types import Plain
 from minivlmrl.data.messages import THOUGHT_KEYS, content_parts, part_kind
 from minivlmrl.errors import truncate
 
-# reasoning that begins an answer; its tag <think> may end the prompt instead
+# matches reasoning at the start of an answer, without <think> if the prompt already ends with this tag
 THOUGHT = re.compile(r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<think>).)*?</think>)*", re.DOTALL)
 
 

@@ -106,7 +106,7 @@ def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a tokenizer.json with all tokens listed in other files of its folder."""
+    """Load tokenizer.json, and add the tokens that other files in its folder list."""
     advice = "write tokenizer.json with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
     if not Path(path).is_file():
         raise UserError(f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, {advice}")

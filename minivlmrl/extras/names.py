@@ -21,7 +21,7 @@ NO_OPTION = "minivlmrl has no such option"
 class Answer(NamedTuple):
     name: str
     title: str  # column title, such as "TRL" or "removed"
-    here: str  # options in minivlmrl, or "none"
+    here: str  # names of these options in minivlmrl, or "none"
     note: str
 
 

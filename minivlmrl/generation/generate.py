@@ -114,7 +114,7 @@ def prefill(
 def to_completions(
     steps: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], num_generations: int
 ) -> list[list[Completion]]:
-    """Convert decode steps to completions.
+    """Collect the tokens of all decode steps into completions.
 
     Args:
         steps: (rows, ids, logps, whether finished) per step, each (r,); row -1 = already finished.

@@ -53,7 +53,7 @@ class MemoryCheck(Callback):
 
     def on_setup(self, config: RunConfig, world: World):
         self.plans = {}  # {stage: (inputs of the estimate, optimizer state bytes)}, empty on CPUs
-        if config.model.path is None:  # skip models with random weights, which are small
+        if config.model.path is None:  # random weights: a tiny model, which needs no estimate
             return
         self.estimator = MemoryEstimator.from_folder(config.model.path, is_before_ampere(world.device))
         for stage in config.stage_names:

@@ -84,7 +84,7 @@ def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
     mean.
     """
     if loss.given.get("whole_step"):
-        return  # the user wants only tests with whole steps
+        return  # the user excludes tests with micro-batches
     rows = [mask for mask in MASKS if len(mask) > 1]
     for batch, options in loss.batches([*rows, 2 * rows[-1]]):
         step = {"whole_step": False, "tokens": int(batch["mask"].sum())} if loss.kind == "grpo" else {}
