@@ -4,19 +4,19 @@
     python minimal.py FOLDER rows.jsonl        # GRPO on your images, with a Hugging Face folder
     python minimal.py FOLDER rows.jsonl --sft  # rows need "completion"; --dpo: "chosen", "rejected"
 
-A row is {"image": "cat.jpg", "problem": "How many cats are there?", "solution": "2"}. A sentence
-added to the question asks for <think>...</think><answer>...</answer>: only this form earns a
-reward. SFT imitates given answers; a model that never writes the form needs SFT first. GRPO samples
-several answers to a question, and makes those with more reward more likely. DPO makes a chosen
-answer more likely than a rejected one.
+A row is {"image": "cat.jpg", "problem": "How many cats are there?", "solution": "2"}. minimal.py
+adds to the question a request for <think>...</think><answer>...</answer>: only answers with these
+tags earn a reward. SFT imitates given answers. GRPO samples several answers to a question, and
+makes answers with more reward more likely. A model that never writes <answer> needs SFT before
+GRPO. DPO makes a chosen answer more likely than a rejected one.
 
 GPU memory for SFT, GRPO and DPO, counted by benchmarks/minimal_memory.py: 70, 72 and 79 GB for
 Qwen2.5-VL-3B; 149, 153 and 168 GB for Qwen2.5-VL-7B.
 
 Read down to "# ==== You have read it all"; the rest reads and writes files. "# ---- A -> B" starts
-a part that takes A and returns B. Pages in docs/papers/ show the lines that DAPO, GSPO, PPO and
-other methods change. The package takes the same steps faster and with less memory, and has LoRA,
-several GPUs, videos and resume: README.md.
+code that turns A into B. Pages in docs/papers/ show the lines that DAPO, GSPO, PPO and other
+methods change. The package minivlmrl runs the same training steps faster and in less memory.
+minivlmrl also has LoRA, several GPUs, videos and resume: README.md.
 """
 
 import argparse
@@ -55,8 +55,8 @@ from torch.utils.checkpoint import checkpoint
 
 # ---- Image file -> patches (P, 1176), as Qwen2-VL reads them (arXiv 2409.12191, section 2.1)
 
-MEAN = np.float32([0.48145466, 0.4578275, 0.40821073])  # red, green, blue in CLIP's training images
-STD = np.float32([0.26862954, 0.26130258, 0.27577711])
+MEAN = np.float32([0.48145466, 0.4578275, 0.40821073])  # RGB means of CLIP's training images
+STD = np.float32([0.26862954, 0.26130258, 0.27577711])  # RGB standard deviations of CLIP's images
 
 
 def load_image(file) -> PIL.Image.Image:
@@ -89,28 +89,28 @@ def smart_resize(height, width, factor, min_pixels, max_pixels) -> tuple[int, in
 def patchify(image, patch, merge, min_pixels, max_pixels) -> tuple[Tensor, int, int]:
     """Cut an image into patches (P, 3 * 2 * patch * patch), in h rows and w columns.
 
-    The vision tower joins merge x merge neighboring patches, consecutive in the result, to an image
-    token, which takes the place of one text token.
+    A block of merge x merge patches has consecutive rows in the result: the vision tower merges
+    the block into one image token, which fills one position of the prompt.
     """
     height, width = smart_resize(image.height, image.width, patch * merge, min_pixels, max_pixels)
     image = image.resize((width, height), PIL.Image.Resampling.BICUBIC)
     pixels = np.asarray(image) / 255  # (height, width, 3), from 0 to 1
     pixels = (pixels.astype(np.float32) - MEAN) / STD
-    # two video frames per patch, equal for an image
+    # a patch has two video frames; the frames of an image are equal
     frames = np.stack([pixels, pixels])  # (2, height, width, 3)
     h = height // patch
     w = width // patch
     x = frames.reshape(
-        2,  # axis 0: frame
-        h // merge,  # 1: token row
-        merge,  # 2: patch row in the token
-        patch,  # 3: pixel y in the patch
-        w // merge,  # 4: token column
-        merge,  # 5: patch column in the token
-        patch,  # 6: pixel x in the patch
-        3,  # 7: channel
+        2,  # axis 0: video frame
+        h // merge,  # axis 1: row of image tokens
+        merge,  # axis 2: row of patches within an image token
+        patch,  # axis 3: row of pixels within a patch
+        w // merge,  # axis 4: column of image tokens
+        merge,  # axis 5: column of patches within an image token
+        patch,  # axis 6: column of pixels within a patch
+        3,  # axis 7: color channel
     )
-    # patches by token; values ordered as in the tower's weights
+    # group patches by image token; order pixel values as in the vision tower's Conv3d weight
     x = x.transpose(1, 4, 2, 5, 7, 0, 3, 6)  # (h/merge, w/merge, merge, merge, 3, 2, patch, patch)
     patches = x.reshape(h * w, -1)
     return torch.from_numpy(patches), h, w
@@ -143,7 +143,7 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
         problem = "<image>" * len(image_lengths) + problem
     first, *texts = problem.split("<image>")
 
-    def control(name):  # `load` keeps control tokens out of texts
+    def control(name):  # `to_ids` would encode control tokens as plain text
         return [tokenizer.token_to_id(f"<|{name}|>")]
 
     start = control("im_start")
@@ -152,7 +152,7 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
     ids += start + to_ids(tokenizer, f"user\n{first}")
     for length, text in zip(image_lengths, texts, strict=True):
         ids += control("vision_start")
-        ids += control("image_pad") * length  # places of the vision tower's outputs
+        ids += control("image_pad") * length  # one placeholder per image token
         ids += control("vision_end") + to_ids(tokenizer, text)
     return ids + end + start + to_ids(tokenizer, "assistant\n")
 
@@ -160,7 +160,7 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
 def mrope_positions(ids, grids, image_token) -> Tensor:
     """Return token positions in time, row and column: (3, L) (arXiv 2409.12191, figure 3).
 
-    Text has three equal positions; after an image, text begins at the largest position plus 1.
+    A text token has three equal positions. Text after an image begins at the largest position + 1.
     Example: two text tokens, an image with 2 x 3 tokens and one more text token have
         time   0 1 | 2 2 2 2 2 2 | 5
         row    0 1 | 2 2 2 3 3 3 | 5
@@ -287,7 +287,7 @@ class Vision(nn.Module):
         merge = self.config["spatial_merge_size"]
         kernels = self.patch_embed["proj"].weight.flatten(1)  # (width, 1176)
         x = F.linear(patches.to(kernels.dtype), kernels)  # (P, width)
-        x = x.to(kernels.dtype)  # bfloat16 from autocast -> float32, in which blocks add to x
+        x = x.to(kernels.dtype)  # autocast's bfloat16 -> float32 for residual sums
 
         # (P, 2) row and column of patches
         places = torch.cartesian_prod(torch.arange(h), torch.arange(w)).to(x.device)
@@ -299,10 +299,10 @@ class Vision(nn.Module):
         steps = frequencies(head_width // 4, 10000.0, x.device)
         angles = (places[..., None] * steps).flatten(1)  # (P, D/2)
 
-        # Most blocks attend only within windows, as full attention costs P^2. (This mask gives the
-        # result, not the speed.)
+        # Most blocks attend only within windows of patches, as full attention costs P^2. Attention
+        # with this mask returns the same numbers as window attention, but still costs P^2.
         side = self.config["window_size"] // self.config["patch_size"]  # in patches
-        side = side // merge * merge  # one window for a token's patches
+        side = side // merge * merge  # a window holds whole image tokens
         windows = places // side
         same_window = (windows[:, None] == windows).all(-1)  # (P, P)
 
@@ -385,7 +385,7 @@ class QwenVL(nn.Module):
         if images:
             tokens = torch.cat([self.visual(*image) for image in images])
             is_image = (ids == self.config["image_token_id"])[..., None]
-            x = x.masked_scatter(is_image, tokens.to(x.dtype))  # <|image_pad|> places in order
+            x = x.masked_scatter(is_image, tokens.to(x.dtype))  # replaces <|image_pad|> tokens
 
         # M-RoPE sections [4, 6, 6]: 4 rotary frequencies for time, 6 for rows, 6 for columns
         sections = torch.tensor(self.config["mrope_section"], device=x.device)
@@ -393,7 +393,7 @@ class QwenVL(nn.Module):
         steps = frequencies(len(axis), self.config["rope_theta"], x.device)
         angles = positions[axis].T * steps  # (L, D/2)
 
-        # causal mask; 2 cached and 2 new tokens: rows 1110 and 1111
+        # causal mask: for 2 cached and 2 new tokens, the rows are 1110 and 1111
         before = cache[0][0].shape[2] if cache else 0  # keys: (n, heads, L, D)
         L = ids.shape[1]
         mask = torch.ones(L, before + L, dtype=torch.bool, device=x.device).tril(before)
@@ -408,15 +408,15 @@ class QwenVL(nn.Module):
 
 # ---- Prompt -> completions (G, T) and log-probabilities (G, T)
 
-# H100, H200, B200: no cuDNN attention: NaN gradients with a mask (pytorch 196678), and a new plan
-# for each number of keys, so for each sampled token
+# cuDNN attention with a mask gives NaN gradients on H100, H200 and B200 (pytorch issue 196678).
+# In sampling, cuDNN also plans its kernel anew for each token, as the number of keys grows.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def in_bfloat16(prompt):
-    """On a GPU, compute products in bfloat16, and log_softmax in float32.
+    """On a GPU, compute matrix products in bfloat16, and log_softmax in float32.
 
-    Weights stay float32: in bfloat16 (8 significant bits), most updates would round to nothing.
+    Weights stay float32: in bfloat16 (8 significant bits), most updates would round to 0.
     """
     return torch.autocast("cuda", torch.bfloat16, enabled=prompt.ids.is_cuda)
 
@@ -453,8 +453,8 @@ def log_probabilities(model, prompt, completions) -> Tensor:
     """Return the log-probabilities of completion tokens, given the tokens before them: (G, T).
 
     One forward pass of the prompt is enough for G completions, as prompt tokens do not attend to
-    completions. Gradients reach the prompt through its keys and values. Padding after a short
-    completion needs no mask: no earlier token attends to it, and the losses leave it out.
+    completions. Gradients reach the prompt through its keys and values. Padding after a completion
+    needs no attention mask: earlier tokens do not attend to padding, and losses leave padding out.
     """
     G, T = completions.shape
     with in_bfloat16(prompt):
@@ -501,15 +501,15 @@ def tokenize_answers(model, texts) -> tuple[Tensor, Tensor]:
 # weighted by advantages A: reward minus group mean, in standard deviations. Equal rewards teach
 # nothing: A is 0.
 
-# questions must ask for this form: a model that never writes it earns 0, and learns nothing
+# questions must ask for these tags: a model that writes none has reward 0, and learns nothing
 ANSWER = re.compile(r"<think>.+?</think>\s*<answer>(.+?)</answer>", re.DOTALL)
 
 
 def plain(solution) -> str:
-    """Normalize an answer or a solution for comparison: case, blanks, final full stops and tags.
+    """Normalize an answer or a solution for comparison: case, whitespace, final periods and tags.
 
     "Green  square.", "green square" and "<answer> green square </answer>" are equal, as are the
-    number 2.0 and "2". The last of several answers counts.
+    number 2.0 and "2". If a text has several <answer> tags, the last one counts.
     """
     if isinstance(solution, float):
         solution = np.format_float_positional(solution, trim="-")  # 2.0 -> "2", 1e-5 -> "0.00001"
@@ -539,8 +539,8 @@ def group_advantages(rewards, num_generations) -> Tensor:
     to the standard deviation avoids 0 / 0 for equal rewards.
     """
     groups = rewards.view(-1, num_generations)
-    # exact zeros for equal rewards: with a rounded mean, rewards of 0.1 would have advantages near
-    # 1e-4, and AdamW divides a gradient by its size
+    # Equal rewards must give advantages of exactly 0. The rounded mean of rewards 0.1 would leave
+    # advantages near 1e-4, from which AdamW makes full steps: it divides a gradient by its size.
     groups = groups - groups.amax(1, keepdim=True)
     centered = groups - groups.mean(1, keepdim=True)
     advantages = centered / (groups.std(1, keepdim=True) + 1e-4)
@@ -560,15 +560,15 @@ def grpo_loss(
 ) -> Tensor:
     """Compute GRPO's loss -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta KL.
 
-    A is the advantage, and r the ratio pi / pi_old to the policy that sampled. The KL keeps the
-    policy near pi_ref, the policy before training. The loss is averaged over completion tokens,
+    A is the advantage. r is the ratio pi / pi_old, where pi_old is the policy that sampled. The KL
+    keeps pi near pi_ref, the policy before training. The loss is averaged over completion tokens,
     then over completions. Source: DeepSeekMath (arXiv 2402.03300), equations 3 and 4.
 
     Clipping stops a token's gradient when r > 1 + epsilon_high and A > 0, or r < 1 - epsilon_low
-    and A < 0: the policy has moved far enough. With one update per sample, as in minimal.py, r is
-    1, and nothing is clipped. Then the loss is about 0, because a group's advantages add up to 0,
-    but its gradient is not: the gradient of r at 1 is that of log pi, so completions are pushed by
-    their A. So the ratio is computed although it is 1, and the mean reward is printed.
+    and A < 0: the policy has moved far enough. As minimal.py updates once per sample, r is 1, and
+    nothing is clipped. The loss is then about 0, as a group's advantages add up to 0. The gradient
+    is not 0: at r = 1, grad r = grad log pi, so completions with A > 0 become more likely. r is
+    computed for this gradient. As a loss near 0 shows no progress, `report` prints the mean reward.
     """
     if old_per_token_logps is None:
         old_per_token_logps = per_token_logps.detach()
@@ -577,10 +577,10 @@ def grpo_loss(
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     loss = -torch.min(ratio * advantages, clipped * advantages)
     if beta:
-        # The estimate log(pi/pi_ref) of KL(pi || pi_ref) is right on average, but holds nothing
-        # back: its gradient grad log pi is 0 on average. The estimate k3, pi_ref/pi -
-        # log(pi_ref/pi) - 1, is also right on average, and pulls tokens back to the reference
-        # (John Schulman, "Approximating KL divergence").
+        # Two estimates of KL(pi || pi_ref) are right on average. log(pi/pi_ref) cannot keep pi near
+        # pi_ref, because its gradient, grad log pi, is 0 on average. The estimate k3 = pi_ref/pi -
+        # log(pi_ref/pi) - 1 has a gradient that pulls pi back to pi_ref (John Schulman,
+        # "Approximating KL divergence").
         log_ref_ratio = ref_per_token_logps - per_token_logps
         loss = loss + beta * (log_ref_ratio.expm1() - log_ref_ratio)
     lengths = mask.sum(1).clamp(min=1)  # no 0 / 0 for completions without tokens
@@ -607,9 +607,9 @@ def sft_loss(per_token_logps, mask, *, num_tokens=None) -> Tensor:
     return -(per_token_logps * mask).sum() / num_tokens
 
 
-# ---- Rows -> losses: generators of a loss and a metric per row; `train` computes the gradient,
-# which frees memory, before the next row. GRPO samples all groups of a step first, as methods such
-# as DAPO need all rewards. `options`: see the command line below.
+# ---- Rows -> losses. `grpo`, `dpo` and `sft` yield a loss and a metric per row. `train` calls
+# backward on a loss before the next row, to free activations. `grpo` samples all groups of a step
+# first, as methods such as DAPO need all rewards. `options` come from `read_options`.
 
 
 def grpo(model, reference, rows, options):
@@ -658,7 +658,7 @@ def sft(model, reference, rows, options):
     for row, (ids, mask) in zip(rows, answers, strict=True):
         logps = log_probabilities(model, make_prompt(model, row), ids)  # (1, T)
         loss = sft_loss(logps, mask, num_tokens=num_tokens)
-        yield loss, loss.detach() * len(rows)  # mean over rows: loss of the step
+        yield loss, loss.detach() * len(rows)  # the mean over rows is the step's loss
 
 
 # ---- Losses -> optimizer steps
@@ -742,14 +742,14 @@ VISION_DEFAULTS = {
     "window_size": 112,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
-# supported values; with others, minimal.py would train another model
+# supported settings: with other values, minimal.py would compute a wrong model
 ONLY = {
     "hidden_act": "silu",
     "use_sliding_window": False,
     "attention_dropout": 0.0,
     "quantization_config": None,
     "do_resize": True,
-    "resample": 3,  # Pillow's number of BICUBIC
+    "resample": 3,  # PIL.Image.Resampling.BICUBIC
     "do_rescale": True,
     "rescale_factor": 1 / 255,
     "do_normalize": True,
@@ -790,7 +790,7 @@ def read_config(folder) -> dict:
 
 
 def read_files(folder) -> dict[str, bytes]:
-    """Read files that match KEPT; links may lead into the folder or to the Hub's blobs."""
+    """Read config and tokenizer files; refuse links out of the folder, except to Hub caches."""
     files = {}
     for pattern in KEPT:
         for file in folder.glob(pattern):
@@ -798,7 +798,7 @@ def read_files(folder) -> dict[str, bytes]:
             is_own = target.parent == folder.resolve() or target.parent.name == "blobs"
             require(is_own, f"{file} is a link to {target}; replace it with a copy of the file")
             files[file.name] = content = file.read_bytes()
-            # chat template in its own file or tokenizer_config.json; `render` writes Qwen2.5-VL's
+            # a chat template, in any file, must be Qwen2.5-VL's: `render` supports no other
             if file.name.startswith("chat_template") or b'"chat_template": "' in content:
                 message = f"{file}: train.py reads other chat templates than Qwen2.5-VL's"
                 require(b"You are a helpful assistant." in content, message)
@@ -806,7 +806,7 @@ def read_files(folder) -> dict[str, bytes]:
 
 
 def read_images(folder, files, max_pixels) -> dict:
-    """Read image settings; max_pixels replaces the largest area, also in `files`."""
+    """Return image processor settings; max_pixels (None = keep) replaces the largest image area."""
     name = "processor_config.json"  # written by transformers 5
     content = json.loads(files.get(name, "{}"))
     images = content.get("image_processor")
@@ -818,7 +818,7 @@ def read_images(folder, files, max_pixels) -> dict:
     require(low <= high, f"{folder / name}: an image has {low} or more pixels, but at most {high}")
     size = {"shortest_edge": low, "longest_edge": high}
     images.update(min_pixels=low, max_pixels=high, size=size)
-    files[name] = json.dumps(content, indent=2).encode()
+    files[name] = json.dumps(content, indent=2).encode()  # `save` writes the new limits
     return images
 
 
@@ -848,7 +848,7 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
             message = f"{folder}: {key} is {settings.get(key)!r}, but minimal.py computes {only!r}"
             require(settings.get(key) in (None, only), message)
 
-    # control tokens in rows are ordinary text; other added tokens, as <|box_start|>, stay tokens
+    # in rows, control tokens are plain text; other added tokens, such as <|box_start|>, stay tokens
     control = ("<|im", "<|vision", "<|video", "<|endoftext")
     content = read_json(folder / "tokenizer.json")
     for token in content["added_tokens"]:
@@ -865,11 +865,11 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
     model.pixels = images["min_pixels"], images["max_pixels"]
     model.template = "{problem}"
     weights = read_weights(folder, device, dtype)
-    is_tied = config["tie_word_embeddings"]  # one matrix is lm_head and embed_tokens
+    is_tied = config["tie_word_embeddings"]  # lm_head and embed_tokens share weights
     if is_tied:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)
-    if is_tied:  # assign=True made two parameters of one
+    if is_tied:  # tie again: assign=True created two parameters
         model.lm_head.weight = model.model["embed_tokens"].weight
     return model
 
@@ -893,7 +893,7 @@ def save(model, folder):
     config.pop("dtype", None)  # transformers 5 writes dtype, but also reads torch_dtype
     config["torch_dtype"] = str(model.lm_head.weight.dtype).removeprefix("torch.")
     write_json(folder / "config.json", config)
-    # what train.py and `minivlmrl evaluate` read; JSON is YAML
+    # settings for train.py and `minivlmrl evaluate`; JSON is valid YAML
     low, high = model.pixels
     prompt = {"prompt_template": model.template, "min_pixels": low, "max_pixels": high}
     write_json(folder / "minivlmrl.yaml", {"data": {**prompt, "answer_format": "tags"}})
@@ -1037,7 +1037,7 @@ def draw_row(wrong=0.0) -> dict:
     image = draw_object(*label.split())
     right = tagged(label)
     completion = tagged(random.choice(LABELS)) if random.random() < wrong else right
-    # rejected: names another object (maybe only in <answer>), or lacks up to 4 letters
+    # rejected answer: a wrong object (in all tags or in <answer>), or up to 4 characters removed
     cut = random.randrange(1, len(right))
     damaged = right[:cut] + right[cut + 4 :]
     rejected = random.choice([tagged(other), right.replace(label, other), damaged])
@@ -1136,12 +1136,12 @@ def read_options() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--output_dir", default="runs/minimal", help="folder for the trained model")
     options = parser.parse_args()
-    if not options.folder:  # tiny model with nearly random weights
+    if not options.folder:  # defaults for the tiny model, which starts random
         parser.set_defaults(max_steps=160, learning_rate=3e-4, warmup_steps=5)
         parser.set_defaults(max_new_tokens=20, beta=0.02)
     if options.stage is dpo:
         parser.set_defaults(beta=0.1 if options.folder else 1.0)
-    options = parser.parse_args()  # again, with these defaults
+    options = parser.parse_args()  # parse again, with the new defaults
     if options.folder and not options.rows:
         parser.error("name a file of rows after the folder")
     if min(options.max_steps, options.prompts_per_step, options.max_new_tokens) < 1:
@@ -1160,7 +1160,7 @@ def read_options() -> argparse.Namespace:
 
 
 def check_space(model, folder):
-    """Refuse a model that its GPU cannot train, or the folder cannot hold."""
+    """Raise InputError if GPU memory is too small for training, or the disk for saving."""
     size = sum(weight.nbytes for weight in model.parameters()) / 1e9
     if model.lm_head.weight.is_cuda:  # weights, gradients and AdamW's two states
         gpu = torch.cuda.mem_get_info()[1] / 1e9
@@ -1171,7 +1171,7 @@ def check_space(model, folder):
 
 
 def save_last(model, options):
-    """Save the model in its folder, or among temporary files, and print the next command."""
+    """Save to --output_dir or, if that fails, to a temporary folder; print what to run next."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     folder = options.output_dir
@@ -1201,7 +1201,7 @@ def main():
         model = load(options.folder, device, max_pixels=options.max_pixels)
         model.template = template
     else:
-        torch.set_num_threads(1)  # tensors are too small for more
+        torch.set_num_threads(1)  # tensors are too small for several threads
         make_folder(f"{options.output_dir}/random")
         model = load(f"{options.output_dir}/random")
     check_space(model, options.output_dir)
