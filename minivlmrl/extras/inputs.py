@@ -52,8 +52,8 @@ class InputCheck(Watcher):
 def check_inputs(trainer: Trainer, step: Step) -> list[str]:
     """Return one warning per input problem, such as an image that does not affect the loss.
 
-    Tokens and patches are compared with the rows of the data file. Without FSDP, tokens and patches must also get
-    loss gradients.
+    Input tokens and image patches are compared with the rows of the data file. Without FSDP, a text or image with
+    mostly zero loss gradients is also a problem.
     """
     found: dict[str, list[str]] = defaultdict(list)
     for batch in step.micro_batches:

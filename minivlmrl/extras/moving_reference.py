@@ -1,11 +1,11 @@
 """Reference model that follows the policy (TR-DPO, arXiv 2404.09656), with TRL's option names.
 
-Every ref_model_sync_steps optimizer steps, the reference weights become
+The reference weights are updated every ref_model_sync_steps optimizer steps:
 
-    alpha * policy + (1 - alpha) * reference
+    reference <- alpha * policy + (1 - alpha) * reference
 
-where alpha is ref_model_mixup_alpha. With alpha = 1, the policy replaces the reference, as in DeepSeekMath's outer
-loop.
+The weight alpha is the option ref_model_mixup_alpha. With alpha = 1, the policy replaces the reference, as in
+DeepSeekMath's outer loop.
 """
 
 import torch

@@ -11,8 +11,8 @@ CELLS = re.compile(r"(?<!\\)\|")
 CODE = re.compile(r"`(\w[\w.]*\*?)[^`]*`")
 LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
 FILES = (
-    PACKAGE / "docs" / "coming_from.md",  # path in an installed wheel
-    PACKAGE.parent / "docs" / "coming_from.md",  # path in a source clone
+    PACKAGE / "docs" / "coming_from.md",  # docs in an installed wheel
+    PACKAGE.parent / "docs" / "coming_from.md",  # docs in a git clone
     PACKAGE / "extras" / "other_names.md",
 )
 NO_OPTION = "minivlmrl has no such option"
@@ -62,7 +62,8 @@ def answer(section: str, key: str, dashes: str, options: list[str]) -> str:
     groups = [[option] for option in same if not is_other]
     groups += [[option for option in CODE.findall(row.here) if option in options] for row in named]
     stages = [option.partition(".")[0] for option in options if option.endswith(".max_steps")]
-    for group in [*groups]:  # the tables list grpo.learning_rate, but not sft.learning_rate
+    # suggest sft.learning_rate too, although the Markdown tables list only grpo.learning_rate
+    for group in [*groups]:
         of_stages = [f"{stage}.{option.rpartition('.')[2]}" for option in group for stage in stages]
         if {*group} < {*of_stages} <= {*options}:
             groups += [[option] for option in of_stages]

@@ -80,7 +80,8 @@ def main(arguments: list[str]) -> int:
 
 
 def run_config(folder: Path, recipe: str | None, overrides: list[str]) -> RunConfig:
-    if not folder.is_dir():  # replay a recipe from its start, because output_dir may contain another run
+    # replay a recipe from step 0: checkpoints in output_dir may belong to another run
+    if not folder.is_dir():
         return load_config(folder, ["--resume=never", *overrides])
     overrides = [f"--output_dir={folder}", *overrides]
     return load_config(recipe or folder / "config.yaml", overrides, is_found=recipe is None)

@@ -40,8 +40,8 @@ PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
 FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # such as /home/ann/ in /home/ann/cat.jpg
 POINTS = 500  # maximum points per curve and stage
-STEPS = 60  # maximum steps with completions
-PROMPTS = 4  # maximum prompts per step
+STEPS = 60  # maximum training steps whose completions are shown
+PROMPTS = 4  # maximum prompts shown per step
 
 
 Number = Annotated[float, "[-1e300, 1e300]"]
@@ -150,7 +150,7 @@ def collect_run(folder: Path) -> dict:
     timings = read_lines(file_inside(folder, TIMINGS), TimingLine)
     warnings = read_lines(file_inside(folder, WARNINGS), WarningLine)
     for line in (*completions, *metrics, *timings, *warnings):
-        line["step"] += 1  # files count steps from 0, the page from 1
+        line["step"] += 1  # log files count steps from 0, report.html from 1
     last_timings = [lines[-1] | {"speed": describe_speed(lines[-SPEED_STEPS:])} for lines in by_stage(timings).values()]
     # average adjacent steps, to at most 500 points per curve and stage
     points = []
@@ -252,7 +252,7 @@ def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
 
 
 def data_uri(folder: Path, path: str) -> str:
-    # a manipulated completions.jsonl may name files outside images/
+    # reject files outside images/, which a tampered completions.jsonl may name
     name = Path(path).name
     file = file_inside(file_inside(folder, IMAGES), name)
     if path != f"{IMAGES}/{name}" or not file.is_file():

@@ -145,9 +145,13 @@ def pack_with_last_token(
 ) -> GroupBatch:
     """Pack prompts and completions, keeping a hidden state for the last token.
 
-    `pack` drops a completion's last token, so the token is first repeated. Example: completion a has 3 tokens, b has 2:
-        pack                    p0 p1 p2 | a0 a1    | b0
-        pack_with_last_token    p0 p1 p2 | a0 a1 a2 | b0 b1     a2 attends to the whole completion a
+    `pack` drops the last token of each completion, so each last token is first repeated. Packed tokens for a prompt p
+    with the completions a (3 tokens) and b (2 tokens):
+
+        pack:                    p0 p1 p2 | a0 a1    | b0
+        pack_with_last_token:    p0 p1 p2 | a0 a1 a2 | b0 b1
+
+    The token a2 attends to the whole completion a.
     """
 
     def longer(values: Tensor) -> Tensor:
@@ -170,7 +174,7 @@ def reward_model(completions: list[str], reward_model_scores: list[float], **col
 
 
 def check_stage_order(config: RunConfig, stage: str):
-    """Raise UserError if a stage needs an untrained reward model, or if the run samples trajectories."""
+    """Raise UserError if no reward model exists before `stage`, or if the run samples trajectories."""
     if samples_trajectories(config.sampling):
         raise UserError(
             "the reward reward_model cannot score trajectories, because each turn of a trajectory has its own context "

@@ -23,7 +23,8 @@ def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
     folder = Path(config.output_dir) / "tensorboard"
 
     @cache
-    def writer() -> SummaryWriter:  # the first log() opens it, so runs that fail earlier delete no files
+    def writer() -> SummaryWriter:
+        # called by the first log(), so runs that fail before any log() delete no old files
         if not steps:
             shutil.rmtree(folder, ignore_errors=True)
         return closing.enter_context(SummaryWriter(str(folder), purge_step=steps + 1))

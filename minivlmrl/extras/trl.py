@@ -95,7 +95,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T)
         logps, entropies, aux_loss = self._score(model, inputs)
         parts = self.current_gradient_accumulation_steps if self.model.training else 1
-        # loss denominator for dapo: tokens per optimizer step and process; TRL counts those of all processes
+        # the dapo loss is divided by tokens per process; num_items_in_batch counts the tokens of all processes
         tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         if self.model.training:
             tokens = tokens * parts / self.args.steps_per_generation

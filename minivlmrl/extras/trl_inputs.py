@@ -145,8 +145,8 @@ def rounds_of_media(arguments: dict, sizes: list[int], token: int | None) -> lis
     Args:
         sizes: patches per image.
     Returns:
-        groups [(image index, row index), ...], or one group with row None if rows are unknown. Images after the
-        last trained token are left out, because they cannot change the loss
+        groups as lists of (image index, row index). If the rows are unknown, one group has all images, with row index
+        None. Images after the last trained token are left out, because they cannot change the loss
     """
     ids = arguments.get("input_ids")
     if ids is None or token is None or not (ids == token).any():

@@ -100,7 +100,7 @@ class Sampling:
         self.ended: list[str] = []  # requests that ended in the latest decode step
 
     def sample(self, logits: Tensor, rows: list[int]) -> Tensor:
-        """Sample from logits (r, V); return logits for vLLM: 0 for the sampled tokens, else -inf."""
+        """Sample from logits (r, vocabulary); return logits for vLLM: 0 for the sampled tokens, else -inf."""
         index = torch.tensor(rows, device=logits.device)
         ids, logps, ends = self.sample_token(logits, index, self.counts[rows].to(logits.device))
         self.steps.append((index, ids, logps, ends))
@@ -129,7 +129,7 @@ class TokenChooser:
         return True
 
     def apply(self, logits: Tensor, context=None) -> Tensor:
-        """Sample from logits (r, V); V2 passes batch indices in `context`, V1 passes None."""
+        """Sample from logits (r, vocabulary); `context` has batch indices in vLLM's V2 model runner, None in V1."""
         slots = context.idx_mapping_np.tolist() if context else sorted(self.rows)
         rows = [self.rows[slot] for slot in slots]
         sampling = TokenChooser.sampling
@@ -213,7 +213,7 @@ class VLLMSampler(Sampler):
             params = vllm.SamplingParams(
                 max_tokens=self.sampling.max_new_tokens,
                 ignore_eos=True,
-                temperature=0,  # vLLM takes the argmax, which is the sampled token
+                temperature=0,  # greedy: TokenChooser sets all logits but the sampled token to -inf
                 detokenize=False,
                 extra_args={"row": row},
             )
@@ -276,8 +276,8 @@ class VLLMSampler(Sampler):
     ):
         """Compare log-probabilities of vLLM and policy in the first rollout.
 
-        The limit is max_logp_mismatch times 1e-3 nats per token in float32. In 16 bits, differences over a
-        prompt's completions may have a root mean square of max_logp_mismatch times 0.5 nats.
+        In float32, the maximum difference per token is max_logp_mismatch * 1e-3 nats. In 16 bits, the maximum root
+        mean square difference over the completions of a prompt is max_logp_mismatch * 0.5 nats.
         """
         if self.is_verified:
             return

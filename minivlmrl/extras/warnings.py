@@ -23,7 +23,7 @@ from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, Step, Trainer
 
 TAG_REWARDS = "format", "box_format"  # rewards for <think> and <answer> tags
-WINDOW = 10  # optimizer steps in a row before a warning
+WINDOW = 10  # consecutive optimizer steps for which the condition of a warning must hold
 BASELINE_ROLLOUTS = 50  # rollouts before a warning from majority_baseline
 FALLEN = 0.2  # warn if the mean reward falls by this fraction of the reward range
 MEMORISED = 0.3  # warn if the training reward exceeds the held-out reward by this

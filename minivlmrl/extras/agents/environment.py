@@ -18,13 +18,13 @@ from minivlmrl.extras.agents.tool_processor import ToolProcessor
 class Environment(Protocol):
     """Tool environment; each completion gets its own instance.
 
-    All public methods except `reset` (required), `get_reward` and `observe` are tools. `done = True` ends the
+    All public methods except `reset` (required), `get_reward` and `observe` are tools. Setting `done = True` ends the
     completion. With `rewards: {environment: 1}`, get_reward() returns a reward, None for no score, or one reward per
     turn (the last turn may have none). Attributes such as `max_tool_calls = 3` override the defaults in Settings.
     """
 
     def reset(self, **columns) -> None:
-        """Start a completion, with the dataset columns as keyword arguments."""
+        """Reset the environment before a completion; keyword arguments are the columns of the dataset row."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ def with_tools(processor: Processor, name: str) -> Processor:
 
 
 def environment_reward(environments: Sequence[Any], turn_texts: list[list[str]], **columns) -> list[float | None]:
-    """Score completions with get_reward, as in TRL; rewards per turn are summed."""
+    """Return get_reward() of each environment, as in TRL; a list with one reward per turn is summed."""
     rewards = []
     for environment, texts in zip(environments, turn_texts, strict=True):
         with error_context("reward environment"):

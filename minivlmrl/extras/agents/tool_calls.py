@@ -194,7 +194,7 @@ def render_answers(answers: list[list[dict]], opening: Sequence[str] = ()) -> li
 
     Args:
         answers: message parts, one list per tool result.
-        opening: result of `turn_opening`. If empty, results continue the assistant turn, in <result> tags.
+        opening: result of `turn_opening`. If empty, tool results stay in the assistant turn, in <result> tags.
     """
     text, start, end = "<result>{}</result>", "", ""
     if opening:

@@ -1,8 +1,9 @@
 """Sample trajectories: multi-turn completions where every turn has its own prompt, the context window.
 
-The first window is the prompt in the dataset. Later windows hold messages returned by `observe(rounds)` or, with
-sampling.history=K, all text so far and the images from the newest K rounds. A round is a turn with its tool results. A
-turn without a tool call, or `done = True`, ends the trajectory. The loss treats all turns as one completion.
+The first prompt comes from the dataset. Later prompts hold the messages that the environment method `observe(rounds)`
+returns. With sampling.history=K, later prompts hold all text so far and the images from the newest K rounds. A round is
+a turn with its tool results. A turn without a tool call, or an environment with `done = True`, ends the trajectory. The
+loss treats all turns as one completion.
 """
 
 from collections.abc import Sequence
@@ -85,7 +86,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Concatenate all turns into one Completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
-        # keep only the last image of each later prompt, which logs then show
+        # for the log: the last image of each prompt after the first
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),

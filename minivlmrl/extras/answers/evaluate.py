@@ -6,9 +6,9 @@ minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # witho
 torchrun --no-python --nproc-per-node 8 minivlmrl evaluate ...  # on several GPUs
 
 The recipe sets prompt template, image size, stopping rules, data.answer_format and evaluation rewards. The
-default recipe is that of the training run. Without a run, it is minivlmrl.yaml beside the weights. Without
-this file, it is own_data.yaml with the prompt template {problem}. Sampling ignores top_k, top_p, min_p and
-repetition_penalty, as in evaluations during training.
+default recipe is config.yaml of the training run, else minivlmrl.yaml beside the weights. For a model
+without config.yaml and minivlmrl.yaml, the default is own_data.yaml with the prompt template {problem}. Sampling
+ignores top_k, top_p, min_p and repetition_penalty, as in evaluations during training.
 """
 
 import argparse
@@ -110,7 +110,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
     """Load the recipe with the model and data file from the command line."""
     is_adapter = is_adapter_folder(options.model)
     found_recipe = find_recipe(find_adapter(options.model) if is_adapter else options.model)
-    # without a recipe, put no template around the rows' prompts
+    # no recipe: use the questions in the rows without a prompt template
     if not (found_recipe or options.recipe):
         overrides = ["--data.prompt_template={problem}", *overrides]
     recipe = options.recipe or found_recipe or recipes_folder() / "own_data.yaml"

@@ -2,9 +2,9 @@
 
 minivlmrl check RECIPE [--section.name=value ...]
 
-Reads the rows, scores correct answers and texts without an answer, and prints problems with cause and fix. Writes no
-files and samples no completions: the first ten training steps report truncated completions, missing answer tags and
-equal rewards. Exit status: 1 if there are problems, else 0.
+`check` reads the rows, scores correct answers and texts without an answer, and prints problems with cause and fix.
+`check` writes no files and samples no completions. The first ten training steps report truncated completions, missing
+answer tags and equal rewards. Exit status: 1 if there are problems, else 0.
 """
 
 from collections.abc import Iterator

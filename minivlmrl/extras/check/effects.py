@@ -1,6 +1,6 @@
 """Find recipe options that have no effect because of another option.
 
-Such options cause notes, not errors, so that a single override, such as --grpo.num_iterations=1, is allowed.
+Options without effect cause notes, not errors: a single --grpo.num_iterations=1 may disable other options.
 """
 
 import inspect

@@ -27,7 +27,7 @@ def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor:
     if len(held_out) == 1:
         yield "There is only 1 evaluation row. Use at least 100 rows (data.eval_file, data.eval_rows)."
     rewards = [reward for reward in held_out_rewards(config) if "solution" in reward.columns]
-    no_columns = dict.fromkeys(required_columns(rewards))  # for evaluation rows without these columns
+    no_columns = dict.fromkeys(required_columns(rewards))  # None for columns missing in a row
     rows = [replace(row, key=str(i), columns=no_columns | row.columns) for i, row in enumerate(sample_rows(held_out))]
     trial = Trial(rewards, torch.ones(len(rewards)), rows, processor)
     solutions = solutions_of(without_media(held_out))

@@ -37,7 +37,7 @@ from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
-NUM_SOLUTIONS = 10_000  # maximum solutions to check, in a few seconds
+NUM_SOLUTIONS = 10_000  # maximum solutions to check; takes a few seconds
 NUM_IMAGES = 16  # maximum images whose boxes are checked
 TYPICAL_WEIGHT = 0.01  # absolute value of a typical weight in models with billions of parameters
 
@@ -243,7 +243,8 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
                 f"stage ends before the learning rate reaches {options.learning_rate}; lower warmup_steps"
             )
         rate = options.learning_rate
-        largest_weight = 4 * rate / torch.finfo(dtype).eps  # updates of larger weights are lost by rounding
+        # weights with a larger absolute value lose their updates by rounding
+        largest_weight = 4 * rate / torch.finfo(dtype).eps
         if rounds and largest_weight < TYPICAL_WEIGHT:
             yield (
                 f"model.dtype is {config.model.dtype} and {stage}.learning_rate is {rate}, so updates of weights over "

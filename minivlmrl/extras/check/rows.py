@@ -47,7 +47,7 @@ def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], proce
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
     """Check system messages, the order of tool results, and the position of images."""
     num_two_systems = num_misplaced = 0
-    image_orders = Counter()  # {True if the image follows the text: number of questions}
+    image_orders = Counter()  # number of questions; key True: image after the text, False: before
     for row in without_media(all_rows):
         systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
         num_two_systems += len({*systems, system_prompt} - {None}) > 1
@@ -73,7 +73,7 @@ def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterato
 
 
 def misplaces_result(turns: Sequence[dict]) -> bool:
-    """Return whether tool results are in another order than their calls."""
+    """Return whether the order of tool results differs from the order of their calls."""
     calls = iter(())
     for turn in turns:
         if turn["role"] != "tool":
@@ -156,7 +156,7 @@ def reveals(text: str, answers: Sequence[str]) -> bool:
 
 
 def solutions_of(rows: Iterable[Row]) -> list[list[str]]:
-    """Return the correct answers of each row; a list of strings is several answers."""
+    """Return one list of correct answers per row: the strings of a list in `solution`, else str(solution)."""
     solutions = []
     for row in rows:
         solution = row.columns.get("solution")

@@ -33,7 +33,7 @@ def describe_device(device: torch.device) -> str:
 
 def trainable_summary(model: nn.Module) -> str:
     """Return a table of trained parameters, with a line per model part or type of adapted layer."""
-    kinds = defaultdict(Counter)  # trained parameters per layer, by name and LoRA rank
+    kinds = defaultdict(Counter)  # {(model part, LoRA rank): {layer: number of trained parameters}}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

@@ -36,7 +36,7 @@ QUESTIONS = ("problem", "question", "query", "instruction", "prefix", "prompt")
 ANSWER_TEXTS = ("completion", "chosen", "rejected")
 LISTS = ("messages", "conversations", "conversation", "history", *MEDIA, "options", "choices", "texts",
          *QUESTIONS, *ANSWER_TEXTS)  # fmt: skip
-# printed if boxes from `objects` are written into the text
+# counts rows where boxes from the ms-swift column `objects` were written into the text
 BOX_UNIT = "the unit of the boxes in `objects`, which are in pixels of the image file"
 TAGS = {"<ref-object>": "ref", "<bbox>": "bbox"}  # {ms-swift tag: its list in `objects`}
 RENDERED = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\s*|$)(?=<\|im_start\|>|\s*$)", re.DOTALL)

@@ -40,7 +40,7 @@ def plain(turn: dict) -> dict:
 
 
 def without_loss(turns: list[dict], dropped: Counter) -> list[dict]:
-    """Remove keys that exclude a turn from the loss, counting these turns in `dropped`."""
+    """Return turns without loss mask keys, such as `loss: false`; count the masked assistant turns in `dropped`."""
     untrained = (turn for turn in turns if turn["role"] == "assistant" and not is_trained(turn))
     dropped.update("the mark that excludes an answer from training" for _ in untrained)
     return [{key: value for key, value in turn.items() if key not in LOSS_KEYS} for turn in turns]

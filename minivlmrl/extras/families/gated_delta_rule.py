@@ -11,9 +11,10 @@ Derivation of the chunked form. With G_i = g_1 + ... + g_i inside a chunk and S 
 
 Substituting S_(i-1) in u_i gives a triangular system, because u_i depends only on earlier tokens:
 
-    u_i + sum over j < i of L_ij u_j = beta_i (v_i - e^G_i S^T k_i)        L_ij = beta_i e^(G_i - G_j) k_i . k_j
+    u_i + sum over j < i of L_ij u_j = beta_i (v_i - e^G_i S^T k_i)
 
-S occurs only on the right, so the systems for all chunks are solved at once, before S is known:
+with L_ij = beta_i e^(G_i - G_j) k_i . k_j. The state S occurs only on the right side, so the systems for all chunks are
+solved at once, before S is known:
 
     X = (I + L)^-1 beta V        Y = (I + L)^-1 beta e^G K
 
@@ -22,10 +23,10 @@ Only these products are computed chunk by chunk:
     U = X - Y S        O = e^G Q S + M U        M_ij = e^(G_i - G_j) q_i . k_j for j <= i
     S <- e^G_C S + (e^(G_C - G) K)^T U
 
-Example: two tokens, keys and queries 1, values 8 and 6, beta = 1/2, a = 1/2:
+Example: two tokens with keys and queries 1, values 8 and 6, beta = 1/2 and a = 1/2, computed in both forms:
 
     token by token:  u_1 = 8 / 2 = 4,  S = 4,  a S = 2,  u_2 = (6 - 2) / 2 = 2,  S = 2 + 2 = 4
-    as one chunk:    L_21 = 1/4,  beta v = 4, 3,  u_1 = 4,  u_2 = 3 - 4/4 = 2
+    one chunk:       L_21 = 1/4,  u_1 = beta v_1 = 4,  u_2 = beta v_2 - L_21 u_1 = 3 - 4/4 = 2
 
 Dimensions: b rows, T tokens per row, H heads, K key size, V value size, C tokens per chunk.
 Source: Gated Delta Networks (arXiv 2412.06464); chunked form: DeltaNet (arXiv 2406.06484).

@@ -224,7 +224,8 @@ def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], 
     layout = attention.layout
     results = []
     states = []
-    blocks = [layout.blocks(x.unsqueeze(1)) for x in inputs]  # per input: a (prompts, completions) pair per length
+    # per input tensor: one (prompt block, completion block) pair per distinct prompt length
+    blocks = [layout.blocks(x.unsqueeze(1)) for x in inputs]
     for *pairs, slots in zip(*blocks, layout.slots, strict=True):
         prompts = [prompt_block[:, 0] for prompt_block, _ in pairs]
         completions = [completion_block[:, 0] for _, completion_block in pairs]

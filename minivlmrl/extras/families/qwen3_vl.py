@@ -149,7 +149,7 @@ class Qwen3VisionTransformer(VisionTower):
 def interpolation_weights(count: int, side: int) -> Tensor:
     """Return float64 weights (count, side) for linear interpolation from `side` to `count` points.
 
-    Example: weights from 2 to 3 points are (1, 0), (.5, .5) and (0, 1).
+    Example: for side=2 and count=3, the rows of the result are (1, 0), (.5, .5) and (0, 1).
     """
     positions = torch.arange(count, dtype=torch.float64) * (side - 1) / max(count - 1, 1)
     distances = (positions[:, None] - torch.arange(side)).abs()
@@ -208,7 +208,7 @@ class Videos:
             grids: patch grids (t, h, w) for images and videos.
             times: 0.0 for an image, timestamps in seconds for a video.
         Returns:
-            pieces; one grid (1, h, w) per time step; 1.0 per video time step and 0.0 per image
+            prompt pieces; patch grids, (1, h, w) per video time step; seconds per time step, 1.0 (video) or 0.0 (image)
         """
         laid_pieces = []
         video_times = iter([seconds for seconds in times if seconds])

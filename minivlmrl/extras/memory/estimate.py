@@ -193,7 +193,7 @@ class MemoryEstimator:
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
         gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
         dropout_on = dropout(models, config.adapter.dropout if train else 0.0, "memory")
-        # tensors cached by vision_layout would not be counted
+        # the tracker counts only new tensors, so vision_layout must not return cached tensors
         vision_layout.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
@@ -212,7 +212,7 @@ class MemoryEstimator:
 
 
 def drop_gradient(parameter: nn.Parameter):
-    # gradients are not activations
+    # free the gradient, because this estimate counts only activations
     parameter.grad = None
 
 
@@ -418,7 +418,7 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
 
 
 def persistent_items(question: MemoryQuestion) -> dict[str, int]:
-    """Return the bytes needed in all phases, before sharding, such as weights and optimizer state."""
+    """Return {item: bytes} for weights, optimizer state and other memory used in every phase, before sharding."""
     config, models = question.config, question.models
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])

@@ -107,7 +107,13 @@ def active_share(model_config: ModelConfig) -> float:
 
 
 def flops_by_input(model: nn.Module, model_config: ModelConfig, backward: bool = True) -> dict[str, float]:
-    """Return FLOPs per image patch, per merged patch and per token; "scored": extra FLOPs per token with logits."""
+    """Return FLOPs per unit of input.
+
+    patches: FLOPs per image patch
+    merged: FLOPs per merged image patch
+    tokens: FLOPs per token
+    scored: extra FLOPs per token that needs logits
+    """
     found = list(matrices(model))
     trains_merger = any(trained for name, _, trained in found if "visual." in name)
     trains_tower = any(trained for name, _, trained in found if "visual." in name and "merger" not in name)

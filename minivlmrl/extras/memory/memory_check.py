@@ -52,7 +52,7 @@ class MemoryCheck(Callback):
     estimator: MemoryEstimator | None = None
 
     def on_setup(self, config: RunConfig, world: World):
-        self.plans = {}  # {stage: (inputs of the estimate, optimizer state bytes)}, empty on CPUs
+        self.plans = {}  # {stage: (MemoryQuestion, optimizer state bytes)}, empty without a GPU
         if config.model.path is None:  # random weights: a tiny model, which needs no estimate
             return
         self.estimator = MemoryEstimator.from_folder(config.model.path, is_before_ampere(world.device))
