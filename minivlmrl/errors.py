@@ -37,7 +37,7 @@ class UserError(ValueError):
 class error_context(AbstractContextManager):
     """Convert a ValueError in the `with` block to a UserError whose message begins with `where`, such as a file.
 
-    Other exceptions get the place as a note.
+    Other exceptions keep their type, and get the note "in {where}".
     """
 
     # a class, because contextlib.contextmanager is too slow for every data row
@@ -76,7 +76,7 @@ def user_error_message(error: BaseException) -> str | None:
 def user_code(error: BaseException) -> str:
     """Describe where user code raised an error, such as "mine.py:3, in f: return x[0]".
 
-    Return "" if minivlmrl raised the error, even when called from user code.
+    Return "" if a minivlmrl function raised the error, even if user code called the function.
     """
     while error.__cause__ is not None:
         error = error.__cause__

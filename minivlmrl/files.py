@@ -127,7 +127,7 @@ def unchanged(*folders: str | Path, since: dict[Path, tuple[int, ...]] | None = 
     """Raise UserError if files are replaced during the `with` block.
 
     Args:
-        since: earlier result of file_stamps, None = from the start of the block.
+        since: result of file_stamps at an earlier time, None = at the start of the `with` block.
     """
     since = file_stamps(*folders) if since is None else since
     try:

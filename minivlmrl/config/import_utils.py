@@ -94,7 +94,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
     """Parse "name(option=value)"; return the named object, and the options as a dict.
 
     Option values are Python literals. Only a name with a colon, such as file.py:name, loads code from outside
-    minivlmrl. If a recipe was found next to a model, config/loading.py rejects such names.
+    minivlmrl. In a recipe found automatically next to a model, config/loading.py rejects names with a colon.
 
     Args:
         kind: for error messages, such as "reward".
@@ -182,7 +182,8 @@ def with_arguments(
         names: keyword arguments that callers pass.
         options: {name: value} for parameters that callers do not pass.
     Raises:
-        UserError: a parameter gets no value, or has the name of one argument but the position of another.
+        UserError: a parameter gets no value, or arguments would be swapped, as for f(mask, advantages) if callers
+            pass (advantages, mask).
     """
     parameters = parameters_of(function)
     by_position = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -122,7 +122,7 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
 
 @dataclasses.dataclass
 class Resolver:
-    """Make the paths in a recipe absolute, and refuse code if the recipe was found next to a model."""
+    """Make the paths in a recipe absolute. Raise PermissionError if an automatically found recipe would run code."""
 
     recipe: Path
     typed: Collection[str]  # options set on the command line, such as "grpo.beta" or "grpo"
@@ -147,7 +147,7 @@ class Resolver:
         name, options = split_options(text)
         # reject quoted strings as well: the string in "name(url='...')" could be a URL, a file or a function
         if self.is_found and not is_typed and (":" in name or re.search("['\"]", options)):
-            # PermissionError, because Reader suppresses ValueError while it tries the types in `X | Code`
+            # not UserError: for a union type, config/parsing.py ignores any ValueError and tries the next type
             raise PermissionError(
                 f"{self.recipe} was found automatically and would run the code {text}; read the code, then pass "
                 f"--recipe={self.recipe} to allow it"

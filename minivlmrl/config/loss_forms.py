@@ -16,7 +16,7 @@ class RunBatch(dict):
 
 
 def takes_batch(function: Callable) -> bool:
-    """Return True for f(batch, options); a wrapper f(*args, **kwargs) is treated like grpo_loss."""
+    """Return True for a loss f(batch, options), False for a loss like grpo_loss or a wrapper f(*args, **kwargs)."""
     parameters = parameters_of(function)
     is_wrapper = len(parameters) > 1 and any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
     positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

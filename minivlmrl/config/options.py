@@ -191,7 +191,7 @@ class DataOptions(RowOptions):
     # variables for the chat template, such as {enable_thinking: false}
     chat_template_kwargs: dict = field(default_factory=dict)
     # unit of box coordinates in answers: original or resized image pixels, thousandths of the image size, or
-    # fractions from 0 to 1 (unit). None uses the model family's unit
+    # fractions from 0 to 1 (unit). None: the box unit of the model family
     box_space: BoxSpace | None = None
     # where the answer is in a completion: in <answer> tags, the whole text, or the last line
     answer_format: Literal["tags", "whole", "last_line"] = "tags"
@@ -276,8 +276,8 @@ class SamplingOptions:
 class RolloutOptions:
     """Options for sampling during training."""
 
-    # maximum difference between sampling and training log-probs, in nats per token. In bfloat16, it limits ten
-    # times the root mean square difference instead
+    # maximum difference between sampling and training log-probs, in nats per token. In bfloat16, the root mean square
+    # difference may be at most a tenth of max_logp_mismatch
     max_logp_mismatch: Annotated[float, "(0, inf]; .inf disables the check"] = 1.0
     # gather all sharded weights before sampling; False gathers one layer at a time, in every forward pass
     gather_weights: bool = True
@@ -536,7 +536,8 @@ class RunConfig:
         self.recipe = ""
         # recipe sections of stages that the option --stages does not list
         self.unused_sections: list[str] = []
-        self.names_of_files: dict[str, str] = {}  # {your own stage, as file.py:Class: its section name}
+        # recipe sections of user-defined stages, such as {"my_stage.py:Again": "again"}
+        self.names_of_files: dict[str, str] = {}
         if self.rewards and not any(self.rewards.values()):
             raise UserError(
                 f"rewards are {self.rewards}; at least one weight must not be 0, because otherwise nothing is learned"

@@ -95,8 +95,8 @@ class Reader:
     string types in config/types.py, and numbers with bounds such as Annotated[float, "(0, 1]"].
     """
 
-    # True for JSON files: unknown keys are ignored, and strings are not converted. False for recipes: a string is also
-    # accepted as a list with one item, and "1e-4", which YAML reads as a string, as a float
+    # True for JSON files: ignore unknown keys, and convert no strings. False for recipes: reject unknown keys, convert
+    # "a" to ["a"] if a list is expected, and convert "1e-4" to a float, because YAML reads 1e-4 as a string
     json: bool
     # function (type, string, option path) -> new string. Dots separate keys in the path; a dot in a key becomes a slash
     change_text: Callable[[TypeHint, str, str], str] | None = None
@@ -179,7 +179,7 @@ class Reader:
         raise self._wrong_choice(hint, value, name, f"of type {type_text(hint)}")
 
     def _wrong_choice(self, hint: TypeHint, value: Plain, name: str, expected: str) -> UserError:
-        """Return the error for an invalid choice; explain values of other projects, such as TRL."""
+        """Return the error for an invalid choice, with advice if the choice exists in a library such as TRL."""
         error = str(invalid_value(name, value, expected))
         if isinstance(value, str) and self.root is not None:
             advice = self._foreign_name(self.root, "", value)
@@ -229,12 +229,12 @@ class Reader:
                 return f"unknown key {inner}{name}; {advice}"
             inner += f"{name}."
         for path in sorted(paths, key=lambda path: not path.startswith("grpo.")) if not prefix else ():
-            names.setdefault(path.rpartition(".")[2], path)  # also suggest options for names without their section
+            names.setdefault(path.rpartition(".")[2], path)  # for the key beta, suggest grpo.beta
         meant = did_you_mean(key, names, lambda name: self.dashes + names[name])
         return f"unknown key {prefix}{key}{meant or truncate(known, 400, str)}"
 
     def _foreign_name(self, root: type, section: str, name: str) -> str:
-        """Return advice from docs/coming_from.md about another project's name, or ""."""
+        """Return advice from docs/coming_from.md about a name from a library such as TRL, or ""."""
         if not issubclass(root, RunConfig) or not has_extras():
             return ""
         answer = load_extra("minivlmrl.extras.names:answer", "an unknown option")

@@ -60,7 +60,7 @@ def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 
 # Jinja sandbox like apply_chat_template in transformers. Templates may use {% break %}, but not {% generation %}.
-# Python internals, files and range() over more than 100,000 items are blocked. Time and memory are not, as in
+# Python internals, files and range() over more than 100,000 items are blocked. Time and memory are not limited, as in
 # {{ 'x' * 10**9 }}: only use templates that you trust.
 SANDBOX = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension])
 # replace Jinja's tojson, which escapes <, > and & for HTML
@@ -231,7 +231,7 @@ class ChatTemplate:
         return template
 
     def _marked(self, messages: list[dict]) -> tuple[list[dict], str]:
-        """Insert a rare character into control tokens written in messages, so that they stay ordinary text."""
+        """Insert a placeholder into control tokens written in messages, so that the tokens stay ordinary text."""
         check_messages(messages)
         messages = _as_json(messages)
         if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):
@@ -243,7 +243,7 @@ class ChatTemplate:
                 if isinstance(function.get("arguments"), str):
                     function["arguments"] = parse_json(function["arguments"])
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
-        # unused Chinese character: templates may strip a space and escape a symbol
+        # placeholder: a Chinese character not in the text, because templates may strip spaces and escape symbols
         mark = next(letter for letter in map(chr, range(0x20000, sys.maxunicode)) if letter not in all_text)
         return _as_json(messages, lambda text: self.literal_tokens.sub(rf"\g<0>{mark}", text)), mark
 
@@ -289,7 +289,7 @@ def with_values(template: ChatTemplate, values: dict) -> ChatTemplate:
 def _literal_pattern(name: str) -> str:
     """Return a regular expression that finds a control token in messages.
 
-    It matches only the first character of the token, because a mark is inserted after this character.
+    Only the first character is matched, so that re.sub can insert a placeholder after the first character.
     """
     # by removing spaces or adding text, a template can turn "<|im_ end|>" or a final "<|im_" into a control token
     others = [re.escape(character) for character in name[1:]]

@@ -12,7 +12,7 @@ TEXTS = PROMPTS | ANSWERS
 MEDIA = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 # columns read by all stages
 READ = {*PROMPTS, *MEDIA, "system", "box_space"}
-VALUES = {  # {column: type with bounds}
+VALUES = {  # {column: type hint, with bounds for numbers}
     "system": str,
     "box_space": BoxSpace,
     "margin": Annotated[float, "(-inf, inf)"],  # how much better `chosen` is than `rejected`
@@ -46,7 +46,7 @@ def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
 
 
 def missing_column(name: str, columns: dict, cure: str) -> UserError:
-    """Return the error for a column without a value; LayoutError means that the columns may be another project's.
+    """Return the error for a missing or empty column, a LayoutError if the row may have another library's format.
 
     Args:
         cure: advice in the error message, such as how to rename the column.

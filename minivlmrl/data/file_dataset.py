@@ -80,7 +80,7 @@ class RowFile:
             try:
                 row, media = checked_row(self.columns_of(line), required, known, self.options, self.folder)
             except ValueError as error:
-                # if earlier rows had values, an empty column is a mistake in this row, not another project's layout
+                # after valid rows, an empty column is a mistake in one row: do not suggest `minivlmrl convert`
                 if not is_foreign(error) or (isinstance(error, EmptyColumnError) and self.given):
                     raise
                 advice = convert_advice(self.path, self.options.format, self.options.columns)
@@ -144,7 +144,7 @@ class FileDataset(Sequence[Row]):
     """Rows from one data file, or from several files after mix().
 
     Args:
-        required: required columns; "problem" = any prompt column.
+        required: required columns; "problem" stands for the prompt in any column.
         constants: columns added to every row.
         checks_files: whether to check for missing media files; only on rank 0, because shared file systems are slow.
         reads: further columns for stages and rewards, None = all.

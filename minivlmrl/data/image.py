@@ -149,7 +149,7 @@ def look_up(normalized: np.ndarray, pixels: np.ndarray) -> np.ndarray:
         normalized: (3, 256) normalized value for each color channel and uint8 value.
         pixels: (T, H, W, 3) uint8.
     Returns:
-        (T, 3, H, W), same dtype as the table.
+        (T, 3, H, W), dtype of `normalized`.
     """
     channels = [normalized[c].take(pixels[..., c]) for c in range(3)]
     return np.stack(channels, axis=1)

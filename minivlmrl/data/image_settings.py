@@ -27,7 +27,7 @@ def torch_resize_frames(
         pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
         pixels = torch.nn.functional.interpolate(pixels, (height, width), mode="bicubic", antialias=True)
         resized.append(pixels[0].permute(1, 2, 0).numpy())
-    scale = np.float32(1 / (1 / 255))  # transformers divides by 1 / 255, so its scale is 255 with a rounding error
+    scale = np.float32(1 / (1 / 255))  # as in transformers, which divides mean and std by rescale_factor = 1 / 255
     gray_levels = np.arange(256, dtype=np.float32)
     return look_up((gray_levels - mean * scale) / (std * scale), np.stack(resized))
 
@@ -37,7 +37,7 @@ RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Mean = Annotated[float, "(-1e6, 1e6)"]
 Std = Annotated[float, "[1e-6, 1e6)"]  # at least 1e-6, because pixel values are divided by image_std
-# transformers class names: those with Fast resize with torch, others with Pillow
+# transformers class names; names that end in "Fast" select resizing with torch, other names with Pillow
 ProcessorType = Literal[
     "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLImageProcessorFast", "Qwen2_5_VLImageProcessor"
 ]
@@ -113,7 +113,7 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
         resize=RESIZE["torch" if str(settings.image_processor_type).endswith("Fast") else "pil"],
     )
     with error_context("data" if min_pixels or max_pixels else where):
-        # smart_resize raises UserError if max_pixels is less than min_pixels, or less than one token covers
+        # smart_resize raises UserError if max_pixels is less than min_pixels or the area of one token
         side = processor.factor
         smart_resize(side, side, side, low, high)
     return processor
@@ -131,7 +131,7 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
     """Build a preprocessor_config.json for transformers 4.49 to 5.23 and vLLM.
 
     Args:
-        options: data.image; a fixed size becomes bounds on the area, because the file cannot store it.
+        options: data.image. A fixed size becomes min_pixels and max_pixels, because the format has no fixed size.
     """
     low, high = area_bounds(processor, options, (processor.min_pixels, processor.max_pixels))
     suffix = "Fast" if processor.resize is RESIZE["torch"] else ""
@@ -166,7 +166,7 @@ def write_video_processor(processor: ImageProcessor, options: dict[str, float]) 
     area = processor.factor**2
     low, high = area_bounds(processor, options, (MIN_FRAME_TOKENS * area, MAX_FRAME_TOKENS * area))
     content = {
-        "video_processor_type": "Qwen2VLVideoProcessor",  # processor that resizes frames like video.frame_size
+        "video_processor_type": "Qwen2VLVideoProcessor",  # resizes frames to the same size as video.frame_size()
         **FIXED,
         **patch_settings(processor),
         "size": {"shortest_edge": low, "longest_edge": high},

@@ -91,7 +91,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     """Find an image or video file.
 
     Returns:
-        File name for error messages, and path; bytes and data URIs give a byte stream instead.
+        Name for error messages, and path, or a byte stream if `source` is bytes or a data URI.
     """
     if isinstance(source, bytes | bytearray):
         return pluralize(len(source), "byte"), io.BytesIO(source)
@@ -200,7 +200,7 @@ def _with_common(item: Media, common_options: dict) -> dict:
     """
     if item.kind == "image":
         return item.options or common_options
-    # nframes in a row overrides all sampling options in the recipe
+    # if a data row sets nframes, ignore all frame sampling options in the recipe
     ignored = SAMPLING_OPTIONS if "nframes" in item.options else ()
     if isinstance(item.source, list):  # a list of frames is not sampled, but needs fps
         ignored = {*SAMPLING_OPTIONS} - {"fps"}

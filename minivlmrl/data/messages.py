@@ -30,9 +30,8 @@ def content_parts(message: dict) -> list[dict]:
 def part_kind(part: dict) -> str | None:
     """Return a message part's kind: "image", "video" or "text"; None if unclear.
 
-    Args:
-        part: {"type": "image"}, or a dict with key image or image_url (likewise for videos), or {"type": "text",
-            "text": str}, where type is optional. Keys with value None count as missing.
+    An image part has type "image" or a key image or image_url, and a video part type "video" or a key video or
+    video_url. A text part has a key text, and type "text" or no type. Keys with value None count as missing.
     """
     if not isinstance(part, dict):
         return None
@@ -111,8 +110,8 @@ def put_in_template(template: str, turns: list[dict]) -> list[dict]:
 def add_placeholders(turns: list[dict], media: Mapping[str, int]) -> list[dict]:
     """Convert the tags <image> and <video> in text to image and video parts.
 
-    Example: "<image>What?" becomes an empty text part, an image part and the text part "What?". Without tags, the parts
-        precede the first user text.
+    Example: "<image>What?" becomes an empty text part, an image part and the text part "What?". Without tags, image
+        and video parts are inserted at the start of the first user turn.
     """
     placed = []
     for turn in turns:

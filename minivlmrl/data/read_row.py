@@ -47,12 +47,12 @@ def read_row(columns: dict, options: RowOptions) -> tuple[Row, list[Media]]:
 
 
 def split_answers(columns: dict, template: str) -> tuple[str, list[dict], Answers]:
-    """Return the prompt in a row, and its answers completion, chosen and rejected; see docs/data.md.
+    """Separate the prompt in a row from the answers; see docs/data.md.
 
     Args:
         template: data.prompt_template, with {problem}, or the same question for all rows.
     Returns:
-        Name of the column with the prompt, prompt turns, and {answer column: answer}.
+        Prompt column name, prompt turns, and {"completion", "chosen" or "rejected": answer}.
     """
     texts = {name: without_nulls(columns[name]) for name in PROMPTS if columns.get(name) is not None}
     answers = {name: without_nulls(columns[name]) for name in ANSWERS if columns.get(name) is not None}

@@ -22,8 +22,8 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
     Args:
         history: templates may drop reasoning from the first `history` messages.
     Returns:
-        End of an error message, such as "message 2 completely: the text 'Hi' of the role 'user' is missing or changed",
-        or None.
+        What the template does not render, such as "message 2 completely: the text 'Hi' of the role 'user' is missing or
+        changed", or None.
     """
     compact = _compact(rendered)
     texts, calls = [], []  # texts to find: (text, message number, kind)
@@ -60,7 +60,7 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
         if not found:
             missing.append(index)
         elif text:
-            compact = f"{before} {after}"  # a space replaces the found text, so no other text can match both sides
+            compact = f"{before} {after}"  # a space in place of the found text, so that no text is found across the gap
     return sorted(missing)
 
 

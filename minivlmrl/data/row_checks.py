@@ -72,7 +72,7 @@ def checked_row(
     """Check and read a row; see read_row.
 
     Args:
-        required: columns that need a value; "problem" = any prompt column.
+        required: columns that need a value; "problem" stands for the prompt in any column.
         known: columns read by a stage, a reward or data.columns.
     Raises:
         UserError: invalid row.
@@ -93,7 +93,7 @@ def checked_row(
         raise
     check_required(row, required)
     shown = [*media, *(part["image"] for part in answer_image_parts(row))]
-    if shown:  # if data.columns names a column, its images may be for rewards only
+    if shown:  # data.columns may name columns with images that only rewards read
         known = {*known, *options.columns.values()}
     check_unread(columns, shown, folder, known)
     return row, media

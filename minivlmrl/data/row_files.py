@@ -76,7 +76,7 @@ def convert_advice(path: str | Path, format: str | None = None, columns: Mapping
 
 def _for_shell(text: str) -> str:
     quoted = shlex.quote(text)
-    # backslashes instead of quotes: error messages truncate long quoted strings
+    # escape long arguments with backslashes, because error messages shorten long strings in quotes
     return quoted if len(quoted) < 80 else re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
 

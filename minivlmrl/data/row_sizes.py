@@ -108,7 +108,7 @@ def measure(rows: Dataset, index: int, processor: Processor, answers: Sequence[s
         file.sizes = {}
     sizes = file.sizes.setdefault(facts.line, {})
     key = tuple(answers)
-    if not answers and sizes:  # sizes measured earlier with answers include the prompt size
+    if not answers and sizes:  # reuse the prompt size that an earlier call measured with answers
         size = next(iter(sizes.values()))
         return replace(size, answer_tokens=None, longest=size.prompt_tokens)
     if key not in sizes:
@@ -161,7 +161,7 @@ def long_rows(
     Unreadable rows raise UserError unless skip_unreadable is True.
     """
     if not isinstance(rows, FileDataset):
-        return  # generated rows (data.task) have similar lengths, so none is too long
+        return  # do not check generated rows (data.task), whose lengths are similar
     counter = patch_counter(processor)
     indices = [
         index

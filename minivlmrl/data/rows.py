@@ -62,7 +62,8 @@ class Completion:
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
     # tokens kept by top_k, top_p and min_p: (number per position, all their ids concatenated)
     sampling_mask: tuple[Tensor, Tensor] | None = None
-    pictures: Sequence[tuple] = ()  # (image, patches, patch grid) per image, or (image,) if only logs show it
+    # images from an environment: (image, patches, patch grid), or (image,) for an image that is only logged
+    pictures: Sequence[tuple] = ()
     tool_use: ToolUse = field(default_factory=ToolUse)
     extra: dict = field(default_factory=dict)  # values logged with log_extra, as in TRL
     turns: "Sequence[Completion]" = ()  # one Completion per assistant turn, if the turns do not form one token sequence

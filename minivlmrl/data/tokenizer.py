@@ -43,8 +43,8 @@ class Tokenizer:
     """Convert text to token ids and back.
 
     `special_tokens` maps all control tokens to ids. Only chat templates can write the control tokens in `structure`:
-    "<|im_end|>" in a message is ordinary text. Messages can contain all other control tokens, such as "<tool_call>", as
-    in transformers.
+    "<|im_end|>" in a message is ordinary text. Control tokens outside `structure`, such as "<tool_call>", can also be
+    written in messages, as in transformers.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):

@@ -148,9 +148,9 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
 
     Args:
         options: min_pixels and max_pixels bound the area of a frame in pixels (default: 128 and 768 tokens).
-            total_pixels bounds the area of all frames (default: 115200 tokens). A frame may have
-            2 * total_pixels / nframes pixels: two frames form one temporal patch, which counts once. resized_height
-            and resized_width set a fixed size, as for images.
+            total_pixels bounds the area of all temporal patches, each of two frames (default: 115200 tokens). Each
+            frame may therefore have 2 * total_pixels / nframes pixels. resized_height and resized_width set a fixed
+            size, as for images.
 
     Source: fetch_video in qwen-vl-utils, for a video file. A list of frames is resized once here;
     qwen-vl-utils 0.0.14 resizes it twice.

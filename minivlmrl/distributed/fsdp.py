@@ -108,9 +108,9 @@ class Sharding:
             unit.set_reshard_after_forward(False)  # keep embedding and head gathered for the next decode step
             communication_of(unit).all_reduces_once = True
         if untied:
-            # The model reads the embedding and head weights without calling the modules, so FSDP does not gather them.
-            # One unit for both would need 4.4 GB for float32 gradients in a 7B model. The hooks must run after FSDP's,
-            # which initialize FSDP.
+            # The model reads the embedding and head weights without calling the modules, so forward hooks gather the
+            # weights. A single FSDP unit for embedding and head would need 4.4 GB for float32 gradients in a 7B model.
+            # FSDP's own hooks must run first, because they initialize FSDP.
             embedding, head = untied
             model.register_forward_pre_hook(lambda *_: embedding.unshard())
             model.register_forward_hook(lambda *_: head.unshard())

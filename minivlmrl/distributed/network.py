@@ -22,9 +22,9 @@ CONNECT_SECONDS = 60.0  # timeout for connecting, after all ranks have started
 def attempt_store(limit: timedelta) -> Store:
     """Return the torch.distributed store in which ranks look up each other's addresses.
 
-    Keys begin with torchrun's restart count, because keys from before a restart contain addresses of dead processes
-    (pytorch 135712). With several hosts, a host may not know the restart count, so keys begin with 0
-    (docs/many_gpus.md).
+    Store keys begin with torchrun's restart count, because keys from before a restart contain addresses of dead
+    processes (pytorch 135712). With several hosts, store keys always begin with 0, because a host may not know the
+    restart count (docs/many_gpus.md).
     """
     try:
         store, _, _ = next(rendezvous("env://", timeout=limit))
@@ -120,7 +120,7 @@ def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
         socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # milliseconds until unacknowledged data closes a connection
     }
     for number in set(os.listdir("/proc/self/fd")) - before:
-        # ignore files that are not TCP connections
+        # skip file descriptors that are not TCP sockets
         with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as x:
             x.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in options.items():

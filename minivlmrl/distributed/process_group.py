@@ -118,13 +118,13 @@ class World:
         restart_watchdog(self.max_wait, self.size)
 
     def run_after_error(self, work: Callable[["World"], object], alone: bool) -> bool:
-        """Save the run with `work` after an error; every rank with an error must call run_after_error.
+        """Call `work` to save a checkpoint after an error; every rank that fails must call run_after_error.
 
-        If all ranks have an error, they save together. Otherwise the first rank saves alone, and others wait, because
-        torchrun kills all ranks when one exits.
+        If all ranks fail, they save the checkpoint together. If only some ranks fail, the first one saves alone. The
+        other failed ranks wait, because torchrun kills all ranks when one exits.
 
         Args:
-            work: function that saves, called with a World of the saving ranks.
+            work: function that saves a checkpoint, called with a World of the saving ranks.
             alone: whether a single rank can run `work`.
         """
         if self.size == 1:
@@ -136,12 +136,12 @@ class World:
         errors = [f"error of rank {rank}" for rank in range(self.size)]
         own = str(self.rank)
         store.set(errors[self.rank], "")
-        # rank 0 waits a second less, so that it saves: only rank 0 knows the log file lengths
+        # shorter timeout on rank 0: the first rank to time out saves alone, and only rank 0 knows the log file lengths
         limit = timedelta(seconds=LAST_ERRORS + min(self.rank, 1))
-        with suppress(dist.DistError):  # DistError: a rank had no error within the limit
+        with suppress(dist.DistError):  # timeout: at least one rank has not failed
             store.wait(errors, limit)
             own = "all"
-        # the rank that stops waiting first decides which ranks save
+        # the first rank to set this key decides whether all ranks save, or only one
         workers = store.compare_set("ranks that save", "", own).decode()
         if workers == "all":
             work(self)
@@ -255,7 +255,7 @@ def monitored_barrier(limit: timedelta, names_all: bool = False):
 
     Args:
         limit: timeout on rank 0. Other ranks wait for rank 0 up to max_wait_hours.
-        names_all: whether the error lists all late ranks, which takes the whole limit.
+        names_all: whether to wait until the timeout, and list all late ranks in the error.
 
     Raises:
         RuntimeError: a rank has ended or is late; on rank 0, "Rank 1 failed to pass monitoredBarrier".

@@ -55,7 +55,8 @@ def restart_watchdog(max_wait: float | None, size: int):
     """Restart the timer that ends this process if it hangs.
 
     Args:
-        max_wait: seconds, None = no limit. Several ranks get twice this time, so that waiting ranks can save.
+        max_wait: seconds, None = no limit. With several ranks, the limit is 2 * max_wait: a rank may wait max_wait for
+            others, and then save a checkpoint.
     """
     if max_wait is not None:
         faulthandler.dump_traceback_later(max_wait if size == 1 else 2 * max_wait, exit=True, file=2)

@@ -66,7 +66,8 @@ class Communication:
     # whether replicas sum gradients only in the last micro-batch. FSDP sums all gradients of a unit as one tensor, so
     # every parameter then needs a gradient in every micro-batch.
     all_reduces_once: bool = False
-    was_gathered: bool = False  # FSDP can postpone reduction only in units that gathered weights before
+    # whether the unit has ever gathered its weights, without which FSDP cannot postpone gradient reduction
+    was_gathered: bool = False
 
 
 def communication_of(unit: "FSDPModule") -> Communication:
@@ -76,8 +77,8 @@ def communication_of(unit: "FSDPModule") -> Communication:
 def begin_micro_batch(module: nn.Module, is_last: bool):
     """Set whether FSDP gathers weights and reduces gradients in the next micro-batch.
 
-    With sharding.once_per_step, the first micro-batch gathers weights and the last one reduces gradients, otherwise
-    every micro-batch does both.
+    With sharding.once_per_step, the first micro-batch gathers weights, and the last one reduces gradients. Without
+    once_per_step, every micro-batch gathers and reduces.
     """
     for unit in units(module):
         communication = communication_of(unit)
@@ -115,7 +116,7 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
 
     Args:
         gather_weights: if True, gather all weights first, so that ranks can sample independently. If False, gather one
-            layer at a time; all ranks must run equally many forward passes (fsdp.in_lockstep).
+            layer at a time, and run the same number of forward passes on all ranks (fsdp.in_lockstep).
     """
     if not model.sharding:
         with adapter_copies(model), torch.inference_mode():

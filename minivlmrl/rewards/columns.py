@@ -32,7 +32,7 @@ class RewardArguments:
     row_rewards: list[list[str] | None]  # names of rewards for the row, None = all
     extras: list[dict]  # values logged with log_extra
     reward_model_scores: Sequence[float] | None = None
-    # not lists; set by Reward.__call__
+    # single objects, not lists; set by Reward.__call__
     trainer_state: Any = None
     log_metric: Callable[[str, float], None] | None = None
     log_extra: Callable[[str, list], None] | None = None

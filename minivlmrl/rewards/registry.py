@@ -40,7 +40,7 @@ QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
 READS_MESSAGES = re.compile(
     "string indices must be integers|'str' object (?:is not a mapping|has no attribute '(?:get|items|keys|pop|values)')"
 )
-# arguments to pass as messages instead of strings
+# choices of reward arguments to pass as chat messages instead of strings
 FORMS = (), ("prompts",), ("prompts", "completions")
 
 
@@ -70,7 +70,7 @@ class Reward:
     world: World = field(default_factory=World)  # if one of these ranks fails, all raise RewardFailed
     log: RewardLog | None = None  # None outside training
     max_seconds: float | None = None
-    form: tuple[str, ...] = ()  # arguments passed as messages, one of FORMS
+    form: tuple[str, ...] = ()  # names of arguments that are passed as chat messages, not strings
 
     @property
     def columns(self) -> set[str]:
@@ -144,12 +144,15 @@ class Reward:
         return checked_values(self.name, values, texts, prefixes)
 
     def _call(self, columns: dict[str, list], callbacks: dict[str, Any]) -> Any:
-        """Call the function with strings. If it expects messages, pass prompts as messages, then also completions."""
+        """Call the reward function with prompts and completions as strings.
+
+        If the function expects chat messages, try prompts as messages, then prompts and completions as messages.
+        """
         try:
             return self._values(columns, callbacks)
         except (AttributeError, IndexError, TypeError):
             former = self.form
-            # replace "", whose completion[0] raises IndexError
+            # test with "?" instead of empty completions, because ""[0] raises IndexError
             trial = columns | {"completions": [text or "?" for text in columns["completions"]]}
             for form in (*FORMS, ()):
                 self.form = form

@@ -109,7 +109,7 @@ def solution_text(solution: Any) -> str:
     """Convert a solution to text: 2.0 -> "2", 1e-5 -> "0.00001", [[1, 2]] -> "[1, 2]", None -> "".
 
     Raises:
-        UserError: the solution is an object, a list with other values than numbers, or a list with one number.
+        UserError: the solution is a dict, a list that contains anything but numbers, or a list of one number.
     """
     while isinstance(solution, list | tuple) and len(solution) == 1 and isinstance(solution[0], list | tuple):
         solution = solution[0]

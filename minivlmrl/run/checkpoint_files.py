@@ -1,7 +1,7 @@
 """Read and write checkpoint tensors as safetensors files, because pickle files could run code.
 
-Each rank writes its rows of sharded tensors, and reads its rows from all files, so four ranks can load a checkpoint
-from two ranks. Example: rows 128 to 255 of policy.lm_head.weight have the key "128:policy.lm_head.weight".
+Each rank writes its rows of sharded tensors. To load a checkpoint, each rank searches all files for its rows, so the
+number of ranks may change. Example: rows 128 to 255 of policy.lm_head.weight have the key "128:policy.lm_head.weight".
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ FILE_SIZE = 2**30  # approximate checkpoint file size, in bytes
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
     """Yield blocks of files to hash; from a file above 64 MiB, only 1,024 evenly spaced blocks.
 
-    Training changes all blocks, so these blocks reveal other weights.
+    Training changes weights in every block, so 1,024 blocks reveal different weights.
     """
     for file in files:
         size = file.stat().st_size

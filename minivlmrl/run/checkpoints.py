@@ -5,8 +5,8 @@ output_dir/states/000120/    after 120 optimizer steps in all stages
     run.json                 TrainerState
     complete.json            checksums of the other files; written last
 
-Checkpoints are saved only after a rollout's last optimizer step, so they contain no completions. They also contain no
-random states: generators are seeded from run seed and stage, step or row. Incomplete checkpoints are named *.partial.
+Checkpoints are saved only after a rollout's last optimizer step, and therefore contain no completions. Random states
+are not saved: generators are seeded from run seed and stage, step or row. Incomplete checkpoints are named *.partial.
 """
 
 import re
@@ -40,7 +40,7 @@ from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
 from minivlmrl.trainers.base import Trainer
 
 COMPLETE = "complete.json"
-UPDATE = "optimizer"  # error_phase of weight updates
+UPDATE = "optimizer"  # training phase of weight updates, for error_phase
 NUM_KEPT_STATES = 2  # checkpoints to keep: two, in case the newest is damaged
 
 

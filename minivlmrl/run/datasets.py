@@ -121,7 +121,8 @@ def _load_datasets(
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(options.eval_file, eval_columns, options.eval_rows)
-    if stages:  # no check without training: the file may already have the names that data.columns gives
+    # do not check data.columns in runs that only evaluate, because the file may already have the new column names
+    if stages:
         columns = {name for rows in datasets.values() if isinstance(rows, FileDataset) for name in rows.columns}
         for name in options.columns:
             if name not in columns:

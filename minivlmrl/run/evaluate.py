@@ -25,7 +25,7 @@ from minivlmrl.trainers.offline import split
 BATCH_SIZE = 64  # maximum rows per rank and batch
 BATCH_TOKENS = 16384  # maximum sampling.max_batch_tokens in evaluations
 UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # full distribution
-# {kind of training rows: metric on given answers, without sampling}
+# {kind of training rows: metric on answers in evaluation rows, without sampling}
 ANSWER_METRICS = {"demonstrations": "eval/loss", "pairs": "eval/pair_accuracy"}
 
 
@@ -79,9 +79,9 @@ def metrics_by_name(rewards: Sequence[str], means: dict[str, list]) -> dict[str,
 
 
 def noise(before: float, after: float, num_rows: int) -> float:
-    """Return two standard errors of the difference between two means in [0, 1]."""
-    # The variance is at most mean * (1 - mean). Counting one more correct and one more wrong answer keeps the error
-    # above 0 if all answers are wrong.
+    """Return twice the standard error of the difference between two means of values in [0, 1]."""
+    # Values in [0, 1] have a variance of at most mean * (1 - mean). One added correct and one added wrong answer keep
+    # the standard error above 0 if all answers are wrong.
     means = [(value * num_rows + 1) / (num_rows + 2) for value in (before, after)]
     return 2 * math.sqrt(sum(mean * (1 - mean) for mean in means) / num_rows)
 

@@ -55,7 +55,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
 
         # open the output folder
         resumed = resume(config, datasets, world)
-        if world.is_main:  # print the folder only now: invalid recipes write no files
+        if world.is_main:  # print the folder only after all checks, because a rejected recipe writes no files
             hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
             print(f"output: {config.output_dir}; {hint}", flush=True)
         with MetricsLog(config, world, resumed.state) as log:
@@ -89,7 +89,8 @@ def train_stages(
             trainer = trainers[stage](
                 config, results.model, results.processor, results.world, state.step if is_first else 0
             )
-        if not is_first:  # begin the next stage after loading, so that an out-of-memory error loses no step
+        # change `state` only after loading: if loading runs out of memory, the previous stage can still be saved
+        if not is_first:
             state.stage += 1
             state.step = 0
             state.batches_consumed = 0
@@ -224,8 +225,8 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
         return trains_texts or len(batch.group.image_grid_thw) > 0
 
     if world.size > 1 and is_sharded(trainer.trained):
-        # Sort micro-batches by length, because FSDP ranks wait for each other in every layer. The last one must have a
-        # gradient, because FSDP may reduce gradients only in its backward pass.
+        # Sort micro-batches by length, because FSDP ranks wait for each other in every layer. The last micro-batch
+        # must have a gradient, because FSDP may reduce gradients only in the last backward pass.
         batches = sorted(batches, key=lambda batch: (not has_gradient(batch), num_tokens(batch)), reverse=True)
     for index, batch in enumerate(batches):
         world.stop_if_preempted()
@@ -240,7 +241,7 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
                         f"{trainer.stage} step {number}: the loss has no gradient, so nothing would be learned. "
                         "Compute it from the log-probabilities without detach() and torch.no_grad()"
                     )
-                if loss.requires_grad:  # with FSDP, losses require gradients even without images
+                if loss.requires_grad:  # with FSDP, a loss without images can require gradients (DummyVisionForward)
                     loss.backward()
         values.append({"loss": loss.detach(), **metrics})
         counts.append(batch.counts(values[-1]))

@@ -58,7 +58,7 @@ class MetricsLog(ExitStack):
         self.steps = state.steps
         self.begin_time = 0.0
         self.evaluated: dict[str, float] = {}
-        self.bar = ProgressBar("", 0, is_main=False)  # prints nothing; a stage replaces it
+        self.bar = ProgressBar("", 0, is_main=False)  # no output until the first stage begins
         self.files = {}
         self.trackers = {}
         for name in dict.fromkeys(config.report_to) if world.is_main else ():
@@ -120,7 +120,7 @@ class MetricsLog(ExitStack):
         self.num_lines[name] += 1
 
     def track(self, values: dict[str, float]):
-        """Send metrics to trackers such as wandb, with the step over all stages; remove failing trackers."""
+        """Send metrics to trackers such as wandb, with steps counted over all stages; remove trackers that fail."""
         for name, log in [*self.trackers.items()]:
             try:
                 log(values, self.steps)
@@ -269,7 +269,7 @@ def check_mismatch(config: RunConfig, metrics: dict[str, float]):
     """Raise UserError if log-probabilities from sampling and training differ.
 
     In float32, the largest difference must not exceed rollout.max_logp_mismatch nats. In bfloat16, the root mean
-    square difference must not exceed a tenth of this.
+    square difference must not exceed a tenth of rollout.max_logp_mismatch.
     """
     name = "rollout/logp_mismatch"
     bound = config.rollout.max_logp_mismatch
@@ -277,7 +277,8 @@ def check_mismatch(config: RunConfig, metrics: dict[str, float]):
         name = "rollout/logp_mismatch_rms"
         bound /= 10
     mismatch = metrics.get(name, 0.0)
-    if mismatch > bound and not config.adapter.dropout:  # only the trainer applies dropout, so they must differ
+    # no check with dropout, which the trainer applies and the sampler does not
+    if mismatch > bound and not config.adapter.dropout:
         raise UserError(
             f"{name} is {mismatch:.3g} nats, but at most {bound} is allowed: the sampler and the trainer compute "
             "different log-probabilities for the same tokens. Either there is a bug, or the dtype is not precise "

@@ -36,9 +36,9 @@ def build_optimizer(model: nn.Module, options: TrainingOptions, section: Optimiz
 
 
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
-    """Create optimizer state, such as AdamW moments, by a step with zero gradients.
+    """Run a step with zero gradients, which creates optimizer state such as AdamW moments.
 
-    Weight decay changes the weights in this step, so call this before loading checkpoint weights.
+    Weight decay changes the weights in this step, so call begin_state before loading checkpoint weights.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -59,7 +59,7 @@ def check_optimizer(section: OptimizerOptions):
             # the training loop sets group["lr"]
             require("lr" in group, "a parameter group", sorted(group), 'a dictionary with "lr"')
     with error_context(f"optimizer.name {section.name}: checkpoints cannot save its state"):
-        save(state)  # fails if tensors share memory or values are no tensors
+        save(state)  # fails if two tensors share memory, or if a value is not a tensor
 
 
 def group_numbers(optimizer: Optimizer) -> list[dict[str, float]]:

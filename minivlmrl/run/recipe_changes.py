@@ -25,9 +25,9 @@ from minivlmrl.run.trainer_state import Fingerprints, TrainerState
 
 # stage options that set the number of dataset rows per batch
 BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-# options that name weights; checkpoints contain these weights
+# paths of initial weights; a resumed run instead loads the weights that its checkpoint contains
 WEIGHTS = "model.path", "model.config", "adapter.path", "reference.path", "ppo.critic_path"
-# options that name models; their settings (for reward models, also weights) are hashed: checkpoints lack them
+# model paths; fingerprints() hashes settings of models and weights of reward models, which checkpoints lack
 MODELS = "model.path", "model.config", "reference.path", "ppo.critic_path", "reward_model.path"
 BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # changes in these options reset the best evaluation
 # {Fingerprints field: description for a message}
@@ -100,7 +100,7 @@ def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterato
             yield Change(text, name in batch_sizes or is_about_rows(name), name in BEST_OPTIONS)
     for kind, words in FILE_KINDS.items():
         before, now = getattr(old.files, kind), getattr(new.files, kind)
-        for name in sorted(before.keys() & now.keys()):  # other files were reported as changed options
+        for name in sorted(before.keys() & now.keys()):  # files of only one run are reported as changed options
             if before[name] != now[name]:
                 text = f"changed since {saved} was saved: {words} {name}"
                 yield Change(text, kind == "rows" and is_about_rows(name), name in BEST_OPTIONS)

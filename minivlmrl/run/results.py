@@ -62,7 +62,7 @@ def check_output_dir(config: RunConfig):
             f"output_dir: the run would replace {base}, to which a resumed run adds its adapter; choose another "
             "--output_dir"
         )
-    # without stages, the run would also overwrite metrics.jsonl
+    # a run without stages only evaluates, and must not overwrite metrics.jsonl of a training run
     results = [folder / SUMMARY] if config.stages else [folder / SUMMARY, metrics_file]
     has_results = any(file.exists() and file.stat().st_size > 0 for file in results)
     if has_results and not states and config.resume != "never":
@@ -157,9 +157,10 @@ class Results:
         return values
 
     def chance(self) -> float | None:
-        """Return chance accuracy (guessing without the image), None if the first reward is not `accuracy`.
+        """Return the accuracy of guessing without the image, None if the first reward is not `accuracy`.
 
-        With data files, guess the most frequent solution to the question, or to any question if this one occurs once.
+        With data files, guess the most frequent solution of rows with the same question. For a question that occurs
+        only once, guess the most frequent solution of all rows.
         """
         if self.held_out is None or self.config.eval_rewards[0] != "accuracy":
             return None

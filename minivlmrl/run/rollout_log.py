@@ -15,7 +15,7 @@ Fields of a completion: text, boxes, advantage and these:
 - tokens: [[text, log-probability in nats], ...]; the log-probability is null for tokens from the prompt or a tool;
 - pictures: paths of images from an environment;
 - extra: other values logged by reward functions;
-- turns: for agents, text, tokens (number of tokens) and shown (whether the prompt has an image) per turn.
+- turns: for agents, a list of {text, tokens: number of tokens, shown: whether the prompt of the turn has an image}.
 """
 
 import shutil
@@ -133,7 +133,7 @@ def folder_of_logs(output: Path, resumed: Path) -> Path:
     """Return the folder with the log files for a checkpoint.
 
     Args:
-        resumed: checkpoint; its folder states/ may be a symbolic link to another disk, which has no log files.
+        resumed: checkpoint folder. If output/states is a symbolic link to another disk, log files are in `output`.
     """
     states = resumed.absolute().parent
     own_states = output / "states"

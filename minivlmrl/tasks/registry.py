@@ -7,7 +7,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.errors import error_context, require
 
-# rows per generated dataset: so many that training does not repeat a row
+# rows per generated dataset, enough for training without repeated rows
 FRESH_ROWS = 1_000_000
 
 
