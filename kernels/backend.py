@@ -1,11 +1,11 @@
 """Choose between a kernel's PyTorch and Triton code, and import Triton if possible.
 
 PyTorch code runs on every device, and tests compare Triton code with it. Triton runs on a GPU, or on a CPU in its
-interpreter, which executes programs one by one with numpy. The environment variable MINIVLMRL_KERNELS selects:
+interpreter, which executes programs one by one with numpy. The environment variable MINIVLMRL_KERNELS is one of:
 
-    auto      (default) Triton for float32, float16 and bfloat16 tensors on a GPU, else torch
-    torch     always torch
-    triton    Triton for these dtypes; if it cannot run, raise an error with the reason
+    auto: use Triton for float32, float16 and bfloat16 tensors on a GPU, and PyTorch for other tensors (default).
+    torch: always use PyTorch.
+    triton: use Triton for float32, float16 and bfloat16 tensors, or raise an error if Triton cannot run.
 
 Before the first use of Triton on a GPU, verdicts.py compares all kernels with float64 results, which takes about 10 s,
 once per GPU model, driver, version and source code. If a check fails, or the relative error is above 2 %, PyTorch
@@ -81,7 +81,7 @@ def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
 
 def _rejection(device: torch.device, kernel: str) -> str | None:
     """Return why a kernel failed its check on a GPU, None if it passed."""
-    from minivlmrl.kernels.verdicts import rejected_kernels  # lazy import: only a GPU needs verdicts
+    from minivlmrl.kernels.verdicts import rejected_kernels  # lazy import: kernels are checked only on a GPU
 
     try:
         reason = rejected_kernels(device.index, KERNELS).get(kernel)

@@ -2,8 +2,8 @@
 
 A new token attends to its prompt's keys, shared by all completions of the prompt, and to its own completion's keys.
 
-Derivation. The keys are divided into parts, computed in parallel. For part j, with scores s_i = q k_i D^-1/2 log2 e,
-compute
+Derivation. The attention keys are divided into parts, computed in parallel. For key part j, a first kernel computes,
+from attention scores s_i = q k_i D^-1/2 log2 e,
 
     m_j = max s_i        l_j = sum 2^(s_i - m_j)        o_j = sum 2^(s_i - m_j) v_i / l_j
 
@@ -11,7 +11,7 @@ With e_j = m_j + log2 l_j, a second, small kernel computes attention over all ke
 
     out = sum 2^(e_j - max e) o_j / sum 2^(e_j - max e)
 
-To read keys only once, a program handles up to 64 queries with the same keys.
+A Triton program handles up to 64 queries with the same keys, to read these keys only once.
 
 Source: Flash-Decoding (Dao et al., 2023) for parts, Hydragen (Juravsky et al., 2024) for shared keys.
 """
@@ -24,9 +24,9 @@ from torch import Tensor
 from minivlmrl.kernels.backend import backend_for, tl, triton
 from minivlmrl.kernels.window_attention import TILE_DTYPES
 
-# target Triton programs, about one per multiprocessor
+# number of Triton programs to aim at, about one per GPU multiprocessor
 PROGRAMS = 128
-MAX_PARTS = 32  # maximum parts of the keys
+MAX_PARTS = 32  # maximum number of parts that attention keys are divided into
 TILE = 64  # maximum queries per program
 KEY_BLOCK = 32  # keys per loop iteration
 WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # {head_dim: warps per program}
@@ -148,7 +148,7 @@ def split_work(k: Tensor, queries: int) -> tuple[int, int, int, int]:
     """Divide keys k (B, K, T, D) and queries among about PROGRAMS programs.
 
     Returns:
-        Queries per program, keys per part, parts, and programs.
+        Queries per program, keys per part, number of parts, number of programs.
     """
     B, K, T, _ = k.shape
     # matrix instructions need at least 16 rows
@@ -168,10 +168,10 @@ def decode_attention(
     Args:
         q: (R, H, D), R / B consecutive rows per prompt.
         k, v: (B, K, P, D) prompt keys and values, contiguous.
-        prompt_bias: (B, P), 0 = key, -inf = padding, at the end.
+        prompt_bias: (B, P) score bias: 0 for prompt tokens, then -inf for padding.
         own_k, own_v: (R, K, C, D) completion keys and values, contiguous.
-        own_bias: (R, C), any stride between rows; 0 = key, -inf = not yet written, at the end. Rows have at least one
-            key.
+        own_bias: (R, C) score bias: 0 for completion keys, at least one per row, then -inf for unused KV cache
+            positions. Any stride between rows.
     Returns:
         (R, H, D) attention outputs.
     """

@@ -39,8 +39,8 @@ class Reorder(torch.autograd.Function):
     Args:
         x: (N, ...)
         index: row indices, possibly repeated.
-        back: (N,) position of each row of x in the result, None if no row is repeated. If a row is repeated, only its
-            position in `back` may have a nonzero gradient.
+        back: (N,) index of a result row per row of x, None if `index` has no repeats. For a repeated row i, backward
+            reads only the gradient at result row back[i], so its other copies must have gradient 0.
     """
 
     @staticmethod
@@ -115,8 +115,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
         q, k, v: as in dense_attention, if has_flash_attention.
         is_causal: whether query i attends only to keys 0..i, only with L = T.
     Returns:
-        Outputs (S, H, L, D), on a CPU at least float32; log-sum-exps of scores (S, H, L), at least float32; and GPU
-        backward arguments: lengths and an unused random state.
+        Attention outputs (S, H, L, D), on a CPU at least float32.
+        Log-sum-exps of scores (S, H, L), at least float32.
+        Backward kernel arguments on a GPU: sequence lengths and an unused random state. [] on a CPU.
     """
     if q.is_cuda:
         out, lse, *state, _ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
@@ -141,12 +142,12 @@ def flash_attention_backward(
     exp(score - log-sum-exp).
 
     A score has the gradient weight * (g . value - g . output), with upstream gradient g. If one key has nearly all the
-    weight, both products are nearly equal, and an output rounded to 16 bits would make their difference inexact.
+    attention weight, g . value nearly equals g . output, and a 16-bit output would make their difference inexact.
 
     Args:
         grad: (S, H, L, D) upstream gradient, with contiguous last axis.
-        out, lse: from flash_attention, over all keys.
-        state: from flash_attention, for k and v.
+        out, lse: as from flash_attention, over all keys.
+        state: third result of flash_attention(q, k, v).
     """
     lse = lse.contiguous()  # the GPU kernel ignores strides of lse
     if q.is_cuda:

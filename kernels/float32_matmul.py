@@ -43,7 +43,7 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 def has_float32_products(device: torch.device) -> bool:
     """Check whether a device can multiply 16-bit matrices with a float32 result.
 
-    On NVIDIA GPUs below compute capability 8.0, try a small product.
+    On NVIDIA GPUs below compute capability 8.0, run a small matrix product as a test.
     """
     # torch.mm, bmm and addmm have out_dtype only on CUDA
     if device.type != "cuda" or torch.version.hip:

@@ -1,9 +1,9 @@
 """Log-probabilities for given tokens, and entropies, without storing all logits.
 
-Derivation. For one hidden state h (D,), head W (V, D), chosen token y and temperature T:
+Derivation. A hidden state h (D,) and the LM head W (V, D) give the logits z = W h. selective_log_softmax.py derives
+log-probability, entropy and the logit gradient dz. The gradients for h and W are
 
-    z = W h            logp, H and dz follow from z, y and T as in selective_log_softmax.py
-    dh = W^T dz        dW = sum over rows of dz h^T
+    dh = W^T dz        dW = sum over hidden states of dz h^T
 
 Logits (M, V) are computed in blocks. Forward keeps three numbers per token: largest logit, sum of exponentials,
 entropy. Backward recomputes a block, overwrites it with its gradient, and skips tokens without gradient (zero
@@ -95,7 +95,7 @@ class Pieces:
         return tuple(score_part_(self.logits(rows, last), ids, parts, self.temperature, last.start))
 
     def differentiate(self, rows: slice, tile: slice, saved: list, upstream: list) -> Tensor:
-        """Compute a block's gradient (m, width), in the hidden states' dtype."""
+        """Compute the gradient (m, width) for a block of logits, in the dtype of the hidden states."""
         z = self.logits(rows, tile)
         ids = self.ids[rows]
         dtype = self.hidden.dtype
@@ -107,8 +107,9 @@ class Pieces:
 
 
 def tile_width(rows: int, vocab: int) -> int:
-    """Return the number of ids per Triton block: 2,048 for 4,096 rows, 8,192 for at most 1,024 rows."""
-    # small products do not fill a GPU; over 8,192 ids, the head's float32 gradient would be too large
+    """Return the number of vocabulary ids per Triton block: 2,048 for 4,096 rows, 8,192 for at most 1,024 rows."""
+    # Small matrix products do not keep a GPU busy. With more than 8,192 ids, a float32 LM head gradient takes too much
+    # memory.
     step = TILE // 4  # 1,024, a multiple of GPU tile sizes
     ids = TILE**2 // 2 // max(rows, step)
     return min(ids // step * step, vocab)
@@ -132,7 +133,7 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
         return ids.new_empty(2, 0)
     counts, allowed = zip(*masks, strict=True)
     tokens = torch.arange(len(ids))
-    # also allow the tokens themselves, because tokens from tools have no other allowed id
+    # also allow each token's own id: tokens from tools were not sampled, so the mask has no ids for them
     return torch.stack([torch.cat([tokens, tokens.repeat_interleave(torch.cat(counts))]), torch.cat([ids, *allowed])])
 
 
@@ -177,7 +178,8 @@ def _linear_log_softmax_backward(
     """Return gradients for hidden states and head; the head gradient is empty if the head is frozen."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
-    # skip tokens without gradient, except on a GPU (the CPU would wait) or with a mask (it contains token indices)
+    # Skip tokens without gradient. On a GPU, nonzero() would block the CPU. Token indices in a sampling mask would
+    # become wrong.
     if not hidden.is_cuda and not mask.numel():
         rows = has_gradient(g, e).nonzero()[:, 0]
     h = hidden[rows]

@@ -12,7 +12,8 @@ from minivlmrl.kernels.backend import tl, triton
 
 BLOCK = 64  # number of values that share a scale
 GROUP = 256  # number of blocks that share group_scale
-BYTES = 1024  # bytes per program: 16 bfloat16 values per thread, in two writes
+# packed bytes per Triton program; each of 128 threads writes 16 bfloat16 values in two 16-byte stores
+BYTES = 1024
 constexpr = tl.constexpr
 
 

@@ -48,7 +48,7 @@ class _RMSNorm(torch.autograd.Function):
         n = x * r
         g = g.to(r.dtype)
         wide_weight = weight.to(r.dtype)
-        products = (g * n).flatten(0, -2)  # (rows, D), g n in the derivation
-        means = (products @ wide_weight / -len(weight)).view(r.shape)  # -mean(g weight n) per row
+        products = (g * n).flatten(0, -2)  # (rows, D) upstream gradient times normalized x
+        means = (products @ wide_weight / -len(weight)).view(r.shape)  # minus the row means of products * weight
         grad_x = n.mul_(means).addcmul_(g, wide_weight).mul_(r)
         return grad_x.to(x.dtype), products.sum(0).to(weight.dtype), None

@@ -7,10 +7,11 @@ Derivation. For one row's logits z (V,), chosen token y and temperature T, with 
     logp = log p_y = d_y - log s <= 0
     H = -sum_j p_j log p_j = -sum_j p_j (d_j - log s) = log s - t / s
 
-If logits are read in two parts, 1 and 2, their sums s and t are combined with top = max(top1, top2) and
-c1 = (top1 - top) / T (and likewise c2), because exp(d + c1) = exp(d) exp(c1):
+The logits can be read in two parts, with maxima top1 and top2, and sums s1, t1, s2 and t2. With top = max(top1, top2),
+c1 = (top1 - top) / T and c2 = (top2 - top) / T, the sums over all logits are
 
-    s = s1 exp c1 + s2 exp c2          t = (t1 + c1 s1) exp c1 + (t2 + c2 s2) exp c2
+    s = s1 exp c1 + s2 exp c2
+    t = (t1 + c1 s1) exp c1 + (t2 + c2 s2) exp c2
 
 Backward pass. The derivatives are
 
@@ -231,11 +232,11 @@ def score_part_(
     Args:
         z: (N, width) logits for ids first_id..first_id+width-1.
         ids: (N,) chosen tokens.
-        parts: (4, N) float32 intermediate results, None for a single part.
-        last: whether z is the last part.
+        parts: (4, N) float32 memory for results between calls, None if z has the whole vocabulary.
+        last: whether z has the last ids in the vocabulary.
     Returns:
-        Log-probabilities, entropies, largest logits (base 2) and sums of exponentials, each (N,) float32; [] before
-        the last part.
+        List with log-probabilities, entropies, largest logits (base 2) and sums of exponentials, each (N,) float32.
+        Empty list if last is False.
     """
     rows, width = z.shape
     results = [z.new_empty(rows, dtype=torch.float32) for _ in range(4 if last else 0)]

@@ -1,4 +1,4 @@
-"""Attention for completions that share a prompt, with one product for all their queries and the prompt keys.
+"""Attention for completions that share a prompt, with one matrix product for all their queries and the prompt keys.
 
 Dimensions: R rows (completions), B prompts, K key heads, h query heads per key head, H = K h, P prompt tokens, C
 completion tokens, D head dimension.
@@ -43,7 +43,7 @@ class PromptSlots:
         self.full = len(prompt_index) == prompts * self.slots
 
     def by_prompt(self, x: Tensor) -> Tensor:
-        """Join completions with the same prompt along axis 2, padded with 0: (R, K, h, X) -> (B, K, slots*h, X)."""
+        """Concatenate up to `slots` completions per prompt, padded with 0: (R, K, h, X) -> (B, K, slots*h, X)."""
         if not self.full:
             x = x.new_zeros(self.prompts * self.slots, *x.shape[1:]).index_copy_(0, self.slot, x)
         return x.unflatten(0, (-1, self.slots)).transpose(1, 2).flatten(2, 3)
@@ -93,7 +93,7 @@ class JoinedAttention(torch.autograd.Function):
 
         e = log(exp(e_1) + exp(e_2))        out = exp(e_1 - e) o_1 + exp(e_2 - e) o_2
 
-    Backward calls the fused backward kernel twice, with `out` and e.
+    Backward calls the fused kernel for prompt keys and for completion keys, with output and log-sum-exp over all keys.
 
     Source: Hydragen (Juravsky et al., 2024) forward, Ring Attention (Liu et al., 2023) backward.
     """
@@ -131,7 +131,7 @@ class JoinedAttention(torch.autograd.Function):
 def grouped_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
 ) -> Tensor:
-    """Compute completion attention with one product per prompt."""
+    """Compute completion attention; one matrix product per prompt compares all queries with the prompt keys."""
     _, H, C, _ = q.shape
     K = k.shape[1]
     S = slots.slots  # completions per prompt

@@ -32,8 +32,9 @@ from minivlmrl.kernels.dense_attention import Reorder, dense_attention, has_flas
 MAX_TOKENS, MAX_HEAD_DIM = 64, 128
 TILE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
-# Adjacent segments of equal length share an attention call. On a CPU, a call costs as much as sorting 128 tokens, so
-# segments are sorted by length if calls would have fewer than 128 tokens on average.
+# Adjacent segments of equal length share an attention call, so sorting segments by length saves calls. On a CPU, an
+# attention call takes as long as sorting 128 tokens, so segments are sorted only if calls would have fewer than 128
+# tokens on average.
 TOKENS_PER_CALL = 128
 
 
@@ -100,7 +101,7 @@ def _softmax(scores, length, D: constexpr, ROWS: constexpr):
 
 @triton.jit
 def _segment(cu_seqlens, H: constexpr):
-    """Return head, first token and length of the program's segment."""
+    """Return attention head, first token and segment length for this Triton program."""
     segment = tl.program_id(0) // H
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
@@ -211,8 +212,9 @@ _window_attention.register_autograd(
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
     """Compute attention inside segments, with scores scaled by D^-1/2.
 
-    The Triton kernel supports float16 and bfloat16, up to 64 tokens per segment and 128 elements per head. Otherwise,
-    mixed lengths up to 64 tokens on an NVIDIA GPU use varlen_attn, and other inputs one call per run of equal lengths.
+    The Triton kernel supports float16 and bfloat16, up to 64 tokens per segment and 128 elements per head. Without
+    Triton, an NVIDIA GPU computes segments of different lengths, up to 64 tokens, in one varlen_attn call. Other inputs
+    use one dense_attention call per series of adjacent segments with equal lengths.
 
     Args:
         q, k, v: (T, H, D), same dtype.
