@@ -36,10 +36,11 @@ def make_sampler(
 
 
 def check_environment(config: RunConfig):
-    """Raise UserError if the environment contradicts rewards or sampling.history."""
+    """Raise UserError if the tool environment does not fit the options `rewards` and `sampling.history`."""
     if config.sampling.environment is not None or "environment" in config.rewards:
         agents().check_reward(config.sampling.environment, config.rewards)
-    samples_trajectories(config.sampling)  # raises UserError if an environment with `observe` has sampling.history
+    # raises UserError if sampling.history and the method `observe` both define prompts for later turns
+    samples_trajectories(config.sampling)
 
 
 def samples_trajectories(sampling: SamplingOptions) -> bool:

@@ -1,10 +1,10 @@
 """Sample completions for prompts.
 
-        prefill        forward pass over all prompts; completions share their prompt's keys and
-                       values
-        sample_token   temperature, softmax, then one token per row from uniform random numbers;
-                       filters such as top_p: filters.py
-        decode         forward pass over the newest tokens, which attend to prompt and completion
+Call prefill once, then sample_token and decode for every new token:
+
+    prefill: forward pass over all prompts; completions share the keys and values of their prompt.
+    sample_token: sample one token per row from softmax(logits / temperature); filters such as top_p are in filters.py.
+    decode: forward pass over the newest tokens, which attend to their prompt and completion.
 
 A row is one completion. Random numbers do not depend on the batch or number of GPUs (uniform_numbers in data/rows.py).
 
@@ -59,7 +59,7 @@ def generate(
 
     Args:
         sample_token: from make_token_sampler.
-        device: compute device, default lm_head's; required for offloaded weights.
+        device: compute device, None = device of the LM head. Required if weights are offloaded.
     """
     decode = decode or Decode()
     device = device or model.lm_head.weight.device
@@ -97,7 +97,7 @@ def prefill(
         prompt_index: (R,) prompt index per row.
         capacity: maximum completion length, in tokens.
     Returns:
-        logits (R, V) for the first completion tokens, and attention with prompt keys and values.
+        Logits (R, V) for the first completion tokens, and a DecodeAttention with all prompts in its KV cache.
     """
     attention = GroupAttention(batch.layout, keep_keys=True)
     # (B, hidden_size) hidden states at the last prompt token

@@ -2,12 +2,12 @@
 
 grpo.py imports only torch, so you can copy it into your own project.
 
-B completions are right-padded to T tokens. The loss has four steps; the last column names their code:
+B completions are right-padded to T tokens. The loss is computed in four steps:
 
-    ratio      r_t = pi(o_t) / pi_old(o_t), per token or per completion       RATIOS
-    term       -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)                TERMS
-    KL         + beta * KL(pi || pi_ref), estimated from the sampled tokens   kl_term
-    average    over tokens and rows                                           AVERAGES
+    RATIOS: ratio r_t = pi(o_t) / pi_old(o_t), per token or per completion.
+    TERMS: policy term -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A).
+    kl_term: add beta * KL(pi || pi_ref), estimated from the sampled tokens.
+    AVERAGES: average over tokens and completions.
 
 The losses grpo, dapo and dr_grpo differ only in the average. Averages divide by tokens or completions in the whole
 optimizer step, so that micro-batch gradients can be summed. RLOO, CISPO, SAPO and others are in grpo_variants.py.
@@ -30,7 +30,7 @@ class LossNormalizer:
     sequences: float  # number of completions
     # number of tokens to train on, num_items_in_batch in TRL
     tokens: float | Tensor
-    max_completion_length: int | None = None  # maximum tokens per completion, the divisor in Dr. GRPO
+    max_completion_length: int | None = None  # maximum tokens per completion, a divisor for loss_type dr_grpo
 
 
 def grpo_loss(
@@ -177,11 +177,14 @@ TERMS: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
 def kl_term(logps: Tensor, ref_logps: Tensor | None, estimator: str) -> Tensor:
     """Estimate KL(pi || pi_ref) per token from the sampled token: (B, T), in nats.
 
-        estimator                             value                    expected gradient without bias correction
+    The table shows whether an estimator is biased, and its expected gradient without bias correction:
+
+        estimator                             value                    expected gradient
         k1   log pi - log pi_ref              unbiased                 0
-        k2   (log pi - log pi_ref)^2 / 2      biased                   that of KL(pi || pi_ref)
-        k3   pi_ref/pi - log(pi_ref/pi) - 1   unbiased, not negative   that of KL(pi_ref || pi)
-        k1+, k2+, k3+                         same as without +        that of KL(pi || pi_ref)
+        k2   (log pi - log pi_ref)^2 / 2      biased                   gradient of KL(pi || pi_ref)
+        k3   pi_ref/pi - log(pi_ref/pi) - 1   unbiased, not negative   gradient of KL(pi_ref || pi)
+
+    The estimators k1+, k2+ and k3+ have the values of k1, k2 and k3, but the gradient of k2.
 
     With use_bias_correction_kl=True, the default, all estimators have the gradient of KL(pi || pi_ref). The recipe
     option grpo.kl_estimator accepts only k1, k2 and k3.
@@ -209,11 +212,11 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
-    """Multiply a KL estimate by pi / pi_old, so that its expected gradient is that of KL(pi || pi_ref).
+    """Multiply a KL estimate by pi / pi_old, so that its expected gradient is the gradient of KL(pi || pi_ref).
 
     The ratio also corrects for tokens sampled by an older policy.
     """
-    # detach the ratio: k2, k1+, k2+ and k3+ already have the gradient of KL(pi || pi_ref)
+    # detach the ratio: the KL estimators k2, k1+, k2+ and k3+ already have the gradient of KL(pi || pi_ref)
     if kl_estimator == "k2" or kl_estimator.endswith("+"):
         return kl * ratio.detach()
     return kl * ratio

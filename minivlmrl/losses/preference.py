@@ -5,9 +5,9 @@ preference.py needs only torch and grpo.py.
 B pairs, T tokens in the longest answer. In (B, 2, T), [:, 0] is the chosen and [:, 1] the rejected answer. Only
 `per_token_logps` has a gradient.
 
-Losses are divided by the number of pairs or tokens in the whole optimizer step, which `normalizer` contains.
-Without it, they are counted in the batch. `normalizer.sequences` counts both answers in a pair. Three losses depend on
-the micro-batch size: aot, aot_unpaired, and sft with use_weighting.
+Losses are divided by the number of pairs or tokens in the whole optimizer step, which `normalizer` contains. If
+`normalizer` is None, pairs and tokens are counted in the batch. `normalizer.sequences` counts both answers in a pair.
+Three losses depend on the micro-batch size: aot, aot_unpaired, and sft with use_weighting.
 """
 
 import math
@@ -77,10 +77,11 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     ),
     # unpaired AOT (arXiv 2406.05882): DPO after sorting chosen and rejected log-ratios over the batch
     "aot_unpaired": lambda pairs: smoothed(pairs.beta * (pairs.u.sort().values - pairs.v.sort().values), pairs.e),
-    # APO-zero, eq. 7 (arXiv 2408.06266), chosen up, rejected down: 1 - sigmoid(beta chosen) + sigmoid(beta rejected).
-    # Computed with sigmoid(-x): 1 - sigmoid(20) is 0 in float32, and so is its gradient.
+    # APO-zero, eq. 7 (arXiv 2408.06266): 1 - sigmoid(beta chosen) + sigmoid(beta rejected), computed with sigmoid(-x),
+    # because 1 - sigmoid(20) and its gradient are 0 in float32. Chosen answers get likelier, rejected ones less likely.
     "apo_zero": lambda pairs: (-pairs.beta * pairs.u).sigmoid() + (pairs.beta * pairs.v).sigmoid(),
-    # APO-down, eq. 8 (arXiv 2408.06266), both down: sigmoid(beta chosen) + 1 - sigmoid(beta margin)
+    # APO-down, eq. 8 (arXiv 2408.06266): sigmoid(beta chosen) + 1 - sigmoid(beta margin). Chosen answers get
+    # less likely, rejected ones even less.
     "apo_down": lambda pairs: (pairs.beta * pairs.u).sigmoid() + (pairs.beta * (pairs.v - pairs.u)).sigmoid(),
     # DiscoPOP eq. 5 (arXiv 2406.08414): logistic and exponential loss, mixed by sigmoid(beta margin / discopop_tau)
     "discopop": lambda pairs: torch.lerp(
@@ -210,12 +211,12 @@ def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None =
 
 
 def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Tensor:
-    """Compute f'(t), the derivative of an f-divergence, at t = pi / pi_ref, from log t.
+    """Compute the derivative f'(t) of an f-divergence at t = pi / pi_ref, from log t.
 
-    reverse_kl           log t
-    forward_kl           1 - 1/t
-    js_divergence        log(2t / (1 + t))
-    alpha_divergence     (t^(alpha - 1) - 1) / (alpha - 1)
+    reverse_kl: f'(t) = log t
+    forward_kl: f'(t) = 1 - 1/t
+    js_divergence: f'(t) = log(2t / (1 + t))
+    alpha_divergence: f'(t) = (t^(alpha - 1) - 1) / (alpha - 1)
     """
     if divergence == "reverse_kl" or (divergence == "alpha_divergence" and abs(alpha - 1) < 1e-6):
         return log_ratio

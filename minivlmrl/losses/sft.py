@@ -21,7 +21,7 @@ def sft_loss(per_token_logps: Tensor, mask: Tensor, *, loss_type: SFTType = "nll
         loss_type: "nll" (negative log-likelihood), or "dft", which multiplies it by the detached token probability so
             that unlikely tokens do not dominate the gradient.
         normalizer: LossNormalizer with the divisor `tokens`, by default mask.sum().
-    Source: DFT eq. 9 (arXiv 2508.05629); TRL's SFTTrainer, which calls normalizer.tokens num_items_in_batch.
+    Source: DFT eq. 9 (arXiv 2508.05629); TRL's SFTTrainer, where normalizer.tokens is named num_items_in_batch.
     """
     check_known("loss_type", loss_type, SFT_LOSS_TYPES)
     per_token_loss = -per_token_logps

@@ -1,10 +1,9 @@
 """Attention over a packed sequence, where completions share the tokens of their prompt.
 
-    prompt tokens      attend causally to their prompt
-    completion tokens  attend to their whole prompt and, causally, to their own completion
-    no token           attends to another group or to another completion
+Prompt tokens attend causally to their prompt. Completion tokens attend to their whole prompt, and causally to their own
+completion. No token attends to another prompt or another completion.
 
-Prompts are computed once for all their completions; results equal those with one prompt copy per completion.
+A prompt is computed once for all its completions. The results equal attention with one prompt copy per completion.
 
 Dimensions: N packed tokens, B groups, R completions, M completion tokens, P tokens in a prompt, C tokens in a
 completion, H query heads, K key/value heads, D head_dim.
@@ -87,7 +86,7 @@ class PackedLayout:
 
         Returns:
             Token indices: two matrices per prompt length, (prompts, P) and (completions, C), with -1 at padding.
-            PromptSlots: one per prompt length, or None if its completions have at most one token.
+            PromptSlots: one per prompt length; None for a prompt length without completions of two or more tokens.
         """
         blocks = []
         slots = []
@@ -151,14 +150,14 @@ class DecodeAttention:
     """Attention for decoding; completions share the keys and values of their prompt.
 
     Args:
-        prompts: GroupAttention(layout, keep_keys=True) after a prefill.
+        prompts: attention from the prefill, with the keys and values of all prompts (keep_keys=True).
         prompt_index: (R,) prompt index per completion, ascending, on the CPU.
         capacity: maximum new tokens per completion.
         start: (B,) first position id after the prompt.
     """
 
     check_every = 1  # decode steps between checks for finished rows
-    # recurrent layers run once per pair of slices: a slice of rows, and a slice of their new tokens
+    # (slice of rows, slice of their new tokens) per call to a recurrent layer; tool results need one call each
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):

@@ -95,7 +95,7 @@ def unpack_nf4(
     scales = dequantize(scale_indices[None], scale_scales[None], scale_code)[0] + offset
     # 4096 blocks at a time fit into CPU caches: 3 times faster than all at once
     piece_blocks = 4096 if packed.is_cpu else len(scales)
-    # (256,) int64: each holds the two float32 values for a byte
+    # (256,) lookup table from a packed byte to its two NF4 values: two float32 numbers, viewed as one int64
     value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)
     values = scales.new_empty(len(scales), BLOCK, dtype=dtype)
     for value_piece, pair_indices, block_scales in zip(

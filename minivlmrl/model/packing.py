@@ -64,10 +64,11 @@ def pack(
 ) -> GroupBatch:
     """Concatenate prompts and completions into one GroupBatch.
 
-    Example: 3 prompt tokens, completion a with 3 tokens and completion b with 2 give N = 6 and M = 5,
-        input_ids  p0 p1 p2 | a0 a1 | b0
-        position    0  1  2 |  3  4 |  3     completions continue where the prompt ends
-        predicts         a0   a1 a2   b1     p2 also predicts b0
+    Example: prompt p has 3 tokens, completion a has 3, and completion b has 2, so N = 6 and M = 5:
+        input_ids         p0 p1 p2 | a0 a1 | b0
+        position           0  1  2 |  3  4 |  3
+        predicted token         a0   a1 a2   b1
+    Completion positions continue after the prompt. Token p2 predicts both a0 and b0.
 
     Args:
         prompts: B prompts.
@@ -143,7 +144,7 @@ class Segment:
     """Tokens, positions and images in one prompt or completion."""
 
     ids: Tensor  # (n,)
-    # (n,) token ids, but -1 for sampled tokens: if the policy samples an image token, it has no image
+    # (n,) token ids to search for image placeholders, -1 for sampled tokens: a sampled image token has no image
     image_ids: Tensor
     position_ids: Tensor  # (3, n)
     pixel_values: Sequence[Tensor] = ()  # tensors (patches, patch_dim)

@@ -128,7 +128,7 @@ def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
 
 
 def plain_weights(model: nn.Module) -> dict[str, Weight]:
-    """Return {name: weight, or layer with an adapter}, with names as in a model without adapters."""
+    """Return {weight name in a model without adapters: weight, or the layer if it is quantized or has an adapter}."""
     return base_weights(model) | {
         f"{name}.weight": layer
         for name, layer in model.named_modules()

@@ -18,9 +18,9 @@ def get_rope_index(
 ) -> Tensor:
     """Compute M-RoPE positions (time, height, width) for prompt tokens.
 
-    Text tokens have three equal positions, which rise by 1 per token. In an image, time is constant; height and width
-    are row and column in the merged grid. In a video, time is proportional to seconds. Text after an image or video
-    continues at the largest position plus 1.
+    Text tokens have three equal positions, which rise by 1 per token. In an image, the time position is constant, and
+    height and width positions count rows and columns in the merged grid. In a video, the time position is proportional
+    to seconds. Text after an image or video continues at the largest position plus 1.
 
     Example: 2 text tokens, an image with 2 x 3 merged tokens, 1 text token:
         time   0 1 | 2 2 2 2 2 2 | 5

@@ -71,7 +71,7 @@ class SampledBatch(MicroBatch):
         return torch.tensor([sample.index for sample in self.samples])
 
     def completion_advantages(self) -> list[float]:
-        """Return one advantage per sample for completions.jsonl. Losses without advantages return 0."""
+        """Return one advantage per sample for completions.jsonl, 0 if the loss has no advantages."""
         return [0.0] * len(self.samples)
 
 

@@ -13,9 +13,9 @@ from minivlmrl.trainers.rebalancing import SerializedGroup, load_groups
 
 
 def sample_until_groups_differ(trainer: Any, rows: Sequence[Row]) -> Rollout:
-    """Sample until enough groups have different rewards.
+    """Sample until enough groups (completions for one prompt) have different rewards.
 
-    If too few do after max_num_gen_batches batches, add groups with equal rewards.
+    After max_num_gen_batches batches, stop sampling, and fill the rollout with groups that have equal rewards.
 
     Args:
         trainer: GRPOTrainer.
@@ -48,5 +48,5 @@ def gather_groups(trainer: Any, rollout: Rollout) -> list[tuple[SerializedGroup,
     differs = torch.stack([group_std(column, size) > 1e-8 for column in compared.unbind(1)]).any(0)
     local = list(zip(map(SerializedGroup.from_samples, rollout.groups), differs.tolist(), strict=True))
     groups = chain(*trainer.world.gather_objects(local))
-    # restore the sampling order, the last number in a seed key: 17 in "0/grpo/3/17"
+    # sort groups by batch position, the last number in a group's seed key: 17 in "0/grpo/3/17"
     return sorted(groups, key=lambda pair: int(pair[0].key.rpartition("/")[2]))

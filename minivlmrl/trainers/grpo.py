@@ -3,7 +3,8 @@
         rollout (B groups, G samples each) -> rewards (n, K) -> advantages (n,) -> micro-batches -> loss
 
 RolloutTrainer samples the completions. DAPO, Dr. GRPO, GSPO, RLOO, CISPO and others are options in the section `grpo`.
-Not implemented: DeepSeekMath replaces the reference by the policy every few hundred steps.
+With reference.sync_ref_model and ref_model_mixup_alpha 1, the policy replaces the reference at intervals, as in
+DeepSeekMath.
 """
 
 import inspect
@@ -227,8 +228,9 @@ class GRPOTrainer(RolloutTrainer):
             num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
             loss = loss - options.entropy_coef * mean_entropy(padded_entropies, kept, batch.normalizer, num_tokens)
         old_logps = padded_logps.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
-        # Clip ratios are means over the step's tokens, as in TRL; with GSPO and RLOO, over its completions. So weight
-        # them by this micro-batch's share, and sum them. Completions that kept_samples dropped are never clipped.
+        # Clip ratios are means over the tokens in an optimizer step, as in TRL; with GSPO and RLOO, over completions.
+        # So weight clip ratios by this micro-batch's share, and sum them. Completions that kept_samples drops have
+        # advantage 0, and are never clipped.
         share = batch.loss_mask.sum().double() / batch.normalizer.tokens  # float64: sums over batches must be exact
         if options.importance_sampling_level == "sequence" or options.loss_type == "rloo":
             share = len(batch.loss_mask) / batch.normalizer.sequences

@@ -82,7 +82,7 @@ class OfflineTrainer(Trainer):
         return self.world.shard_evenly(sorted(chain(*self.world.gather_objects(local))))
 
     def step(self, batches: Sequence[MicroBatch]) -> Step:
-        """Build an optimizer step with a mean loss over all ranks."""
+        """Combine micro-batches into one optimizer step, whose loss is the mean over all ranks."""
         tokens = sum(batch.loss_mask[self.counted_rows].sum().item() for batch in batches)
         sequences, tokens = self.world.sum(sum(len(batch.loss_mask) for batch in batches), tokens)
         normalizer = LossNormalizer(sequences, tokens)

@@ -1,8 +1,8 @@
 """Balance completion lengths between ranks, so that no rank waits long.
 
 A group is a prompt with its completions. Ranks exchange token ids, rewards and image embeddings, but not image patches,
-which can take 10 MB. The receiving rank must read the image files again. So a group moves only if this saves much
-waiting time.
+which can take 10 MB. A rank that receives a group must read the image files again, so a group is sent to another rank
+only if ranks then wait much less for each other.
 """
 
 from collections.abc import Sequence
@@ -85,9 +85,9 @@ def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequenc
 def assign_groups(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks: equal group counts, nearly equal token counts.
 
-    Groups are assigned longest first, to the rank with the fewest tokens among ranks with room. If its own rank has
-    room, a group moves only to a rank with fewer tokens by more than WORTH_MOVING times the mean per rank. If no rank
-    has more than (1 + WORTH_MOVING) times the mean, no group moves.
+    Groups are assigned longest first, each to the rank with the fewest tokens so far. A group leaves its rank only if
+    the rank has enough groups, or another rank has fewer tokens by more than 5 % of the mean per rank (WORTH_MOVING).
+    If no rank has over 5 % more tokens than the mean, no group moves.
 
     Example, tokens per group:
         before    rank 0: 9, 5, 1    rank 1: 8, 7, 2

@@ -1,14 +1,14 @@
 """Sample completions, compute rewards and pack micro-batches.
 
-    rows -> prompts -> G completions per prompt -> rewards (n, K)    sample_and_score
-         -> groups with similar token counts on all ranks             rebalance
-         -> samples, split by prompts or tokens                       split
-         -> packed micro-batches                                      pack
+RolloutTrainer methods, in order:
 
-Shapes:
+    sample_and_score: Sample G completions per prompt, and compute rewards (n, K).
+    rebalance: Exchange groups between ranks, to balance token counts.
+    split: Split samples into micro-batches, by number of prompts or tokens.
+    pack: Pack each micro-batch into one sequence.
 
-    this rank      B prompts, n = B * G samples in prompt order; K reward functions
-    micro-batch    R samples, T tokens in the longest completion, M tokens in all completions
+A rank has B prompts, n = B * G samples in prompt order, and K reward functions. A micro-batch has R samples, T tokens
+in the longest completion, and M tokens in all completions.
 
 GRPOTrainer and PPOTrainer define `build_micro_batches`, with advantages, and `loss`.
 """

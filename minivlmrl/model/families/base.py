@@ -91,7 +91,7 @@ class Family:
         return None
 
     def write_videos(self, images: ImageProcessor, options: dict) -> dict:
-        """Return contents for video_preprocessor_config.json; with {}, a checkpoint keeps the loaded model's file.
+        """Return the contents of video_preprocessor_config.json, or {} to keep the file from the loaded model.
 
         Args:
             options: section data.video of the recipe.
