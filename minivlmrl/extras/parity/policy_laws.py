@@ -1,7 +1,7 @@
-"""Laws for policy losses: advantages, ratios and their bounds, averages and the KL.
+"""Checks ("laws") of a policy loss: advantages, ratios, clip bounds, averages and the KL.
 
-Most laws use gradient / -advantage for a token. This is the token's weight in the average times a gradient factor, a
-function of the ratio. PPO's factor is the ratio itself, or 0 where clipping stops the gradient.
+Most checks divide a token's gradient, d loss / d log-prob, by -advantage. The quotient is the token's weight in the
+loss average, times a function of the ratio. PPO's function is the ratio itself, or 0 where clipping stops the gradient.
 """
 
 import math
@@ -32,7 +32,7 @@ LOGP = -2.0  # policy log-prob in one-token batches
 
 
 def asked_type(loss: Examined) -> str | None:
-    """Return the user's loss_type, None if unknown to TRL."""
+    """Return the user's loss_type, None if missing or not in LOSS_TYPES."""
     return loss.loss_type if "loss_type" in loss.given and loss.loss_type in LOSS_TYPES else None
 
 
@@ -43,7 +43,7 @@ def one_token(ratio: float = 1.0, advantage: float = 1.0, ref: float = LOGP, log
 
 
 def of_one_token(loss: Examined, beta: float = 0.0, **token: float) -> tuple[float, float]:
-    """Return loss and gradient for a batch with one token, which has weight 1 in every average."""
+    """Return loss and gradient for a batch with one token, whose weight is 1 in every loss average."""
     value, slope = loss(one_token(**token), beta=beta, max_completion_length=1)
     return value.item(), slope.item()
 
@@ -53,7 +53,7 @@ def on_policy(batch: dict[str, Tensor], advantages: Tensor) -> dict[str, Tensor]
 
 
 def use_its_own_numbers(loss: Examined):
-    """Adapt test options to constants inside the loss, such as CISPO's bound or dr_grpo's divisor."""
+    """Use epsilon_high=5 if the loss is CISPO. Rescale a dr_grpo loss that divides by its own constant."""
     if not {"loss_type", "epsilon_high"} & loss.given.keys():
         usual = of_one_token(loss)[1]
         loose = loss.gradient(one_token(), beta=0.0, max_completion_length=1, **DEFAULTS_OF["cispo"]).item()
@@ -70,7 +70,7 @@ def use_its_own_numbers(loss: Examined):
 
 
 def token_weights(loss: Examined, batch: dict[str, Tensor], beta: float = 0.0) -> Tensor:
-    """Measure token weights in the loss average: (B, T), from on-policy gradients with advantage 1."""
+    """Return each token's weight in the loss average, (B, T): minus the on-policy gradient with all advantages 1."""
     return -loss.gradient(on_policy(batch, torch.ones(len(batch["mask"]))), beta=beta)
 
 
@@ -110,7 +110,7 @@ def one_token_has_the_gradient_of_its_advantage(loss: Examined) -> Iterator[Find
 
 
 def advantages_act_alone(loss: Examined) -> Iterator[Finding]:
-    """Require gradients independent of advantages in other rows."""
+    """Require that an advantage does not change the gradient of other rows."""
     for mask in MASKS:
         batch = random_batch("grpo", mask)
         if len(mask) == 1:
@@ -133,16 +133,16 @@ def advantages_act_alone(loss: Examined) -> Iterator[Finding]:
 
 @dataclass
 class GradientFactor:
-    """Gradient factor for a token, which depends on ratio and advantage."""
+    """Formula for a token's gradient, such as PPO with clipping: a function of ratio and advantage."""
 
     says: str
-    weight: Callable[[Tensor, Tensor], Tensor]  # (ratio, advantage) -> gradient / -advantage
-    loss_types: tuple[str, ...] = ()  # loss types with this factor
-    variant_of: tuple[str, ...] = ()  # loss types with this factor in some projects
+    weight: Callable[[Tensor, Tensor], Tensor]  # (ratio, advantage) -> token gradient divided by -advantage
+    loss_types: tuple[str, ...] = ()  # loss types with this formula
+    variant_of: tuple[str, ...] = ()  # loss types that some trainers compute with this formula
 
 
 def clip(low: float, high: float, cap: float = math.inf) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return PPO's gradient factor with clip bounds, and a dual clip at `cap`."""
+    """Return PPO's formula for a token's gradient: the ratio, or 0 beyond a clip bound or the dual clip at `cap`."""
 
     def weight(ratio, advantage):
         stops = torch.where(advantage > 0, ratio > high, (ratio < low) | (ratio > cap))
@@ -167,14 +167,14 @@ def vespo(ratio, advantage):
 def measured_tokens(loss: Examined) -> Tensor:
     """Measure gradients of single tokens, with ratios just below and above all clip bounds.
 
-    Returns (3, n): ratios, advantages, weights (gradients / -advantage, relative to ratio 1).
+    Returns (3, n): ratios, advantages, weights. A weight is a gradient divided by the gradient at ratio 1.
     """
     low, high = loss.options["epsilon_low"], loss.options["epsilon_high"]
     bounds = [1 - low, 1 + low, 1 - high, 1 + high, math.exp(-low), math.exp(high)]
     near = [bound + step for bound in bounds for step in (-0.01, 0.01)]
     ratios = {1e-3, 0.3, 0.61, 0.95, 1.0, 1.05, 1.65, 2.5, 3.5, 7.0, 12.0, 50.0, *near}
     tokens = []
-    # several advantages: a loss may clip the ratio, or ratio * advantage
+    # advantages 0.5 and -2 show whether the loss clips the ratio, or ratio * advantage
     for advantage in (1.0, -1.0, 0.5, -2.0):
         _, unit = of_one_token(loss, advantage=advantage)
         for ratio in sorted(ratio for ratio in ratios if ratio > 0):
@@ -184,7 +184,7 @@ def measured_tokens(loss: Examined) -> Tensor:
 
 
 def known_factors(loss: Examined, tokens: Tensor) -> list[GradientFactor]:
-    """Return the gradient factors of known losses."""
+    """List known formulas for a token's gradient, such as PPO's."""
     low = 1 - loss.options["epsilon_low"]
     high = 1 + loss.options["epsilon_high"]
     same = 1 + loss.options["epsilon_low"]
@@ -217,7 +217,7 @@ def known_factors(loss: Examined, tokens: Tensor) -> list[GradientFactor]:
         ),
     ]
     value, _ = of_one_token(loss, ratio=50.0)
-    if value == 0:  # a clipped token still has a loss, a masked one has none
+    if value == 0:  # a masked token has the loss 0; a clipped token still has a loss
         first, last = edge(loss, 1e-3), edge(loss, 50.0)
         mask = f"a mask: no token with a ratio below {first:.3g} or above {last:.3g} has a gradient (IcePop)"
         factors.append(
@@ -229,7 +229,7 @@ def known_factors(loss: Examined, tokens: Tensor) -> list[GradientFactor]:
 
 
 def edge(loss: Examined, outside: float, advantage: float = 1.0) -> float:
-    """Find the ratio between 1 and `outside` where a token gradient becomes 0."""
+    """Find the ratio between 1 and `outside` where the gradient of a token becomes 0."""
     inside = 1.0
     for _ in range(40):
         middle = (inside + outside) / 2
@@ -239,7 +239,7 @@ def edge(loss: Examined, outside: float, advantage: float = 1.0) -> float:
 
 
 def misfits(factor: GradientFactor, tokens: Tensor, tolerance: float) -> list[list[float]]:
-    """Return [ratio, advantage, weight, expected weight] for tokens with an unexpected weight; ignore NaN."""
+    """Return [ratio, advantage, weight, expected weight] for measured tokens that contradict a formula; ignore NaN."""
     ratios, advantages, weights = tokens
     expected = factor.weight(ratios, advantages)
     is_wrong = (weights - expected).abs() > tolerance * expected.abs().clamp(min=1)
@@ -247,7 +247,7 @@ def misfits(factor: GradientFactor, tokens: Tensor, tolerance: float) -> list[li
 
 
 def right_and_fitting_factor(loss: Examined) -> tuple[GradientFactor, GradientFactor | None, Tensor]:
-    """Return the factor expected for loss_type (default: PPO), the factor that fits or None, and measured tokens."""
+    """Return the gradient formula of loss_type, the formula that fits the loss or None, and measured_tokens()."""
     tokens = measured_tokens(loss)
     factors = known_factors(loss, tokens)
     right = next(factor for factor in factors if (asked_type(loss) or "grpo") in factor.loss_types)
@@ -256,11 +256,11 @@ def right_and_fitting_factor(loss: Examined) -> tuple[GradientFactor, GradientFa
 
 
 def the_ratio_acts_within_its_bounds(loss: Examined) -> Iterator[Finding]:
-    """Require the right gradient factor for loss_type; PPO's is the ratio, up to the clip bounds."""
+    """Require the gradient that loss_type has at each ratio; in PPO, clip bounds stop the gradient."""
     right, fitting, tokens = right_and_fitting_factor(loss)
     asked = asked_type(loss)
     if fitting is None:
-        # if the loss uses epsilon_low for both bounds, one_bound explains more tokens
+        # report errors relative to the closer formula: right bounds, or epsilon_low for both bounds
         one_bound = replace(right, weight=clip(1 - loss.options["epsilon_low"], 1 + loss.options["epsilon_low"]))
         factors = [right, one_bound] if right.loss_types == CLIPPED else [right]
         wrong = [(factor, misfits(factor, tokens, loss.tolerance)) for factor in factors]
@@ -295,7 +295,7 @@ def sentences(right: GradientFactor, wrong: list[list[float]]) -> Iterator[Findi
             )
 
 
-# {key in RATIOS: description}
+# {importance sampling level, a key in RATIOS: description}
 LEVELS = {
     "token": "each token has its own ratio",
     "sequence": "the tokens of a completion have one ratio, the geometric mean of their ratios, as in GSPO",
@@ -304,7 +304,7 @@ LEVELS = {
 
 
 def ratios_belong_to_their_tokens(loss: Examined) -> Iterator[Finding]:
-    """Require each token's gradient to use its own ratio, or the mean or product of the completion's ratios."""
+    """Require that a token's gradient uses its own ratio, or the mean or product of all ratios in its completion."""
     _, factor, _ = right_and_fitting_factor(loss)
     if factor is None:
         return
@@ -343,7 +343,7 @@ def ratios_belong_to_their_tokens(loss: Examined) -> Iterator[Finding]:
 @dataclass
 class Average:
     says: str
-    weights: Callable[[Tensor, int], Tensor]  # (mask, max_completion_length) -> token weights
+    weights: Callable[[Tensor, int], Tensor]  # (mask, max_completion_length) -> weight per token, (B, T)
     loss_types: tuple[str, ...]
 
 
@@ -359,11 +359,11 @@ AVERAGES = (
     Average("tokens are divided by a constant", lambda mask, length: mask / (len(mask) * length), ("dr_grpo",)),
     Average("tokens are added up in each completion", lambda mask, length: mask / len(mask), ("luspo", "rloo")),
 )
-DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # all projects use these averages
+DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # loss types with one average in all trainers
 
 
 def the_average_is_that_of_the_loss_type(loss: Examined) -> Iterator[Finding]:
-    """Require the right token weights for loss_type, such as equal weights for dapo."""
+    """Require the average named by loss_type: in DAPO, for example, all tokens have equal weights."""
     batch = random_batch("grpo", [[1, 1, 1, 1, 0], [1, 0, 0, 0, 0]])
     length = loss.options["max_completion_length"]
     _, unit = of_one_token(loss)
@@ -404,7 +404,7 @@ def kl_of_one_token(loss: Examined, beta: float = 1.0, **token: float) -> tuple[
 
 
 def the_reference_acts_through_beta(loss: Examined) -> Iterator[Finding]:
-    """Require no effect of the reference if beta is 0, else a gradient proportional to beta."""
+    """Require a KL gradient proportional to beta, and no effect of the reference if beta is 0."""
     near, far = (of_one_token(loss, ref=ref) for ref in (-2.5, -1.2))
     if near != far and math.isfinite(near[1]):
         yield Finding(
@@ -441,7 +441,7 @@ def the_kl_acts_apart_from_the_advantage(loss: Examined) -> Iterator[Finding]:
 
 
 def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[Finding]:
-    """Require the mean KL over a vocabulary to equal KL(policy || reference), or to have its gradient."""
+    """Require that the expected KL over a vocabulary has the value or the gradient of KL(policy || reference)."""
     generator = torch.Generator().manual_seed(3)
     logits, ref_logits = torch.randn(2, 7, generator=generator, dtype=torch.float64)
     logps, ref = logits.log_softmax(0), ref_logits.log_softmax(0)
@@ -512,7 +512,7 @@ POLICY_LAWS: tuple[Law, ...] = (
 )
 ADVANTAGE_ACTS = {tokens_follow_their_advantage, advantages_act_alone}
 MASK_ACTS = {masked_tokens_are_inert, padding_changes_nothing}
-# {law: laws that must hold before it is tested}
+# {check: checks that must pass first}
 POLICY_NEEDS: dict[Law, set[Law]] = {
     one_token_has_the_gradient_of_its_advantage: ADVANTAGE_ACTS,
     the_ratio_acts_within_its_bounds: ADVANTAGE_ACTS,

@@ -1,4 +1,8 @@
-"""Laws for DPO losses (directions, reference, beta, label smoothing, averages) and SFT losses (mean over tokens)."""
+"""Checks ("laws") of DPO and SFT losses.
+
+A DPO loss must fall if chosen answers become likelier, and use reference, beta, label smoothing and averages
+correctly. An SFT loss must be a mean over tokens.
+"""
 
 from collections.abc import Iterator
 
@@ -15,14 +19,14 @@ TWO_TOKENS = "Smallest batch: two answers of one token, with the log-ratios"
 
 
 def pair(chosen: float, rejected: float, tokens: int = 1) -> dict[str, Tensor]:
-    """Return a pair of answers with these summed log-ratios, in nats, spread evenly over tokens."""
+    """Return a batch with one answer pair. The arguments are summed log-ratios, in nats, spread evenly over tokens."""
     log_ratios = torch.tensor([[[chosen], [rejected]]], dtype=torch.float64) / tokens
     ref = torch.full((1, 2, tokens), -1.5, dtype=torch.float64)
     return {"per_token_logps": ref + log_ratios, "ref_per_token_logps": ref, "mask": torch.ones_like(ref)}
 
 
 def recognize_ipo(loss: Examined):
-    """Apply IPO's laws to an IPO loss, even if the user gave no loss_type."""
+    """Set loss_type to "ipo" if the user gave no loss_type, but the loss has the value of IPO."""
     beta = loss.options["beta"]
     value, _ = loss(pair(0.4, -0.3))
     if "loss_type" not in loss.given and not loss.differ(value, torch.tensor((0.7 - 1 / (2 * beta)) ** 2)):
@@ -148,7 +152,7 @@ def pairs_are_averaged(loss: Examined) -> Iterator[Finding]:
 
 
 def tokens_are_averaged(loss: Examined) -> Iterator[Finding]:
-    """Require SFT gradients of -1 / tokens, or -probability / tokens for dft."""
+    """Require the gradient -1 / (number of tokens) for each log-prob; dft multiplies it by the token's probability."""
     for mask in MASKS:
         batch = random_batch("sft", mask)
         slope = loss.gradient(batch)
@@ -175,7 +179,7 @@ DPO_LAWS: tuple[Law, ...] = (
     pairs_are_averaged,
     micro_batches_add_up,
 )
-# {law: laws that must hold before it is tested}
+# {check: checks that must pass first}
 DPO_NEEDS: dict[Law, set[Law]] = {
     beta_multiplies_the_margin: {answers_act_in_their_directions, only_log_ratios_count},
     log_ratios_are_added_or_averaged: {answers_act_in_their_directions, only_log_ratios_count},

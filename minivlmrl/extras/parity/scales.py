@@ -1,4 +1,4 @@
-"""Factors by which a trainer's numbers may be wrong, such as the row count or the temperature."""
+"""Factors by which a trainer may wrongly multiply or divide, such as the row count or the temperature."""
 
 import math
 
@@ -6,7 +6,7 @@ OF_FORWARD = ("logps", "logps of old", "logps of sampler", "logps of reference",
 
 
 def known_numbers(d, stage: str) -> dict[str, float]:
-    """Return {description: factor} for counts, options and ratios of options, except 1 and 0."""
+    """Return possible wrong factors of a stage, such as {"beta": 0.04} for "loss"; omit 0 and 1."""
     about = d.about
     result = {"the number of ranks": about.get("world_size")}
     if stage in ("advantages", "loss"):

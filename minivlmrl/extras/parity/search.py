@@ -1,11 +1,12 @@
 """Search for known bugs that explain wrong numbers in a recorded step, or in a loss test case.
 
-Numbers are recomputed with one simulated bug at a time, and compared with the recorded ones:
+A stage of a step, such as advantages, loss or gradients, is recomputed with one simulated bug at a time, and compared
+with the recorded numbers. Kinds of bugs, likeliest first:
 
     1. simple bugs, such as "a reward is halved"
-    2. bugs in one computation, such as a wrong mask only in the token count
+    2. bugs in one part of the loss, such as a mask that is wrong only in the token count
     3. bugs with an unknown constant, such as c in "the ratio is at most c"
-    4. one factor for all numbers
+    4. a wrong scale, such as "all values are 8 times as large"
 """
 
 import math
@@ -25,8 +26,8 @@ from minivlmrl.extras.parity.progress import with_bar
 from minivlmrl.extras.parity.scales import known_numbers
 from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError
 
-TOLERANCE = 1e-5  # maximum relative rounding error; float32 rounds to about 1e-7
-# {stage: (tensor, field of step.json with the model folder)}
+TOLERANCE = 1e-5  # larger relative errors are not rounding; one float32 rounding is about 1e-7
+# {stage: (recorded log-probs, field of step.json with the folder of their model)}
 LOGPS = {
     "logps": ("per_token_logps", "model"),
     "logps of old": ("old_per_token_logps", "old_model"),
@@ -49,24 +50,24 @@ STAGES = {
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
 SHOWN = 4  # maximum number of bugs to print
-IDS = ("tokens", "pictures", "mask")  # stages that compare integers, so no factor is fitted
-# start values for fitted numbers
+IDS = ("tokens", "pictures", "mask")  # stages with integers, such as token ids: no search for a wrong scale
+# start values for an unknown constant, such as a clip bound
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
 FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
-REFINED = 16  # number of best bugs to fit precisely
-CASE_REFINED = 4
+REFINED = 16  # number of bugs, closest first, whose constant is fitted precisely
+CASE_REFINED = 4  # the same for a loss test case
 
 
 @dataclass(eq=False)
 class Bug:
-    """Known bug, such as "the rewards are halved"."""
+    """Bug that can be simulated, such as "the rewards are halved"."""
 
     says: str
-    change: dict  # {quantity: replacement}, see Change
-    of: table.Target  # wrong quantity, with effect on training and source
-    error: float = 0.0  # error left if this bug is simulated
-    parts: int = 1  # a bug limited to some rows counts as 2
-    number: float = 0.0  # fitted number, 0 = none
+    change: dict  # simulated bug, {quantity: replacement}, see Change
+    of: table.Target  # entry in bugs.json: wrong quantity, effect and source of the bug
+    error: float = 0.0  # largest relative error if this bug is simulated
+    parts: int = 1  # 2 for a bug in only some rows; fewer parts are likelier
+    number: float = 0.0  # fitted constant, such as a clip bound; 0 = none
 
     @property
     def kind(self) -> str:
@@ -74,7 +75,7 @@ class Bug:
 
     @property
     def is_scoped(self) -> bool:
-        """True for bugs in only some rows, tokens or parameters, and for wrong orders of rows or tokens."""
+        """True for bugs in only some rows, tokens or parameters, and for bugs that exchange rows or tokens."""
         return any(isinstance(x, tuple) for x in self.change.values())
 
     @property
@@ -88,18 +89,18 @@ class Bug:
         return not self.of.used_by and (self.is_scoped or is_formula)
 
     def may_be_inside(self, target: str) -> bool:
-        """Return whether the bug can be limited to one computation, such as the token count."""
-        # a wrong row order in only one computation would fit too often by chance
+        """Return whether the bug may occur in only one part of the loss, such as the token count."""
+        # rows exchanged in only one part of the loss would often match wrong numbers by chance
         may_be = "mask" in self.change or not self.is_scoped
         return may_be and target in (*self.change, "") and not self.is_fitted
 
     def inside(self, use: str) -> "Bug":
-        """Limit the bug to one computation, as in "the mask is left out, only in the count"."""
+        """Return this bug in only one part of the loss, such as a wrong mask only in the token count."""
         change = self.change | {"inside": [*self.change.get("inside", []), use]}
         return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
     def with_number(self, number: float) -> "Bug":
-        """Insert the fitted number, for example "all values are 8 times as large"."""
+        """Return this bug with {c} replaced by a number, as in "all values are 8 times as large"."""
         change = {name: with_number(x, number) for name, x in self.change.items()}
         return replace(self, says=self.says.replace("{c}", f"{number:.5g}"), change=change, number=number)
 
@@ -110,12 +111,12 @@ OWN_LENGTH = replace(FACTOR, of=replace(RATE, used_by="Dr. GRPO losses with a co
 
 
 def names_of(name: str, d: Dump) -> set[str]:
-    """Return stage names as in bugs.json: "loss" and "dpo" for a DPO loss."""
+    """Return the names of a stage in bugs.json. The stage "loss" of a DPO step has two names: loss and dpo."""
     return {name, d.about["kind"] if name == "loss" else "logps" if name in LOGPS else name}
 
 
 def possible_bugs(name: str, d: Dump) -> list[Bug]:
-    """List known bugs for a stage, such as the loss, and the tensors in the step."""
+    """List known bugs of a stage, such as "loss"; omit bugs in tensors that the step lacks."""
     names = names_of(name, d)
     result = []
     for key, target in table.TARGETS.items():
@@ -138,7 +139,7 @@ def possible_bugs(name: str, d: Dump) -> list[Bug]:
 
 
 def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[tuple[str, dict]]:
-    """Yield a bug for every part it may affect, such as "the first turn"."""
+    """Yield (description, change) of a bug for each set of rows or tokens, such as "the first turn"."""
     pieces = [name for name, x in change.items() if isinstance(x, table.Scoped)]
     if not pieces:
         yield says, change
@@ -146,13 +147,13 @@ def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[t
         kinds, formula = change[name]
         for kind in kinds.split():
             for part in getattr(d, kind):
-                # a wrong mask cannot depend on counted tokens: it defines them
+                # not in the stage "mask": the mask itself decides which tokens are counted
                 if not (in_mask and "counted" in part):
                     yield says.replace("{}", part), change | {name: (kind, part, formula)}
 
 
 def computed(name: str, d: Dump, change: dict | None) -> Any:
-    """Recompute a stage, such as the loss, with a simulated bug ({} = none); return None if this fails."""
+    """Recompute a stage, such as "loss", with a simulated bug ({} = no bug); return None if the bug makes this fail."""
     d.check_time()
     if change is None:
         return None
@@ -168,9 +169,9 @@ def computed(name: str, d: Dump, change: dict | None) -> Any:
         d.usual_answers[name] = answer
     for key, (theirs, ours, unit) in (answer or {}).items():
         ours = ours * factor
-        if d.case_tolerance:  # loss test case: errors relative to max(1, largest number)
+        if d.case_tolerance:  # loss test case: errors relative to max(1, largest recomputed number)
             unit = ours.nan_to_num().abs().max().clamp(min=1) * d.case_tolerance / TOLERANCE
-        else:  # huge numbers from a simulated bug must not hide differences, so the error unit is limited
+        else:  # errors are divided by `unit`: a huge unit from a simulated bug would hide wrong numbers
             _, _, usual_unit = d.usual_answers.get(name, answer)[key]
             limit = 3 * usual_unit + theirs.abs().nan_to_num().max() if theirs.numel() else math.inf
             unit = torch.minimum(torch.as_tensor(unit), torch.as_tensor(limit))
@@ -203,7 +204,7 @@ def count_wrong(answer: dict) -> int:
 
 
 def count_groups(name: str, answer: dict, d: Dump) -> int:
-    """Count rows with wrong numbers; for the stage advantages, count groups instead."""
+    """Count rows with wrong numbers, or groups of completions if the stage is "advantages"."""
     labels = d["group"] if name == "advantages" else d.all_rows
     counts = []
     for theirs, ours, unit in answer.values():
@@ -213,14 +214,14 @@ def count_groups(name: str, answer: dict, d: Dump) -> int:
 
 
 class Region(NamedTuple):
-    """Rows with a bug, such as "truncated completions"."""
+    """Set of rows that may have a bug, such as all truncated completions."""
 
-    says: str  # description, "" = whole step
-    inside: dict[str, Tensor]  # {tensor name: mask}
-    rows: Tensor | None = None
+    says: str  # description of the rows, "" = all rows
+    inside: dict[str, Tensor]  # {tensor name: mask of its numbers in these rows}
+    rows: Tensor | None = None  # mask (n,), None = all rows
 
     def of(self, answer: dict | None) -> Any:
-        """Ignore errors outside the region: use recomputed numbers there."""
+        """Ignore errors in rows outside this set: replace the trainer's numbers by recomputed numbers there."""
         if answer is None:
             return None
         result = {}
@@ -231,9 +232,9 @@ class Region(NamedTuple):
 
 
 def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
-    """List regions that contain every wrong number: the whole step, and row sets such as truncated completions."""
+    """List row sets that contain all wrong numbers: all rows, and sets such as truncated completions."""
     regions = [Region("", {key: torch.tensor(True) for key in answer})]
-    if name in ("advantages", *BY_PARAMETER):  # these stages have no numbers per row
+    if name in ("advantages", *BY_PARAMETER):  # numbers per rollout completion or parameter, not per row
         return regions
     for says, rows in d.row_sets.items():
         masks = {}
@@ -248,12 +249,13 @@ def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
 
 
 class Search:
-    """Search for bugs that explain wrong numbers in a stage, such as the loss.
+    """Search for bugs that explain wrong numbers in a stage, such as "loss" or "gradients".
 
-    If all wrong numbers are in one part, such as truncated completions, bugs in only this part are also tried.
+    If all wrong numbers are in one set of rows, such as truncated completions, bugs in only these rows are also tried.
 
     Args:
-        deviation: bugs found earlier; recomputed numbers include their effects.
+        name: stage.
+        deviation: simulated bugs that were already found; numbers are recomputed with these bugs, too.
     """
 
     def __init__(self, name: str, d: Dump, deviation: dict | None = None):
@@ -274,13 +276,13 @@ class Search:
         bugs = sorted(bugs, key=lambda bug: not bug.change.keys() <= model_stages.AFTER_FORWARD)
         plain, scoped, fitted = by_kind(bugs)
         if any(bug.parts == 1 and not bug.number for bug in factors):
-            fitted = []  # a factor such as the row count is likelier than a fitted number
+            fitted = []  # division by the row count, for example, is likelier than an unknown constant
         try:
             for phase, some in ((self.tried, plain), (self.tried, scoped), (self.fitted, fitted)):
                 if not any(bug.parts == 1 for bug in self.explained):
                     self.explained.extend(phase(some))  # extend() keeps bugs found before the time limit
         finally:
-            self.explained += factors  # factors come last, because known bugs explain more
+            self.explained += factors  # a wrong scale comes last: other bugs tell more about the cause
 
     def tried(self, bugs: list[Bug]) -> Iterator[Bug]:
         """Yield bugs that give the recorded numbers."""
@@ -290,7 +292,7 @@ class Search:
                 yield from self.confined(answer, bug, region)
 
     def confined(self, answer: Any, bug: Bug, region: Region) -> list[Bug]:
-        """Return the bug, limited to a region such as truncated completions, or [] if wrong numbers are left."""
+        """Return [bug] if the bug in only the rows of `region` gives the recorded numbers, else []."""
         d = self.d
         if region.says:
             bug = replace(bug, says=f"{bug.says}, only for {region.says}", parts=2)
@@ -303,7 +305,7 @@ class Search:
         return explained
 
     def factors(self) -> list[Bug]:
-        """Return bugs such as "all values are divided by the number of rows", or "are 8 times as large"."""
+        """Return wrong scales: "all values are divided by the number of rows", or "all values are 8 times as large"."""
         if self.name in IDS:
             return []
         d = self.d
@@ -313,7 +315,7 @@ class Search:
         has_own_length = d.about.get("loss_type") == "dr_grpo" and not d.reads("max_completion_length")
         for region in self.regions:
             if count_wrong(region.of(self.base)) <= 2:
-                continue  # too few numbers: some factor always fits two opposite advantages
+                continue  # too few numbers: two opposite advantages, such as 1 and -1, always match if scaled
             product = square = 0.0
             for key, mask in region.inside.items():
                 theirs, ours, unit = self.base[key]
@@ -335,7 +337,7 @@ class Search:
         near = []
         for region in self.regions:
             base = region.of(self.base)
-            # too few rows to fit a number
+            # with one wrong row, too many constants would match by chance
             if not d.case_tolerance and d.part is None and count_groups(self.name, base, d) < 2:
                 continue
             usual_gap = distance(base)
@@ -376,12 +378,12 @@ def find_bugs(name: str, d: Dump, seconds: float = math.inf) -> Search:
     """Find the simplest bugs that give the recorded numbers, in at most `seconds` of CPU time."""
     search = Search(name, d)
     answer = search.base
-    # many bugs fit a single wrong learning rate or token id: try none, or only bugs about padding
+    # a single wrong learning rate matches too many bugs by chance: try none
     if name == "schedule" and len(all_gaps(answer)) < 2:
         return search
-    # maximum error with a simulated bug: 1 % of the original error, limited to 1e-5 to 3e-5
+    # allowed error with a simulated bug: 1 % of the original error, but at least 1e-5 and at most 3e-5
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
-    # forward passes are slow: find bugs in the row with the largest error, then check all rows
+    # forward passes are slow: search in the row with the largest error, then check all rows
     if name in LOGPS:
         [values] = answer.values()
         d.part = gaps(*values).amax(1).argmax().view(1)
@@ -389,6 +391,7 @@ def find_bugs(name: str, d: Dump, seconds: float = math.inf) -> Search:
     d.deadline = time.thread_time() + seconds
     try:
         bugs = possible_bugs(name, d)
+        # a single wrong token id matches too many bugs by chance: try only bugs about padding
         if name in IDS and count_wrong(answer) < 2:
             bugs = [bug for bug in bugs if bug.of.about == "padding"]
         search.run(bugs)
@@ -416,7 +419,10 @@ def fit(answer: dict | None, bug: Bug, d: Dump) -> list[Bug]:
 
 
 def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[float]:
-    """Yield a start value, then the best nearby number, rounded to 1, 2, 3 and all digits: 0.2, 0.23, 0.234, 0.2341."""
+    """Yield values for a constant: the start value, then the nearby number with the smallest error.
+
+    The nearby number is yielded with 1, 2, 3 and all digits: 0.2, 0.23, 0.234, 0.2341.
+    """
     yield number
     gap_with = cache(gap_with)
     number = min((number * 1.1**power for power in range(-9, 10)), key=gap_with)

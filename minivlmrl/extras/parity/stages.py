@@ -1,13 +1,13 @@
 """Recompute advantages, token ids, masks, loss and loss gradient in a recorded step.
 
-A stage function, such as `loss`, returns None if the step lacks a tensor, else {name: (theirs, ours, unit)}:
+A function that returns an Answer, such as `loss`, recomputes one stage. The Answer is None if the step lacks a tensor,
+else {tensor name: (theirs, ours, unit)}:
 
     theirs    trainer's tensor
     ours      recomputed tensor
     unit      size of the summed terms; (theirs - ours) / unit is the relative error
 
-`change` is a simulated bug: change("mask", x) returns the mask of a trainer with this bug, or the correct mask x if the
-bug is elsewhere.
+`change` is a simulated bug: change("mask", x) returns a wrong mask if the bug is in the mask, else the correct mask x.
 """
 
 from collections.abc import Mapping
@@ -71,8 +71,8 @@ def moments(change: Change, x: Tensor, group: Tensor, center: str, scale: str) -
     """Return baselines (N,) and divisors (N,) for the rewards x (N,), ignoring NaN.
 
     Args:
-        center: "group" or "batch": mean over the group or rollout.
-        scale: "group", "batch" or "none": standard deviation over group or rollout, or 1.
+        center: the baseline is the mean over the "group" or the rollout ("batch").
+        scale: the divisor is the standard deviation over the "group" or the rollout ("batch"), or 1 ("none").
     """
     baseline = torch.zeros_like(x)
     divisor = torch.ones_like(x)
@@ -94,7 +94,7 @@ def moments(change: Change, x: Tensor, group: Tensor, center: str, scale: str) -
 
 
 def rows(d: Dump, change: Change) -> Answer:
-    """Compare advantages in the step with those in the rollout."""
+    """Check that each row of the step has the advantage of its completion in the rollout."""
     if not d.has("rollout_advantages", "advantages", "row") or d["advantages"].dim() != 1:
         return None
     rollout = d["rollout_advantages"]
@@ -104,7 +104,7 @@ def rows(d: Dump, change: Change) -> Answer:
 
 def tokens(d: Dump, change: Change) -> Answer:
     """Recompute completion token ids and attention mask from sampler_ids."""
-    # not encoded again: the tokenizer may give other ids for the same text
+    # use the sampled ids: encoding the sampled text again may give other ids
     if d.sampled is None or not d.has("prompt_mask"):
         return None
     ids, flags = d.sampled
@@ -116,11 +116,11 @@ def tokens(d: Dump, change: Change) -> Answer:
     sampled_mask = ids[:, : d.width] >= 0
     attention_mask = d["attention_mask"].bool()
     in_prompt = ~d.completion
-    # the whole completion may have attention_mask 0: a trainer may skip truncated ones
+    # attention_mask may be 0 in a whole completion, because a trainer skips truncated completions
     is_used = (attention_mask & sampled_mask).any(1, keepdim=True)
     attended = (sampled_mask & is_used) | (attention_mask & in_prompt & d["prompt_mask"].bool())
     attended = change("attended", attended)
-    # leave out sampled tokens outside completion_mask: the stage "mask" compares them
+    # ignore sampled tokens outside completion_mask: the stage "mask" compares these tokens
     is_compared = in_prompt | (sampled_mask & ~((flags[:, : d.width] == 1) & (d["completion_mask"] == 0)))
     return {
         "input_ids": (their_ids.double(), ours.double(), 1.0),
@@ -146,7 +146,7 @@ def pictures(d: Dump, change: Change) -> Answer:
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
-    """Return (patches, grid) pairs per row; kind="sampler_": images used in sampling."""
+    """Return the images in each row as (patches, grid); kind="sampler_": images used in sampling."""
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
     all_pictures = list(zip(patches, grids, strict=True))
@@ -194,7 +194,7 @@ def mask_in(change: Change, use: str) -> Tensor:
 
 
 def loss(d: Dump, change: Change) -> Answer:
-    """Recompute losses per micro-batch, and the gradient (n, S) with respect to log-probabilities."""
+    """Recompute the loss of each micro-batch, and the gradient (n, S) with respect to log-probs."""
     if not d.has("loss") and not d.has("logps_gradient"):
         return None
     leaf = d["per_token_logps"].clone().requires_grad_()
@@ -232,7 +232,7 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
     rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
     tokens = mask[rows].sum() * times
-    # rollout_tokens is the token count of the recorded mask
+    # rollout_tokens counts tokens in the recorded mask, not in a mask with a simulated bug
     is_ours = torch.equal(mask, d["completion_mask"].double())
     if d.has("rollout_tokens") and is_ours and not by_part:
         tokens = d["rollout_tokens"][part[0]].item()
@@ -315,7 +315,7 @@ def kl_term_of(pieces: PolicyPieces, change: Change) -> Tensor:
     return averaged(kl, change, rounding=0.02 * pieces.ref_log_ratio.detach().abs())
 
 
-# {term in the GRPO loss: (function, option with its weight)}
+# {term in the GRPO loss: (function, name of the weight option, "" = weight 1)}
 POLICY_TERMS = {"the policy's term": (policy_term, ""), "the KL": (kl_term_of, "beta")}
 ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
@@ -343,7 +343,7 @@ def preferences(logps: Tensor, change: Change) -> Tensor:
 
 
 def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
-    """Return (2,): a micro-batch's DPO loss, and the scale for its errors."""
+    """Return (2,): the DPO loss of a micro-batch, and the number by which loss errors are divided."""
     d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): chosen and rejected row

@@ -24,7 +24,7 @@ from minivlmrl.json_files import read_json, write_json
 
 # exceptions for tensors or fields with a wrong type or shape
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
-OTHER_STEP = "../{}/"  # path of the recorded step in which a row was sampled
+OTHER_STEP = "../{}/"  # folder of the recorded step that sampled a row; {} = number of this step
 
 
 class SearchEndedError(Exception):
@@ -34,18 +34,18 @@ class SearchEndedError(Exception):
 class Dump(dict):
     """Recorded optimizer step as {name: tensor}, with floats in float64; `about` has the fields in step.json."""
 
-    tolerance = 1e-5  # maximum relative error left by a simulated bug
-    case_tolerance = 0.0  # loss test case: maximum error in value and gradient
-    read: set[str] | None = None  # loss test case: tensor and option names used by the loss
-    simpler: Callable = list  # loss test case: function that returns simpler variants
-    deadline = math.inf  # when the search ends, as in time.thread_time()
+    tolerance = 1e-5  # largest relative error with which a simulated bug explains the numbers
+    case_tolerance = 0.0  # loss test case: maximum error in loss and gradient; 0 = recorded step
+    read: set[str] | None = None  # loss test case: names of tensors and options read by the loss
+    simpler: Callable = list  # loss test case: function that lists simpler test cases
+    deadline = math.inf  # when the bug search ends, in CPU seconds on the clock time.thread_time()
     part: Tensor | None = None  # rows for which log-probs are recomputed, None = all
 
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
         self.about = about
         self.cache = {}  # results of forward and backward passes
-        self.usual_answers = {}  # stage results without a simulated bug
+        self.usual_answers = {}  # {stage: numbers without a simulated bug}
         ones = torch.ones_like(tensors["input_ids"])
         n, self.width = ones.shape
         self.all_rows = torch.arange(n)
@@ -77,7 +77,7 @@ class Dump(dict):
         if about.get("stop_token_ids"):
             self["ended"] = (self.is_stop(self["input_ids"]) & self.within_limit).any(1)
 
-    # wrong orders of rows and tokens, and parts that may have a bug
+    # for simulated bugs: indices of wrong rows and tokens (rows, rollout_rows, columns) or masks (row_sets, regions)
     rows = cached_property(units.row_orders)
     rollout_rows = cached_property(lambda self: units.row_orders(self, of_rollout=True))
     row_sets = cached_property(units.row_sets)
@@ -104,7 +104,7 @@ class Dump(dict):
         return self.keys() >= {*names}
 
     def reads(self, name: str) -> bool:
-        """Return whether the loss uses this tensor or option; True for recorded steps."""
+        """Return whether the loss uses this tensor or option; True if unknown, as in a recorded step."""
         return self.read is None or name in self.read
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,9 +117,10 @@ class Dump(dict):
 
     @cached_property
     def sampled(self) -> Tensor | None:
-        """Sampled token ids, aligned with the training columns, and flags: 1 for sampled tokens, 0 for tool responses.
+        """Sampled token ids in the columns of input_ids, and a flag per token: 1 = sampled, 0 = tool response.
 
-        Shape (2, n, S + L) for L sampler columns, -1 = padding. None without sampler ids, or if training ids differ.
+        Shape (2, n, S + L): ids and flags, -1 = padding; L is the width of sampler_ids. None if sampler_ids is
+        missing, or if input_ids turned out to be wrong.
         """
         if "sampler_ids" not in self:
             return None
@@ -135,7 +136,7 @@ class Dump(dict):
 
     @cached_property
     def tokenizer(self):
-        # import late: only steps with a model need the package tokenizers
+        # imported late: only steps with a model need the tokenizers package
         from minivlmrl.data.tokenizer import load_tokenizer
 
         return load_tokenizer(Path(self.about["model"]) / "tokenizer.json")

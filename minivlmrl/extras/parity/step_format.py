@@ -23,7 +23,7 @@ BY_TOKEN = NEEDED + names(
 BY_ROW = BY_TOKEN + names(
     "advantages micro_batch row pair chosen importance_sampling_ratio rollout_step rollout_tokens"
 )
-MODELS = names("model old_model ref_model")  # model folders
+MODELS = names("model old_model ref_model")  # step.json fields with model folders
 # step.json fields with the names of options in TRL's GRPOConfig
 OPTIONS_OF_A_ROLLOUT = names(
     "num_generations scale_rewards reward_weights multi_objective_aggregation temperature max_completion_length "
@@ -83,7 +83,7 @@ OPTIONS = {"grpo": PolicyOptions, "dpo": DPOOptions, "sft": SFTOptions}
 
 @dataclass
 class OptimizerFields:
-    name: str = ""  # optimizer name; only adamw is recomputed
+    name: str = ""  # optimizer name; only the weight update of "adamw" is checked
     learning_rate: Finite = 0.0
     betas: tuple[Finite, Finite] = (0.9, 0.999)
     eps: Finite = 1e-8
@@ -121,14 +121,14 @@ class StepFields:
     stop_token_ids: list[int] | None = None
     pad_token_id: int | None = None
     image_token_id: int | None = None
-    # loss divisors; set them if they differ from this step's totals
+    # loss divisors, for losses that are not divided by the totals of this step
     rollout_tokens: Annotated[float, "[0, inf)"] | None = None
     steps_per_rollout: Annotated[float, "(0, inf)"] = 1.0
     world_size: Count = 1
     mean_over: Literal["step", "micro_batch"] | None = None
     optimizer: OptimizerFields = field(default_factory=OptimizerFields)
     schedule: ScheduleFields = field(default_factory=ScheduleFields)
-    # model folders, in this step's folder or in the folder of a row's rollout step
+    # model folders, relative to the step folder; in "../{}/model", {} is the step that sampled a row
     model: str | None = None
     old_model: str | None = None
     ref_model: str | None = None

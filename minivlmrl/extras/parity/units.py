@@ -1,4 +1,8 @@
-"""List wrong row and token orders, and parts of a step that may have a bug."""
+"""List the rows and tokens that simulated bugs use or affect.
+
+Orders are indices of rows or tokens used instead of the right ones. Row sets and token regions are masks of rows or
+tokens affected by a bug.
+"""
 
 from collections.abc import Callable
 
@@ -8,18 +12,19 @@ from torch.nn.functional import pad
 
 from minivlmrl.extras.parity.formulas import first, last
 
+# {description: function from right to wrong row or token indices}
 WITHIN = {
     "the next {} in {}": lambda x: x.roll(-1),
     "the previous {} in {}": lambda x: x.roll(1),
     "the first {} in {}": lambda x: x[:1].expand_as(x),
     "the {} at the mirrored position in {}": lambda x: x.flip(0),
 }
-# more token orders, where index -1 stands for the value 0: "the next token" in a row of three is 1, 2, -1
+# for tokens only, -1 = the value 0: in a row of three tokens, "the next token" has the indices 1, 2, -1
 TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
     "the previous {} in {} and 0 for the first": lambda x: pad(x, (1, 0), value=-1)[: len(x)],
 }
-# wrong row orders for groups of equal size, as functions of row indices (groups, rows per group)
+# as WITHIN, for row indices (groups, rows per group) in groups of equal size
 BLOCKS = {
     "the next {1}": lambda x: x.roll(-1, 0),
     "the row that repeat gives instead of repeat_interleave, by {1}": lambda x: x.T,
@@ -38,7 +43,7 @@ class Distinct(dict):
 
 
 def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
-    """Drop orders equal to `same` or to an earlier one, so bugs with equal effects are listed once."""
+    """Drop indices or masks that simulate no bug (equal to `same`), or the same bug as an earlier entry."""
     kept = Distinct()
     for name, order in orders.items():
         is_new = not any(torch.equal(order, x.expand_as(order)) for x in (same, *kept.values()))
@@ -55,7 +60,7 @@ def ordered(table: dict[str, Callable], item: str, unit: str, blocks: list[Tenso
 
 
 def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
-    """List wrong row orders, such as "the next row in its group"."""
+    """Return {description: row indices} for bugs that use wrong rows, such as "the next row in its group"."""
     all_rows = torch.arange(len(d["group"])) if of_rollout else d.all_rows
     row = all_rows if of_rollout else d.get("row", all_rows)
     orders = {}
@@ -77,7 +82,7 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
 
 
 def token_orders(d) -> dict[str, Tensor]:
-    """List wrong token orders, such as "the next token in its row"."""
+    """Return {description: token indices} for bugs that use wrong tokens, such as "the next token in its row"."""
     numbers = torch.arange(d["input_ids"].numel()).view_as(d["input_ids"])
     return different(ordered(WITHIN | TOKENS, "token", "its row", [*numbers], numbers), numbers)
 
@@ -94,7 +99,7 @@ def ends(number: Tensor, name: str, suffix: str = "", begin: int = 0) -> dict[st
 
 
 def row_sets(d) -> dict[str, Tensor]:
-    """Return a mask per named row subset, such as "truncated completions"."""
+    """Return {description: mask} of rows that may have a bug, such as "truncated completions"."""
     sets = {}
     if "ended" in d:
         sets |= {"truncated completions": ~d["ended"], "completions that were not truncated": d["ended"]}
@@ -108,12 +113,12 @@ def row_sets(d) -> dict[str, Tensor]:
     place = (number == number[:, None]).tril(-1).sum(1)  # row index in its micro-batch
     sets |= ends(place, "row", " of each micro-batch")
     sets |= ends(number - number.min(), "micro-batch")
-    sets = {says: mask for says, mask in sets.items() if mask.sum() > 1}  # too many descriptions fit a single row
+    sets = {says: mask for says, mask in sets.items() if mask.sum() > 1}  # a single wrong row would match several sets
     return different(sets, torch.tensor(False))
 
 
 def token_regions(d, ids: Tensor, drawn: Tensor, forced: Tensor) -> dict[str, Tensor]:
-    """Return a mask per named kind of token, such as "the image tokens"."""
+    """Return {description: mask} of tokens that may have a bug, such as "the image tokens"."""
     # exclude the first token, which no token predicts
     prompt = (d["attention_mask"].cumsum(1) > 1) & d["attention_mask"].bool() & ~d.completion
     image = ids == (d.about.get("image_token_id") or -1)

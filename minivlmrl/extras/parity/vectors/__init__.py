@@ -1,6 +1,6 @@
 """Read losses and gradients recorded from TRL. Copy this folder into a project in any framework.
 
-The folder needs NumPy and safetensors. README.md describes the tensors and options of a case.
+This file imports NumPy and safetensors. README.md describes the tensors and options of a test case.
 """
 
 import json
@@ -55,7 +55,7 @@ def has(options: dict, only: dict) -> bool:
     """Return whether a case has the options in `only`."""
     if "delta" in options and "delta" not in only:
         return False
-    # loss_type="sigmoid" also selects loss_type=["sigmoid"]
+    # loss_type="sigmoid" also matches loss_type=["sigmoid"], because DPO cases have a list
     return all(name in options and options[name] in (x, [x]) for name, x in only.items())
 
 
