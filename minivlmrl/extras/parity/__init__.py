@@ -1,11 +1,11 @@
-"""Check your loss function, or a step recorded from your trainer: `parity` recomputes it and names mistakes.
+"""Check your loss function, or a training step recorded from your trainer, and name known mistakes (names.py).
 
-names.py lists the known mistakes.
+Functions and shell commands:
 
 | you have | call | in a shell |
 |---|---|---|
 | your own loss | `laws(my_loss)` | `minivlmrl parity --laws my_loss.py:my_loss` |
-| a loss in TRL | `check(my_loss)` | `minivlmrl parity my_loss.py:my_loss` |
+| a loss that TRL also has | `check(my_loss)` | `minivlmrl parity my_loss.py:my_loss` |
 | a forward pass with packed or padded rows, or images | `depends(logps, ids, document)` | |
 | a recorded step from any trainer | `assert_step(folder)` | `minivlmrl parity FOLDER` |
 | a folder with code | | `minivlmrl parity FOLDER` |

@@ -1,10 +1,10 @@
-"""Check a loss function against laws, which any correct loss obeys, such as "padding changes nothing".
+"""Check a loss function against laws: properties of every correct loss, such as "padding changes nothing".
 
-Laws need no reference loss. Small batches come first, so a finding shows the smallest batch with the error.
+No reference loss is needed. Small batches are tested first, so a message shows the smallest batch that breaks a law.
 
-    all losses       NaN, masked tokens, padding, row order, micro-batches       common_laws.py
-    policy losses    advantages, ratios and their bounds, averages, KL           policy_laws.py
-    DPO and SFT      chosen and rejected answers, label smoothing, averages      preference_laws.py
+    common_laws.py: NaN, masked tokens, padding, row order and micro-batches, for all losses
+    policy_laws.py: advantages, importance ratios, clipping, averages and KL, for policy losses
+    preference_laws.py: chosen and rejected answers, label smoothing and averages, for DPO and SFT
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ NEEDS = POLICY_NEEDS | DPO_NEEDS
 
 @dataclass
 class LawReport:
-    findings: dict[str, list[Finding]]  # {law: findings}, [] if the law holds
+    findings: dict[str, list[Finding]]  # {tested property: violations and notes}, [] if the loss has it
 
     def sentences(self, kind: str) -> list[str]:
         return [finding.says for found in self.findings.values() for finding in found if finding.kind == kind]
@@ -53,17 +53,17 @@ class LawReport:
 
 
 def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options) -> int:
-    """Check a loss function against laws; return how many laws were tested.
+    """Check that a loss has the properties of every correct loss (laws); return how many laws were tested.
 
     Args:
         my_loss: loss function, see `check`.
         kind: grpo, dpo or sft.
         tolerance: maximum rounding error; float32 losses need 1e-5.
         framework: torch, jax or mlx, see `check`.
-        options: loss options. With loss_type="dapo", for example, DAPO's average and bounds are also checked.
+        options: loss options. For example, loss_type="dapo" also requires an average over tokens and DAPO's clipping.
 
     Raises:
-        AssertionError: the loss breaks laws; the message shows them, with the smallest batch for each.
+        AssertionError: the loss breaks laws; the message shows each broken law, with the smallest batch.
         ValueError: `kind` or an option is unknown, or the loss does not return a scalar tensor.
     """
     __tracebackhide__ = True
@@ -76,7 +76,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
 def examine(
     my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options
 ) -> LawReport:
-    """Check a loss as in `laws`; return a report that also has notes and untested laws."""
+    """Check properties of a loss as `laws` does; return a report, also about design choices and untested properties."""
     if kind not in LAWS:
         raise UserError(f"kind is {kind!r}, but it must be one of {', '.join(LAWS)}")
     for name in options:
@@ -92,6 +92,6 @@ def examine(
     for law in with_bar("laws", [*COMMON_LAWS, *LAWS[kind]]):
         needs = {needed.__name__ for needed in NEEDS.get(law, ())}
         if needs & set(report.laws_with("broken", "not tested")):
-            continue  # skip: a law needed by this one is broken or not tested
+            continue  # skip this test if another test that it requires has failed, or could not run
         report.findings[law.__name__] = list(law(loss))
     return report

@@ -13,9 +13,9 @@ from minivlmrl.extras.parity.step import read
 
 
 def assert_step(folder):
-    """Assert that the numbers in a recorded step equal recomputed ones.
+    """Assert that the numbers in a recorded step equal recomputed numbers.
 
-    Raises ValueError if the folder does not contain a step, or nothing could be compared.
+    Raises ValueError if the folder does not contain a step, or no numbers could be compared.
     """
     __tracebackhide__ = True
     findings, d = checked(folder, SECONDS)
@@ -23,26 +23,27 @@ def assert_step(folder):
 
 
 def assert_split_invariant(gradients, rows: int, tolerance: float = 1e-6, sizes=None):
-    """Assert equal gradients however a step is split into micro-batches, or ranks.
+    """Assert that gradients do not depend on how rows are split into micro-batches or ranks.
 
     Args:
-        gradients: function (list of row indices per part) -> {name: tensor}, accumulated as in your trainer.
+        gradients: your trainer's function from micro-batches of row indices, such as [[0, 2], [1, 3]], to
+            {parameter name: accumulated gradient}.
         rows: number of rows in the step, at least 2.
-        tolerance: maximum difference, relative to the largest gradient of the whole step.
-        sizes: part counts to test, default 2, rows - 1 and rows.
+        tolerance: maximum difference, relative to the largest gradient without micro-batches.
+        sizes: numbers of micro-batches to test; default: 2, rows - 1 and rows.
     """
     __tracebackhide__ = True
     assert rows > 1, f"rows is {rows}, but at least 2 rows are needed to compare different splits"
 
     def split(parts: int) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
-        """Split row indices, as in [[0, 2, 4], [1, 3]]; return the parts and the accumulated gradients."""
+        """Split rows into micro-batches, such as [[0, 2, 4], [1, 3]]; return them and the accumulated gradients."""
         indices = [list(range(part, rows, parts)) for part in range(parts)]
         return indices, {name: torch.as_tensor(x).double() for name, x in gradients(indices).items()}
 
     _, whole_gradients = split(1)
     unit = max(gaps(x, 0.0, 1.0).max() for x in whole_gradients.values())
     assert unit > 0, "all gradients are zero, so nothing was compared; use rows with a nonzero loss"
-    # one of rows - 1 micro-batches has two rows, so an unweighted mean changes the gradient
+    # rows - 1 micro-batches have the sizes 2, 1, 1, ..., which reveals a mean that ignores micro-batch sizes
     for size in sizes or (2, rows - 1, rows):
         parts, split_gradients = split(size)
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())
@@ -59,7 +60,9 @@ def assert_split_invariant(gradients, rows: int, tolerance: float = 1e-6, sizes=
 
 
 def split_error(gradient: Callable, batch: dict[str, torch.Tensor], tolerance: float) -> str:
-    """Describe how micro-batch gradients differ from the step gradient; return "" if their sum or mean matches.
+    """Compare the sum and the mean of micro-batch gradients with the gradient of the whole batch.
+
+    Returns "" if the sum or the mean is equal, else a description of the difference.
 
     Args:
         gradient: function from a batch to the loss gradient with respect to per_token_logps.
@@ -80,7 +83,7 @@ def split_error(gradient: Callable, batch: dict[str, torch.Tensor], tolerance: f
 
 
 def accumulated(gradient: Callable, batch: dict[str, torch.Tensor], parts: list[list[int]], is_mean: bool) -> dict:
-    """Accumulate gradients over micro-batches: their sum, or their mean weighted by rows."""
+    """Return the sum of the micro-batch gradients, or with is_mean, their mean weighted by rows."""
     slope = torch.zeros_like(batch["per_token_logps"])
     for rows in parts:
         share = len(rows) / len(slope) if is_mean else 1.0
@@ -89,12 +92,12 @@ def accumulated(gradient: Callable, batch: dict[str, torch.Tensor], parts: list[
 
 
 def assert_step_split_invariant(folder, my_loss: Callable, tolerance: float = 1e-6):
-    """Assert equal loss gradients however a recorded GRPO step is split into micro-batches.
+    """Assert that loss gradients do not depend on how a recorded GRPO step is split into micro-batches.
 
-    The gradient sum, or the row-weighted mean, must be equal for 1, 2, n - 1 and n micro-batches of n rows.
+    For n rows, 1, 2, n - 1 and n micro-batches must have the same gradient sum, or the same row-weighted mean.
 
     Args:
-        my_loss: loss function as in `check`, called with whole_step=False and the token count for the whole step.
+        my_loss: loss function as in `check`; its options have whole_step=False and `tokens` of the whole step.
     """
     __tracebackhide__ = True
     d = read(folder)

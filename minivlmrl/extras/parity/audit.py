@@ -1,6 +1,6 @@
-"""Recompute a recorded optimizer step, and explain wrong numbers by known trainer bugs.
+"""Recompute a recorded optimizer step, and name known trainer bugs that explain wrong numbers.
 
-Stages start from recorded numbers: the loss is recomputed from the recorded advantages, even if they are wrong.
+Every stage is recomputed from recorded inputs: the loss uses the recorded advantages, even if they are wrong.
 """
 
 import math
@@ -27,21 +27,21 @@ from minivlmrl.extras.parity.search import (
 )
 from minivlmrl.extras.parity.step import DAMAGES, Dump, read
 
-# {stage: earlier stages; if one of them differs, this stage is skipped}
+# the mask is not compared if token ids differ, and gradients are not compared if log-probs differ
 WITHOUT = {"mask": {"tokens"}, "gradients": {"logps"}}
-SECONDS = 30.0  # time limit for the bug search in a stage
+SECONDS = 30.0  # time limit for the bug search in a stage, such as the loss
 
 
 @dataclass
 class Finding:
-    """Comparison result for one stage, such as the loss."""
+    """Comparison of recorded and recomputed numbers in one stage of a step, such as the loss."""
 
     stage: str
     error: float
     numbers: int
     where: Sequence[str] = ()  # number of wrong values per tensor, then examples
     explained: Sequence[Bug] = ()
-    again: bool = False  # explained by a bug found in an earlier stage
+    again: bool = False  # a bug found in an earlier stage, such as the advantages, explains this stage
     groups: int = 0  # number of rows (for advantages: groups) with wrong values
     has_ended: bool = False  # search time limit reached
 
@@ -64,9 +64,9 @@ class Finding:
 
 
 def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
-    """Recompute a step stage by stage, and compare with the recorded numbers.
+    """Recompute each stage of a step, such as advantages and loss, and compare with the recorded numbers.
 
-    seconds: time limit for the bug search per stage, in CPU seconds.
+    seconds: time limit for the bug search in each stage, in CPU seconds.
     """
     findings = []
     for name, stage in STAGES.items():
@@ -80,7 +80,7 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
             finding = Finding(name, error(answer), len(all_gaps(answer)))
         except (ValueError, *DAMAGES) as bug:
             if name in THROUGH_A_MODEL and "pictures" in differing:
-                continue  # the recorded images do not match the token ids
+                continue  # the model cannot run: the recorded images do not match the token ids
             raise UserError(
                 f"the stage {name!r} cannot be recomputed ({type(bug).__name__}: {bug}). "
                 "Compare the types and shapes of its tensors and fields with docs/library.md."
@@ -97,10 +97,10 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
 
 
 def look_for_bugs(finding: Finding, d: Dump, differing: dict[str, Finding], seconds: float = math.inf):
-    """Search for known bugs that explain wrong numbers in a stage."""
+    """Search for known bugs that explain the wrong numbers in a finding; add the bugs to it."""
     names = names_of(finding.stage, d)
     for earlier in differing.values():
-        # first try bugs found in earlier stages: one bug is likelier than two
+        # first try bugs found in earlier stages, such as the advantages: one bug is likelier than two
         known = [bug for bug in earlier.explained if names & bug.of.stage_names()]
         finding.explained = [again for bug in known for again in fits(finding.stage, d, bug)]
         if finding.explained:
@@ -113,7 +113,7 @@ def look_for_bugs(finding: Finding, d: Dump, differing: dict[str, Finding], seco
 
 
 def where(answer: dict) -> list[str]:
-    """Count wrong numbers per tensor, and show at most 4 examples."""
+    """Count wrong numbers per tensor, and show examples, at most 4 per tensor."""
     wrong_counts = []
     lines = []
     for name, (theirs, ours, unit) in answer.items():
@@ -193,7 +193,7 @@ def checked(folder, seconds: float = math.inf) -> tuple[list[Finding], Dump]:
 
 
 def as_json(findings: list[Finding], d: Dump) -> dict:
-    """Convert findings to a JSON object; later versions may only add fields."""
+    """Convert comparison results to a JSON object; later versions may only add fields."""
     stages = []
     for finding in findings:
         explained = []

@@ -1,4 +1,4 @@
-"""Call a loss; record its value, its gradient and the arguments it reads."""
+"""Call a loss function; return its value and gradient, and record which arguments it reads."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ class Arguments(dict):
         return super().get(name, default)
 
     def __iter__(self) -> Iterator[str]:
-        """Without this method, `**arguments` would not call __getitem__."""
+        """Iterate over names; without this method, `**arguments` would not call __getitem__."""
         return super().__iter__()
 
     def items(self):
@@ -47,8 +47,8 @@ def loss_and_gradient(
     """Return the scalar loss and its gradient with respect to per_token_logps, both detached.
 
     Args:
-        my_loss: function (batch, options), or one like grpo_loss (config/loss_forms.py).
-        read: a set; the names of used arguments are added to it.
+        my_loss: function (batch, options), or one with the arguments of grpo_loss (config/loss_forms.py).
+        read: set to which the names of used tensors and options are added.
     """
     logps = batch["per_token_logps"].detach().requires_grad_()
     # copies: the loss may change its arguments in place
@@ -65,9 +65,9 @@ def loss_and_gradient(
 
 
 def call(my_loss: Callable, batch: dict, options: dict) -> Any:
-    """Call a loss function (batch, options), or one like grpo_loss; drop its metrics.
+    """Call my_loss with (batch, options) or the arguments of grpo_loss; return the loss without metrics.
 
-    As in training, a loss like grpo_loss gets only the arguments in its signature.
+    As in training, a function like grpo_loss gets only the options in its signature.
     """
     if "advantages" not in batch or takes_batch(my_loss):
         returned = my_loss(batch, options)

@@ -1,4 +1,4 @@
-"""Recompute a training step as if the trainer had a known bug."""
+"""Simulate a known bug while a training step is recomputed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +9,9 @@ from minivlmrl.extras.parity.names import SCOPES
 
 
 class Values:
-    """Argument `s` of bug formulas. For example, `lambda s: s.x / 2` halves the correct value s.x.
+    """Argument `s` of functions that simulate a bug, such as `lambda s: s.x / 2`, which halves the correct value s.x.
 
-    Attributes are looked up in `values`, `place`, `place.options` and `step`, in this order.
+    Attributes are looked up in `values`, `place` (loss tensors), `place.options` and `step`, in this order.
     """
 
     def __init__(self, step, place=None, **values):
@@ -27,20 +27,20 @@ class Values:
 
 
 class Change(dict):
-    """Simulated bug, such as {"rewards": lambda s: s.x / 2}, which halves the rewards."""
+    """Simulated bug as {wrong tensor or option: replacement}; {"rewards": lambda s: s.x / 2} halves the rewards."""
 
     def __init__(self, d, values: dict):
         super().__init__(values)
         self.d = d
 
     def __call__(self, name: str, x: Any, place=None, **values) -> Any:
-        """Apply the bug to a quantity, such as "rewards"; `x` is the correct value.
+        """Return what a trainer with this bug uses instead of `x`, the correct tensor or option called `name`.
 
-        Replacements:
-            - a value;
-            - a formula, such as `lambda s: s.x / 2`;
-            - (kind, part, None): use values of other rows or tokens, such as "the next row in its group";
-            - (kind, part, formula): change only `s.region`, a mask.
+        The dict value for `name` is one of:
+            - a value, such as 0.0
+            - a function, such as `lambda s: s.x / 2`
+            - ("rows", "the next row in its group", None): values of other rows; "columns": of other tokens
+            - ("regions", "the prompt", function): the function gets the mask of prompt tokens as s.region
         """
         if name not in self:
             return x
@@ -54,7 +54,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, **values)) if callable(deviation) else deviation
 
     def inside(self, use: str) -> "Change":
-        """Return self if the bug applies in a computation such as "the KL", else an empty Change."""
+        """Return self, or an empty Change if the bug affects only loss terms other than `use`, such as "the KL"."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):
@@ -63,7 +63,7 @@ class Change(dict):
 
 
 def composed(first: Any, then: Any) -> Any:
-    """Combine two bugs into one; return None if they conflict, as two fixed values for beta do."""
+    """Merge two simulated bugs, to test them together; return None if they conflict, as beta=0 and beta=1 do."""
     if not first or not then:
         return first or then
     if "inside" in first or "inside" in then:
@@ -79,7 +79,7 @@ def composed(first: Any, then: Any) -> Any:
 
 
 def with_number(replacement: Any, c: float) -> Any:
-    """Use a fitted number c, such as a clip bound, for the value "{c}", or as s.c in a formula."""
+    """Insert a constant c, such as a clip bound, into a simulated bug: for the value "{c}", or as s.c in a function."""
     if not callable(replacement):
         return c if replacement == "{c}" else replacement
 

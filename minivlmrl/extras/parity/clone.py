@@ -1,7 +1,7 @@
 """Check losses in another project's code: `minivlmrl parity FOLDER` or `minivlmrl parity FOLDER:NAME`.
 
-A function is checked if it has arguments for log-probs and advantages, or for summed log-probs of chosen and rejected
-answers, recognized by name. Several tensor shapes are tried. compile_alone.py says which code runs.
+A function is checked if its arguments are named like log-probs and advantages, or like summed log-probs of chosen and
+rejected answers. Several shapes of advantages are tried. compile_alone.py limits which code of the project runs.
 """
 
 import ast
@@ -23,12 +23,13 @@ from minivlmrl.extras.parity.loss import SETTINGS, CloseLoss, cases, closest_los
 
 TOLERANCE = 1e-5  # many projects compute in float32
 TRIED = 2  # number of TRL losses to compare a function with, closest first
-# (advantage shape, boolean mask); the last three are tried only if the first two fail
+# argument formats: (advantages as (B, T), (B,) or (B, 1), whether the mask is boolean)
+# the last three formats are tried only if a function fails with the first two
 LAYOUTS = (("tokens", False), ("rows", False), ("tokens", True), ("rows", True), ("column", False))
 
 LOGPS = r"log_?p(?!ol)|log_?prob"
 EPSILON = r"(eps|epsilon|clip|clip_?eps(ilon)?|clip_?range(_ratio)?|clip_?ratio|clip_?param|epsilon_clip|eps_clip)"
-# (regex for argument, attribute and key names, meaning); the first match counts
+# (regex for names in the project's code, tensor that they mean, None = no tensor); the first match counts
 TENSORS = (
     (r"estimat|norm|type|entrop|topk|teacher|student|reward|value|return|level", None),
     (rf"(?=.*ref)(?=.*chosen)({LOGPS}|ref)", "ref_chosen"),
@@ -54,7 +55,7 @@ NUMBERS = (
     (r"max_.*len|loss_scale_factor", "max_completion_length"),
 )
 CONFIGS = r"config|cfg|args|^policy_loss$"
-# values for settings that only some projects have
+# values for other options that a project may have, such as clip_ratio_c in verl
 OTHERS = {"temperature": 1.0, "clip_ratio_c": 3.0, "clip_ratio_dual": 3.0}
 OTHERS |= dict.fromkeys(("tau_pos", "tau_positive"), 1.0) | dict.fromkeys(("tau_neg", "tau_negative"), 1.05)
 OTHERS |= {"loss_agg_mode": "token-mean", "kl_estimator": "k3", "importance_sampling_level": "token"}
@@ -65,7 +66,7 @@ def meaning(name: str, table: tuple) -> str | None:
 
 
 class Answers:
-    """Stand-in for a config, batch or trainer argument; attributes and keys get values by name, None if unknown."""
+    """Stand-in for a config, batch or trainer: attributes and keys return test values by name, None if unknown."""
 
     def __init__(self, case: "Case"):
         vars(self)["_case"] = case
@@ -88,7 +89,7 @@ class Answers:
 
 @dataclass
 class Case:
-    """Test case with advantages and mask in one layout, such as advantages (B, 1) and a boolean mask."""
+    """Test case with one shape of advantages and one mask type, such as (B, 1) and bool."""
 
     batch: dict
     options: dict
@@ -96,7 +97,10 @@ class Case:
     has_bool_mask: bool
 
     def by_name(self, name: str, logps: str = "old"):
-        """Return the value for an argument name, or None; "log_probs" means `logps`, which is "logps" or "old"."""
+        """Return the test value for an argument name, None if unknown.
+
+        logps: which log-probs an argument named "log_probs" gets, "logps" (current policy) or "old".
+        """
         tensor = meaning(name, TENSORS)
         if tensor:
             return self.tensor(logps if tensor == "logps" else tensor)
@@ -153,7 +157,7 @@ class Candidate:
         return getattr(instance, self.node.name)
 
     def loss(self, layout: tuple[str, bool]) -> Callable:
-        """Wrap the candidate as a loss function (batch, options), with arguments in this layout."""
+        """Wrap this function as a loss (batch, options); `layout` is its argument format, such as ("rows", False)."""
         choices = {x.arg: first_choice(x) for x in ast.walk(self.node.args) if isinstance(x, ast.arg)}
 
         def loss(batch: dict, options: dict):
@@ -166,7 +170,7 @@ class Candidate:
                     continue
                 x = case.by_name(name, logps)
                 if meaning(name, TENSORS) == "logps":
-                    logps = "old"  # the next argument with such a name is for the old policy
+                    logps = "old"  # the second log-prob argument is for the old policy
                 if x is None and parameter.default is parameter.empty:
                     x = Answers(case) if choices.get(name) is None else choices[name]
                 if x is not None:
@@ -186,7 +190,7 @@ def first_choice(argument: ast.arg) -> str | int | None:
 
 
 def scalar(result, mask, options: dict):
-    """Extract the scalar loss from a return value; the sum of token losses is divided by the token count."""
+    """Return the scalar loss in a function's result; token losses are summed and divided by the token count."""
     while isinstance(result, tuple | list):
         result = result[0]
     if isinstance(result, dict):
@@ -207,7 +211,7 @@ def candidates(clone: Clone) -> Iterator[Candidate]:
 
 
 def kind_of(node: ast.FunctionDef) -> str | None:
-    """Guess the loss kind of a function: grpo, dpo or None."""
+    """Guess by argument names whether a function is a GRPO or DPO loss; return grpo, dpo or None."""
     arguments = {x.arg for x in ast.walk(node.args) if isinstance(x, ast.arg)}
     attributes = set()
     for x in ast.walk(node):
@@ -227,7 +231,9 @@ def kind_of(node: ast.FunctionDef) -> str | None:
 @dataclass
 class Audited:
     candidate: Candidate
-    result: str  # "agrees", "design", "mistake", "broken law", "differs" or, after an exception, "not bound"
+    # "agrees" (equals a TRL loss), "mistake", "design" (deliberate variant), "broken law" (lacks a property of correct
+    # losses), "differs" (unknown cause) or "not bound" (exception)
+    result: str
     says: str
 
     def __str__(self) -> str:
@@ -235,7 +241,7 @@ class Audited:
 
 
 def audit_clone(folder: Path, name: str = "") -> Iterator[Audited]:
-    """Compare functions in a folder with TRL losses, only those with `name` in their names."""
+    """Compare the functions in a folder whose names contain `name` with TRL losses."""
     for candidate in candidates(Clone(folder)):
         if name in candidate.node.name:
             with contextlib.redirect_stdout(open(os.devnull, "w")):
@@ -278,7 +284,7 @@ def audit_candidate(candidate: Candidate) -> Audited:
 
 
 def close_losses(candidate: Candidate, layout: tuple[str, bool]) -> list[CloseLoss]:
-    """Compare a candidate with TRL losses; return them, the closest first."""
+    """Compare a function with TRL losses; return the TRL losses, the closest first."""
     loss = Examined(as_torch(candidate.loss(layout), candidate.framework), candidate.kind, {})
     slope = loss.gradient(random_batch(candidate.kind, MASKS[5]))
     if not (slope.isfinite().all() and slope.any()):
@@ -294,14 +300,14 @@ def close_losses(candidate: Candidate, layout: tuple[str, bool]) -> list[CloseLo
 
 
 def is_named(candidate: Candidate, options: dict) -> bool:
-    """Return whether the function or class name contains the loss name, such as cispo."""
+    """Return whether the function or class name contains the name of a TRL loss, such as cispo."""
     level = options.get("importance_sampling_level")
     name = "gspo" if level == "sequence" else options["loss_type"]
     return name.replace("_", "") in f"{candidate.owner} {candidate.node.name}".lower().replace("_", "")
 
 
 def summary(folder: Path, found: list[Audited]) -> str:
-    """Count results in one line for CI, such as "src: 3 functions: 2 agrees, 1 mistake"."""
+    """Return a line for CI with a count per result, such as "agrees": "src: 3 functions: 2 agrees, 1 mistake"."""
     counts = sorted(Counter(x.result for x in found).items())
     parts = [f"{count} {result}" for result, count in counts]
     return f"{folder}: {pluralize(len(found), 'function')}: {', '.join(parts)}"

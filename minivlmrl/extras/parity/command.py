@@ -1,7 +1,9 @@
 """`minivlmrl parity TARGET`: check a loss, a recorded step or the losses in a code folder, and name mistakes.
 
-Exit status: 0 if all numbers agree and all laws hold, 1 if not (for code: a mistake or a broken law), 2 if nothing
-could be compared.
+Exit status:
+    0: all numbers agree, and the loss has all tested properties of a correct loss (laws)
+    1: a number differs, or a law is broken; in a code folder: a loss has a known mistake or breaks a law
+    2: nothing could be compared
 """
 
 import argparse

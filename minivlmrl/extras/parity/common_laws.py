@@ -1,4 +1,4 @@
-"""Laws for all losses: finite numbers, masked tokens, padding, row order and micro-batches."""
+"""Check any loss for NaN, and for wrong effects of masked tokens, padding, row order or micro-batches."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,10 +22,10 @@ def numbers_are_finite(loss: Examined) -> Iterator[Finding]:
 
 
 def changed_by(loss: Examined, vary: Callable, says: str) -> Iterator[Finding]:
-    """Yield a finding if changing a batch with `vary` changes its loss or gradient.
+    """Yield an error if a batch change that must have no effect, such as more padding, changes loss or gradient.
 
     Args:
-        vary: yields (changed batch, function that maps its gradient to the original batch, description).
+        vary: generator of (changed batch, function that maps its gradient back to the original batch, description).
     """
     for batch, options in loss.batches():
         value, slope = loss(batch, **options)
@@ -78,13 +78,13 @@ def in_reverse(batch: dict) -> Iterator[tuple]:
 
 
 def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
-    """Require the sum or mean of micro-batch gradients to equal the step gradient.
+    """Require the sum or mean of micro-batch gradients to equal the gradient of the whole batch.
 
-    Losses divided by a count over the whole step need the sum. Losses divided by the rows of a micro-batch need the
-    mean.
+    A correct loss that divides by a count over the whole step, such as its tokens, has an equal sum of gradients. A
+    correct loss that divides by the rows of its micro-batch has an equal mean.
     """
     if loss.given.get("whole_step"):
-        return  # the user excludes tests with micro-batches
+        return  # with the user's option whole_step=True, micro-batches are not tested
     rows = [mask for mask in MASKS if len(mask) > 1]
     for batch, options in loss.batches([*rows, 2 * rows[-1]]):
         step = {"whole_step": False, "tokens": int(batch["mask"].sum())} if loss.kind == "grpo" else {}
@@ -92,7 +92,8 @@ def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
         if not error:
             continue
         says = f"micro-batches change the gradient. Smallest batch: {described(batch, options)}; {error}"
-        # a trainer may weight micro-batches, so only DAPO and losses that use step totals break this law
+        # a difference is an error only for DAPO and for losses that use `tokens` or whole_step: for other losses, the
+        # trainer may weight micro-batches
         parts = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(len(batch["mask"]))]
         reads_totals = any(
             loss.differ(loss.gradient(part, **options), loss.gradient(part, **options, **step)) for part in parts

@@ -1,7 +1,7 @@
 """Compile single functions from another project's code, without importing its files.
 
-A function can use functions, classes and literal constants in the folder, which are compiled in the same way. It can
-also use packages in IMPORTED. No other code in the folder runs.
+A compiled function can use functions, classes and literal constants in the project folder, which are compiled in the
+same way, and packages listed in IMPORTED, such as torch. No other code in the folder runs.
 """
 
 import __future__
@@ -18,12 +18,12 @@ from minivlmrl.errors import UserError
 
 IMPORTED = "torch numpy math functools itertools enum typing dataclasses collections contextlib jax mlx __future__"
 DENIED = "open exec eval compile input breakpoint"  # built-ins that compiled functions cannot use
-KEPT = ("torch.no_grad()", "torch.inference_mode()", "staticmethod", "classmethod")  # decorators to keep
+KEPT = ("torch.no_grad()", "torch.inference_mode()", "staticmethod", "classmethod")
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
 
 
 class Unknown:
-    """Placeholder for a global name that the folder does not define, such as a logger."""
+    """Stand-in for a name that the project does not define, such as a logger; calls with tensors raise UserError."""
 
     def __init__(self, name: str):
         self._name = name
@@ -41,7 +41,7 @@ class Unknown:
 
 
 class Names(dict):
-    """Global names in a file; definitions are compiled on first use."""
+    """Global namespace of a Python file; definitions are compiled on first use."""
 
     def __init__(self, clone: "Clone", tree: ast.Module, path: str):
         super().__init__(__builtins__=clone.builtins)
@@ -67,7 +67,7 @@ class Names(dict):
 
 
 class ImportedNames(SimpleNamespace):
-    """Stand-in for an imported module; its attributes are looked up by name in all files."""
+    """Stand-in for an imported module; its attributes are looked up by name in all files of the project."""
 
     def __getattr__(self, name: str):
         found = [names for names in self.clone.files if isinstance(names.statements.get(name), DEFINITIONS)]
@@ -101,7 +101,7 @@ class Clone:
 
 
 def walk(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield statements, including those inside `if` and `try`."""
+    """Iterate over statements (AST nodes), including statements inside `if` and `try`."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try):
@@ -109,7 +109,7 @@ def walk(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def bound_names(node: ast.stmt) -> list[str]:
-    """Return the names defined by a statement, [] if it must not run."""
+    """Return names that a function, class, import or literal constant defines; [] for statements that must not run."""
     if isinstance(node, DEFINITIONS):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):

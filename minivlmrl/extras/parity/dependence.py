@@ -22,27 +22,27 @@ def depends(
     tolerance: float = 1e-9,
     only_images: bool = False,
 ) -> list[str]:
-    """Change one token or image at a time, and report log-probs that change wrongly, or do not change.
+    """Change one token or image at a time, and report log-probs that must not change but do, or must but do not.
 
-    A token may affect only its own and later log-probs in its document, and must affect the next one. An image may
+    A token may affect only its own and later log-probs in its document, and must affect the next log-prob. An image may
     affect only later log-probs in its document, and must affect at least one. Probabilities must add up to 1 over the
     vocabulary. `depends` finds leaks between packed documents, rows and the answers in a pair, wrong attention masks,
     unshifted labels, and unused or exchanged images.
 
-    Cost: a forward pass per token and vocabulary entry, so use a tiny model; with only_images=True, a pass per image.
+    Use a tiny model: every token and vocabulary entry costs a forward pass. With only_images=True, only images do.
 
     Args:
-        logps: your trainer's function (ids) -> (B, K), log-probabilities of the last K tokens in rows, in nats; with
-            images, (ids, pixel_values, image_grid_thw) -> (B, K). K = T - 1 checks all tokens.
+        logps: your trainer's function from ids to log-probs (B, K) of the last K tokens in each row, in nats. K = T - 1
+            checks all tokens. With images, its arguments are (ids, pixel_values, image_grid_thw).
         ids: (B, T), token ids.
-        document: (B, T), document numbers, 0 for padding. A document is a prompt with its answer, or one of several
-            texts in a packed row.
+        document: (B, T), document number per token, 0 for padding. A document is a prompt with its answer, or one of
+            several texts in a packed row.
         pixel_values: (P, D), patches of all images.
-        image_grid_thw: (N, 3), grid per image.
-        image_token_id: placeholder id of images; placeholders are not changed.
+        image_grid_thw: (N, 3), patches along time, height and width per image.
+        image_token_id: token id of image placeholders, which are not changed.
         vocabulary: number of token ids, 0 = largest id + 1.
         tolerance: maximum rounding error, in nats; 1e-9 for float64, about 1e-4 for float32.
-        only_images: change only images.
+        only_images: change only images, not tokens.
 
     Returns:
         one sentence per kind of fault, with its first position
@@ -76,14 +76,14 @@ def depends(
 
 
 def placeholders(is_picture: Tensor) -> list[tuple[int, int, int]]:
-    """Return (row, first placeholder token, last placeholder token) per image, in row order."""
+    """Return (row, column of first placeholder, column of last) per image, in row order."""
     edges = pad(is_picture.int(), (1, 1)).diff(dim=1)
     firsts, ends = (edges == 1).nonzero().tolist(), (edges == -1).nonzero().tolist()
     return [(row, first, end - 1) for (row, first), (_, end) in zip(firsts, ends, strict=True)]
 
 
 class Forward:
-    """Forward pass to call with changed tokens or images; collects faults in the log-probs."""
+    """Forward pass for changed tokens or images; collects log-probs that depend on wrong tokens or images."""
 
     def __init__(self, logps: Callable[..., Tensor], ids: Tensor, document: Tensor, pictures: tuple, tolerance: float):
         self.logps = logps
@@ -91,14 +91,14 @@ class Forward:
         self.document = document
         self.pictures = pictures
         self.tolerance = tolerance
-        self.faults: dict[str, list[str]] = {}  # {fault description: places in the batch}
+        self.faults: dict[str, list[str]] = {}  # {fault, such as "a row depends on another row": positions}
         # (B, T) mask: tokens with a log-prob, so no padding and no first tokens in documents
         self.is_scored = (document != 0) & (document == pad(document, (1, -1)))
         self.usual = self(ids, *pictures)
 
     @torch.no_grad()
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """Return log-probs (B, T), 0 for tokens before the last K."""
+        """Run the forward pass; return log-probs (B, T), 0 where the user's function returns none."""
         logps = self.logps(*inputs)
         B, T = self.ids.shape
         if logps.dim() != 2 or len(logps) != B or not 0 < logps.shape[1] <= T:
@@ -117,7 +117,10 @@ class Forward:
         return [f"{says} ({pluralize(len(where), 'time')}; first: {where[0]})" for says, where in self.faults.items()]
 
     def allowed_moves(self, place: Place, says: str, *inputs: Tensor) -> list[Place]:
-        """Compare log-probs after a change at `place`; return tokens that may change, and record others as faults."""
+        """Find log-probs that change with the inputs at the token `place`.
+
+        Returns (row, token) of changes in this or later tokens of its document; records other changes as faults.
+        """
         row, token = place
         number = int(self.document[place])
         is_same = (self(*inputs) - self.usual).abs() <= self.tolerance  # NaN counts as a change
@@ -138,7 +141,7 @@ class Forward:
         return allowed
 
     def judge_token(self, place: Place, values: list[int]):
-        """Change one token id, and record faults in the log-probs."""
+        """Change one token id; record log-probs that change wrongly, or a token without effect on the next log-prob."""
         row, token = place
         says = f"token {token} of row {row}"
         ids = self.ids.clone()
@@ -149,7 +152,7 @@ class Forward:
             self.add("a token does not move the log-probability of the next token", says)
 
     def judge_image(self, image: int, place: tuple[int, int, int]):
-        """Negate all pixels in one image, and record faults in the log-probs."""
+        """Negate all pixels in one image; record log-probs that change wrongly, or an image without any effect."""
         row, first, last = place
         says = f"image {image} in row {row}"
         pixel_values, grids = self.pictures
@@ -162,8 +165,8 @@ class Forward:
             self.add("an image moves no later token of its document", says)
 
     def judge_probabilities(self, is_picture: Tensor, values: list[int]):
-        """Require that probabilities add up to 1 over token ids, at the last text token in every row."""
-        # the sum leaves out image_token_id, whose probability may be up to 0.5
+        """Require that the probabilities of all token ids add up to 1, at the last text token in every row."""
+        # the sum of probabilities leaves out image_token_id, whose probability may be up to 0.5
         missing = 0.5 if self.pictures else 0.0
         rounding = max(1e-6, len(values) * self.tolerance)
         could_change = self.is_scored & ~is_picture

@@ -1,4 +1,4 @@
-"""Code shared by all laws: a loss function with its options, test batches from small to large, findings."""
+"""Shared code for checking properties of a loss (laws): the loss with its options, test batches and findings."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -40,14 +40,14 @@ DEFAULTS_OF = {"cispo": {"epsilon_high": 5.0}, "exo_pair": {"label_smoothing": 0
 
 
 class Finding(NamedTuple):
-    """Result of a law; a "note" is a choice that some losses make on purpose."""
+    """Message about a property of correct losses; a "note" is about a deliberate choice, such as how to average."""
 
     says: str
     kind: Literal["broken", "note", "not tested"] = "broken"
 
 
 class Examined:
-    """Loss function with its options; a call with a batch returns loss and gradient."""
+    """User's loss function with its options; a call with a batch returns loss and gradient."""
 
     def __init__(self, my_loss: Callable, kind: str, given: dict, tolerance: float = 1e-6):
         self.my_loss = my_loss
@@ -80,7 +80,7 @@ class Examined:
         return bool(((a - b).nan_to_num(0.0).abs() > allowed).any())
 
     def batches(self, masks: Sequence = MASKS) -> Iterator[tuple[dict[str, Tensor], dict]]:
-        """Yield random batches with options, from small to large; for GRPO losses, also with a KL."""
+        """Yield random batches with loss options, from small to large; GRPO batches come without and with a KL."""
         for mask in masks:
             for options in ({"beta": 0.0}, {"beta": 0.1}) if self.kind == "grpo" else ({},):
                 yield random_batch(self.kind, mask), options
@@ -93,7 +93,7 @@ def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[st
     """Return a random batch with the tensors listed in `check` (loss.py).
 
     Args:
-        rows: (B, T) mask, 1 for trained tokens. In DPO, rejected answers get the mask reversed along T.
+        rows: (B, T) mask, 1 for trained tokens; DPO's rejected answers get its mirror image.
         off_policy: standard deviation of log pi - log pi_old, in nats.
     """
     generator = torch.Generator().manual_seed(0)
@@ -138,7 +138,7 @@ def numbers(x: Tensor, digits: int = 3) -> str:
 
 
 def contrast(wrong: Tensor, right: Tensor) -> list[str]:
-    """Format two tensors with at least three digits, more if they look equal."""
+    """Format two tensors with three digits, or more digits if the texts would be equal."""
     texts = []
     for digits in range(3, 16):
         texts = [numbers(x, digits) for x in (wrong, right)]

@@ -1,4 +1,4 @@
-"""Tensor functions for simulated trainer bugs, such as gradient clipping."""
+"""Tensor functions, such as gradient clipping, to recompute training steps and simulate trainer bugs."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch.nn.utils import get_total_norm
 
 
 def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x to a dtype; values halfway between two numbers are rounded as in the trainer's tensor `theirs`."""
+    """Round x to a dtype; values halfway between two numbers are rounded like `theirs`, the trainer's tensor."""
     unit = torch.finfo(dtype).eps * x.abs()
     is_rounded = theirs == theirs.to(dtype)
     return theirs.where(is_rounded & ((theirs - x).abs() <= 0.501 * unit), x.to(dtype).double())
@@ -24,17 +24,17 @@ def clipped(gradients: dict[str, Tensor], max_norm: float | None, norm: float | 
 
 
 def first(x: Tensor) -> Tensor:
-    """Select the first of consecutive True values in (n, S): [0, 1, 1, 0, 1] gives [0, 1, 0, 0, 1]."""
+    """Keep the first True in each run of True values along S: [0, 1, 1, 0, 1] gives [0, 1, 0, 0, 1]."""
     return x & ~pad(x, (1, -1))
 
 
 def last(x: Tensor) -> Tensor:
-    """Select the last of consecutive True values: [0, 1, 1, 0, 1] gives [0, 0, 1, 0, 1]."""
+    """Keep the last True in each run of True values along S: [0, 1, 1, 0, 1] gives [0, 0, 1, 0, 1]."""
     return x & ~pad(x, (-1, 1))
 
 
 def distance(ours: Tensor, expected: Tensor) -> float:
-    """Compute the largest difference, relative to max(1, largest |expected|).
+    """Return the largest absolute difference, relative to max(1, largest |expected|).
 
     Returns inf if shapes or NaN positions differ.
     """

@@ -15,8 +15,8 @@ def as_torch(my_loss: Callable, framework: str) -> Callable:
     """Return a PyTorch function (batch, options) -> scalar tensor for a loss in another framework.
 
     Args:
-        my_loss: function (batch, options), or one like grpo_loss, for float64 arrays.
-        framework: "torch", which returns my_loss unchanged, "jax" or "mlx".
+        my_loss: function (batch, options), or one with the arguments of grpo_loss; it gets float64 arrays.
+        framework: "jax", "mlx" or "torch", for which my_loss is returned unchanged.
     """
     return FRAMEWORKS[framework](my_loss)
 
@@ -26,7 +26,7 @@ def from_jax(my_loss: Callable) -> Callable:
         import jax
 
     def loss(batch, options):
-        with jax.enable_x64(True):  # default: float32
+        with jax.enable_x64(True):  # JAX's default: float32
             return differentiable(my_loss, batch, options, jax.numpy.asarray, jax.value_and_grad)
 
     return loss
@@ -44,10 +44,10 @@ def from_mlx(my_loss: Callable) -> Callable:
 
 
 def differentiable(my_loss: Callable, batch, options, array: Callable, value_and_grad: Callable) -> torch.Tensor:
-    """Call a JAX or MLX loss; return a scalar tensor for autograd with the same value and gradient.
+    """Call a JAX or MLX loss; return a PyTorch scalar with the same value and the same autograd gradient.
 
     Args:
-        array: converts a NumPy array to JAX or MLX.
+        array: function that converts a NumPy array to JAX or MLX.
         value_and_grad: such as jax.value_and_grad.
     """
     values = {name: array(x.detach().numpy()) for name, x in dict.items(batch)}

@@ -28,22 +28,22 @@ SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl") 
 def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str = "torch", **only) -> int:
     """Compare a loss with values and gradients recorded from TRL; return the number of test cases.
 
-    `my_loss` gets a batch of B completions or pairs with T tokens, a dict of float64 tensors:
+    `my_loss` gets a batch of B completions with T tokens, or B answer pairs in DPO, as a dict of float64 tensors:
 
-        per_token_logps      (B, T); dpo: (B, 2, T), with the chosen answer first
-        mask                 the same shape; 1 for completion tokens
-        ref_per_token_logps  the same shape, for grpo and dpo
-        old_per_token_logps  (B, T), for grpo
-        advantages           (B,), for grpo
+        per_token_logps: (B, T), in DPO (B, 2, T), with the chosen answer first
+        mask: shape of per_token_logps, 1 for completion tokens
+        ref_per_token_logps: shape of per_token_logps, in GRPO and DPO
+        old_per_token_logps: (B, T), in GRPO
+        advantages: (B,), in GRPO
 
-    Some batches have log-ratios of 25 nats, or completions without tokens, which still count in the mean over
+    Some batches have log-ratios of 25 nats. Some have completions without tokens, which count in the mean over
     completions. `options` is a dict with:
 
-        grpo  loss_type, importance_sampling_level, beta, epsilon_low, epsilon_high,
-              use_bias_correction_kl, whole_step (False for a micro-batch), and the divisors tokens (of the whole step,
-              for dapo) and max_completion_length (for dr_grpo); delta=3.0 selects cases with TRL's dual clip
-        dpo   loss_type (a list with one name), beta, label_smoothing
-        sft   loss_type: nll or dft
+        kind grpo: loss_type, importance_sampling_level, beta, epsilon_low, epsilon_high, use_bias_correction_kl
+        kind grpo: whole_step (False for a micro-batch), tokens (loss divisor in dapo, counted in the whole step)
+        kind grpo: max_completion_length (loss divisor in dr_grpo)
+        kind dpo: loss_type (a list with one name), beta, label_smoothing
+        kind sft: loss_type (nll or dft)
 
     Args:
         my_loss: function (batch, options), or one with the arguments of grpo_loss; returns the loss, or loss and
@@ -52,12 +52,13 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
             float32 losses.
         kind: grpo, dpo or sft.
         framework: "torch", "jax" or "mlx"; JAX and MLX losses get float64 arrays.
-        only: compare only test cases with these options, such as loss_type="dapo" and whole_step=True.
+        only: compare only test cases with these options, such as loss_type="dapo" and whole_step=True; delta=3.0
+            selects cases with TRL's dual clip.
 
     Raises:
-        ValueError: no recorded case has these options; the message lists recorded values.
-        AssertionError: the loss differs from TRL in some cases, or breaks a law (all_laws.py) that no case tests. The
-        message lists the cases, and mistakes or deliberate variants that explain them.
+        ValueError: no recorded test case has these options; the message lists recorded values.
+        AssertionError: the loss differs from TRL in some test cases, or lacks a property of every correct loss
+        (all_laws.py). The message lists differing cases, and mistakes or deliberate variants that explain them.
     """
     __tracebackhide__ = True
     verdict = judge(my_loss, tolerance, kind, framework, **only)
@@ -70,14 +71,14 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
 class Verdict:
     """Comparison of a user's loss with TRL's, in all test cases.
 
-    A finding is a "design" (deliberate variant) if all gradients agree, or if a public project does the same on
-    purpose; else it is a "mistake".
+    A difference is a "design" (deliberate variant) if all gradients agree, or if a public project does the same on
+    purpose; else a "mistake".
     """
 
     cases: int
     differences: list[str]  # one line per differing case
-    kinds: Sequence[str] = ()  # "mistake" or "design" per finding
-    names: Sequence[str] = ()  # lines to print about the findings
+    kinds: Sequence[str] = ()  # "mistake" or "design" for each cause of the differences
+    names: Sequence[str] = ()  # lines to print about these causes
     broken: Sequence[str] = ()  # properties of correct losses (all_laws.py) that the loss breaks
     untested: Sequence[str] = ()  # properties that could not be tested
 
@@ -97,7 +98,7 @@ class Verdict:
 
 
 def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str = "torch", **only) -> Verdict:
-    """Compare a loss with losses recorded from TRL, and explain differences by known mistakes."""
+    """Compare a loss with losses recorded from TRL, and name known mistakes that explain differences."""
     my_loss = as_torch(my_loss, framework)
     recorded = with_bar("cases", [*cases(kind=kind, **only)])
     results = [compare(my_loss, tolerance, *case) for case in recorded]
@@ -105,7 +106,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
     varied = [name for name in first if any(result.options.get(name) != first[name] for result in results)]
     verdict = Verdict(len(results), [result.says(varied) for result in results if result.error > tolerance])
     if not verdict.differences:
-        report = laws_of(my_loss, tolerance, kind, only)  # all_laws.py may find other mistakes
+        report = laws_of(my_loss, tolerance, kind, only)  # all_laws.py may find mistakes that TRL's test cases miss
         verdict.broken, verdict.untested = report.sentences("broken"), report.sentences("not tested")
         return verdict
     verdict.kinds, verdict.names = names_without_search(results, tolerance)
@@ -156,7 +157,10 @@ def compare(
 
 
 def names_without_search(results: list[Comparison], tolerance: float) -> tuple[list[str], list[str]]:
-    """Explain zero gradients, or values that alone are wrong; return "mistake" or "design", and lines to print."""
+    """Explain a loss without gradient ("mistake"), or with wrong values but correct gradients ("design").
+
+    Returns ["mistake"] or ["design"] and lines to print, or two empty lists.
+    """
     if all(result.gradient_error <= tolerance for result in results):
         constants = [result.constant for result in results]
         says = "the values differ, but the gradients are equal in all cases"
@@ -175,7 +179,7 @@ def laws_of(my_loss, tolerance: float, kind: str, only: dict) -> LawReport:
 
 @dataclass
 class CloseLoss:
-    """TRL loss, such as loss_type=dapo, and how well a user's loss agrees."""
+    """TRL loss, such as loss_type=dapo, and the share of its test cases in which the user's loss differs."""
 
     only: dict  # options that select this loss
     cases: list[int]  # indices of test cases with these options
@@ -186,7 +190,7 @@ class CloseLoss:
 
 
 def closest_losses(results: list[Comparison], settings: list[str], tolerance: float) -> list[CloseLoss]:
-    """Sort TRL's losses by how many cases agree, closest first."""
+    """Sort TRL's losses by the share of test cases in which the user's loss agrees, closest first."""
     names = "kind", *settings
     groups = defaultdict(list)
     for i, result in enumerate(results):
@@ -198,7 +202,7 @@ def closest_losses(results: list[Comparison], settings: list[str], tolerance: fl
         close.append(CloseLoss(dict(zip(names, values, strict=True)), group, share))
 
     def difference(loss: CloseLoss) -> tuple:
-        # sort by agreement, then put TRL's default first
+        # TRL losses with the best agreement come first; if similar, TRL's default, dapo
         share = round(loss.share, 1) if loss.share else -1.0
         return share, loss.only["loss_type"] != "dapo", -len(loss.cases)
 
@@ -206,7 +210,11 @@ def closest_losses(results: list[Comparison], settings: list[str], tolerance: fl
 
 
 def find_names_by_loss(steps: list[Dump], closest: CloseLoss) -> tuple[list[str], list[str]]:
-    """Search all test cases if the loss uses loss_type, then only the test cases of the closest TRL loss."""
+    """Search for mistakes that explain how a loss differs from TRL; return "mistake" or "design" for each, and text.
+
+    If the loss does not read loss_type, or a search in all test cases finds nothing, only those of the closest TRL loss
+    are used.
+    """
     kinds, names = [], []
     is_all = len(closest.cases) == len(steps)
     if is_all or steps[0].reads("loss_type"):
@@ -214,7 +222,7 @@ def find_names_by_loss(steps: list[Dump], closest: CloseLoss) -> tuple[list[str]
     if is_all or (kinds and "mistake" not in kinds):
         return kinds, names
     of_closest = f"{len(closest.cases)} cases of --only kind={closest.only['kind']} {closest}"
-    # a correct GSPO loss, for example, differs only in test cases of other losses
+    # maybe no mistake: a correct GSPO loss, for example, differs in test cases of other losses, such as DAPO
     if not closest.share:
         return [], [f"  Your loss agrees in all {of_closest}"]
     if kinds:

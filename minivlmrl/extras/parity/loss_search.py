@@ -27,24 +27,24 @@ from minivlmrl.extras.parity.search import (
 from minivlmrl.extras.parity.step import Dump
 from minivlmrl.extras.parity.step_format import options_of
 
-PARTS = 4  # maximum bugs to combine
+PARTS = 4  # maximum number of bugs in a combination
 DIVIDED_BY_0 = Bug(
     "a row without tokens is divided by 0 in the mean over each row",
     {},
     replace(RATE, effect="a completion without tokens makes the loss NaN"),
 )
 NO_NAME = "no name: no known mistake or deliberate variant reproduces the loss in all cases"
-SEARCHED = 32  # approximate number of test cases to search; the others only verify the result
+SEARCHED = 32  # simulated bugs are tried in about this many test cases, and verified in all
 
 
 def as_step(
     batch: dict, options: dict, value: Tensor, gradient: Tensor, tolerance: float = 1e-6, read: set[str] | None = None
 ) -> Dump:
-    """Convert a loss test case to the format of a recorded step, for `Search`.
+    """Convert a loss test case to the format of a recorded training step, for `Search`.
 
     Args:
         value: user's loss.
-        gradient: its gradient with respect to log-probs.
+        gradient: gradient of the user's loss with respect to log-probs.
         tolerance: maximum error in value and gradient.
         read: tensor and option names used by the loss, None = all.
     """
@@ -61,16 +61,19 @@ def as_step(
     d = Dump(about, tensors)
     d.case_tolerance = tolerance
     d.read = read
-    d.row_sets = {}  # a wrong loss is wrong in all rows, so bugs in some rows are not tried
+    d.row_sets = {}  # a wrong loss is wrong in all rows, so bugs limited to some rows are not tried
     return d
 
 
 def case_of(my_loss: Callable, batch: dict, options: dict, tolerance: float) -> Dump:
-    """Call a loss for a test case; return a step. Its `simpler` calls the loss for simpler test cases."""
+    """Call the user's loss for a test case; return the results in the format of a recorded training step.
+
+    The function `simpler` in the result calls the loss for simpler variants of the test case.
+    """
     read = set()
     value, gradient = loss_and_gradient(my_loss, batch, options, read)
     d = as_step(batch, options, value, gradient, tolerance, read)
-    # if beta is a constant in the loss, the option beta=0 does not remove the KL
+    # a loss with a hard-coded beta ignores the option beta=0, so its KL cannot be left out
     can_leave_out_kl = "beta" in read or "ref_per_token_logps" not in read
     d.simpler = lambda: [
         case_of(my_loss, *variant, tolerance) for variant in simpler_variants(batch, options, can_leave_out_kl)
@@ -116,7 +119,7 @@ def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iter
 
 
 def find_parts(steps: list[Dump]) -> list[list[Bug]]:
-    """Explain a loss by several bugs, such as a wrong sign and a wrong mask; [] = no explanation.
+    """Find bugs that together reproduce the user's loss, such as a wrong sign and a wrong mask; [] = none found.
 
     Returns one list per bug: the bug, then other bugs that give the same loss.
     """
@@ -128,7 +131,7 @@ def find_parts(steps: list[Dump]) -> list[list[Bug]]:
 
 
 def parts_of(steps: list[Dump]) -> list[list[Bug]]:
-    """Search for bugs in a few test cases; add more cases until the bugs explain all."""
+    """Search for bugs in a few test cases; add cases until the bugs reproduce the user's loss in all."""
     searched = steps[:: max(1, len(steps) // SEARCHED)]
     searched += [step for step in steps if not explains(step, {})][:1]
     by_size = sorted(searched, key=lambda step: len(step.all_rows))
@@ -149,17 +152,17 @@ def explains(step: Dump, change: dict | None) -> bool:
 
 
 class Combination:
-    """Search for several bugs that together explain a loss.
+    """Search for several bugs that together reproduce a user's loss.
 
     Args:
-        steps: test cases to explain.
-        variants: simpler test cases, simplest first; the simplest show fewer bugs at once.
+        steps: test cases in which the bugs must reproduce the loss.
+        variants: simpler test cases, simplest first; fewer bugs have an effect in them.
     """
 
     def __init__(self, steps: list[Dump], variants: list[Dump]):
         self.steps = [*variants, *steps]
         self.num_variants = len(variants)
-        # use most rows, because with two rows "next row" and "previous row" are the same
+        # use a test case with many rows: with two rows, "next row" and "previous row" are the same
         self.bugs = by_kind(possible_bugs("loss", max(steps, key=lambda step: len(step.all_rows))))
         self.deviation = {}
         self.parts = []
@@ -181,14 +184,14 @@ class Combination:
         return bug is part[0] or self.are_explained(self.agreements(change))
 
     def are_explained(self, agrees: list[bool]) -> bool:
-        """Return whether all test cases agree, ignoring variants."""
+        """Return whether the bugs found reproduce the user's loss in all test cases, not counting simpler variants."""
         return all(agrees[self.num_variants :])
 
     def agreements(self, change: dict | None) -> list[bool]:
         return [explains(step, change) for step in self.steps]
 
     def next_part(self) -> list[Bug]:
-        """Find the next bug: return those that explain the most test cases."""
+        """Search for the next bug; return the bugs that reproduce the user's loss in the most test cases."""
         left = [
             Search("loss", d, self.deviation) for d, agrees in zip(self.steps, self.agrees, strict=True) if not agrees
         ]
@@ -201,7 +204,7 @@ class Combination:
         def plain_bugs(searches: Iterable[Search]) -> Iterator[Iterable[Bug]]:
             return ([*search.tried(plain), *search.factors()] for search in searches)
 
-        # fitting a number, such as a clip bound, is slow, so it comes late and uses few cases
+        # bugs with an unknown constant, such as a clip bound, are slow to fit: try them second, in few test cases
         phases = (
             plain_bugs(chosen),
             (search.fitted(fitted) for search in chosen),
@@ -212,8 +215,11 @@ class Combination:
         return next(filter(None, map(self.best_of, phases)), [])
 
     def best_of(self, tables: Iterable[Iterable[Bug]]) -> list[Bug]:
-        """Return the bugs that explain the most test cases; skip the remaining tables once a bug explains all."""
-        counts = {}  # {description: (number of explained test cases, bug)}
+        """Return the bugs that reproduce the user's loss in the most test cases.
+
+        tables: lists of bugs to try; lists after a bug that explains all test cases are skipped.
+        """
+        counts = {}  # {bug description: (number of explained test cases, bug)}
         for bugs in tables:
             for bug in bugs:
                 now = self.agreements(composed(self.deviation, bug.change))
@@ -226,12 +232,12 @@ class Combination:
 
 
 def simplicity(bug: Bug) -> tuple:
-    """Sort key for bugs: factors first, then numbers with few digits, then bugs described as "left out"."""
+    """Return a sort key for bugs: wrong factors first, then constants with few digits, then terms "left out"."""
     return "factor" not in bug.change, len(f"{bug.number:g}"), "left out" not in bug.says
 
 
 def find_names(steps: list[Dump]) -> tuple[list[str], list[str]]:
-    """Explain a loss by bugs; return their kinds, "mistake" or "design", and lines to print."""
+    """Find bugs that reproduce a loss; return "mistake" or "design" (deliberate) per bug, and lines to print."""
     parts = find_parts(steps)
     of_value = []
     if not parts:

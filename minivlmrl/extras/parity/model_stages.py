@@ -1,6 +1,6 @@
 """Recompute log-probs, gradients, AdamW update and learning rate in a recorded step.
 
-Model code is imported late, because it needs Pillow and tokenizers.
+Model code is imported inside functions, because it needs Pillow and tokenizers.
 """
 
 import math
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 # tolerance factor for float32 model outputs
 THROUGH_A_MODEL = 50.0
 HALF = 100.0  # additional factor for bfloat16, float16 or an unknown dtype
-# quantities whose bugs need no new forward pass
+# bugs in these values are simulated without a new forward pass
 AFTER_FORWARD = {"logps", "mode"}
 
 
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False) -> tuple[Tensor, Any]:
-    """Load a model from a folder, and compute log-probs for the rows in `part`.
+    """Compute log-probs for the rows in `part`, with the model in `folder` and a simulated bug.
 
     Returns:
-        (n, S) log-probs, 0 in all other rows, and the model, None if all rows came from the cache.
+        (n, S) log-probs, 0 for rows not in `part`; and the loaded model, or None if all log-probs were cached.
     """
     deviations = str({name: value for name, value in change.items() if name not in AFTER_FORWARD})
     images = shown(d)
@@ -53,7 +53,7 @@ def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = Fal
 
 
 def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images: list) -> Tensor:
-    """Return log-probs (S,) for completion tokens, 0 elsewhere."""
+    """Return log-probs (S,) for the completion tokens in one row, 0 elsewhere."""
     is_learned = d.get("logps_gradient", d["completion_mask"])[row] != 0
     is_scored = d.completion[row] | d["completion_mask"][row].bool() | is_learned
     token_numbers = attended.cumsum(0)  # positions of attended tokens, starting at 1
@@ -63,7 +63,7 @@ def row_logps(d: Dump, change: Change, model, row: int, attended: Tensor, images
     if not len(scored_columns):
         return value
     batch = batch_of_row(d, change, model, row, attended, images)
-    # subtract 2: token numbers start at 1, and the previous hidden state predicts a token
+    # token number t has index t - 1, and is predicted by the hidden state with index t - 2
     logits = model.lm_head(model(batch, select=token_numbers[scored_columns] - 2))
     temperature = change("temperature", d.about.get("temperature", 1.0))
     log_probs = (logits / temperature).log_softmax(-1)
@@ -85,7 +85,7 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
     patches = torch.cat([torch.zeros(0), *(change("pixels", pixels) for pixels, _ in images)])
     sizes = grids.prod(1)
     ends = sizes.cumsum(0) // config.vision_config.spatial_merge_size**2
-    # image index per token: "a <i> <i> b <i>", with two tokens for the first image: 2 0 0 2 1 (2 = text)
+    # image index per token, 2 = text: "a <i> <i> b <i>" with two tokens for the first image gives 2 0 0 2 1
     picture_numbers = torch.bucketize(placeholders.cumsum(0) - 1, ends, right=True)
     picture_numbers = picture_numbers.where(placeholders, len(images))[attended]
     ids = ids[attended]
@@ -104,7 +104,7 @@ def batch_of_row(d: Dump, change: Change, model, row: int, attended: Tensor, ima
 
 
 def of_unattended(d: Dump) -> Tensor:
-    """Return a mask (n, S) for tokens directly after padding, which no hidden state predicts."""
+    """Return a mask (n, S) for tokens directly after padding: no hidden state predicts these tokens."""
     return pad(d["attention_mask"][:, :-1], (1, 0), value=1) == 0
 
 
@@ -115,18 +115,18 @@ def model_unit(d: Dump) -> float:
 
 
 def logps(name: str, folder: str, d: Dump, change: Change) -> Answer:
-    """Recompute recorded log-probs with the model folder named in step.json."""
+    """Recompute recorded log-probs with the model in a folder named in step.json."""
     if not d.has(name) or not d.about.get(folder):
         return None
     weights_folder = change("model folder", d.about[folder])
     part = d.all_rows if d.part is None else d.part
-    # a bug in "logps" may exchange rows, so it needs all rows
+    # a simulated bug may give a row the log-probs of another row, so all rows are needed
     rows = d.all_rows if "logps" in change else part
     counted_mask = d["completion_mask"] * ~of_unattended(d)
     theirs = d[name].nan_to_num() * counted_mask
     ours = torch.zeros_like(theirs)
     steps = d.get("rollout_step", d.all_rows * 0)
-    for step in steps[rows].unique():  # rows sampled in different steps have different old weights
+    for step in steps[rows].unique():  # rows sampled in different steps have different old policies
         outputs, _ = forward(d, change, weights_folder.replace("{}", str(int(step))), rows[steps[rows] == step])
         ours += outputs
     ours = change("mode", ours * counted_mask, theirs=theirs, folder=folder)
@@ -248,7 +248,7 @@ def schedule(d: Dump, change: Change) -> Answer:
 
 
 def rate_at(step: int, options: dict, change: Change) -> float:
-    """Compute a learning rate as transformers does; steps count from 0."""
+    """Compute the learning rate in a step, counted from 0, as transformers does."""
     kind = change("type", options["type"])
     t = max(0, change("step", step))
     configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)

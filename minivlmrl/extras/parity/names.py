@@ -1,12 +1,12 @@
-"""Known bugs in training steps, sorted by the quantity that is wrong (target), such as the mask.
+"""Known bugs in training steps, sorted by the tensor or option that is wrong, such as the mask.
 
-bugs.json has the targets and wrong settings, such as the KL estimator k1. Other bugs are formulas: for "rewards",
-`lambda s: s.x / 2` simulates a trainer with halved rewards. Attributes of s:
+bugs.json lists tensors and options, with wrong values such as the KL estimator k1. Other bugs are functions:
+`lambda s: s.x / 2` for "rewards" simulates a trainer that halves rewards. Attributes of s:
 
-    x         correct value
-    c         number to fit, such as a clip bound
-    region    part of the step with the bug, such as the first turn
-    (other)   tensor or loss option of the recorded step, such as s.advantages or s.beta
+    s.x: correct value
+    s.c: unknown constant to fit, such as a clip bound
+    s.region: mask of tokens with the bug, such as the prompt
+    s.advantages, s.beta and others: tensors and loss options of the recorded step
 """
 
 import math
@@ -27,14 +27,15 @@ from minivlmrl.losses.preference import DPO_LOSSES
 
 
 class Scoped(NamedTuple):
-    """Bug in only some rows or tokens, for example in truncated completions."""
+    """Simulated bug in some tokens, such as the prompt, or that gives rows values of other rows, such as the next."""
 
-    kinds: str  # names of Dump attributes, such as "rows columns", that list rows or tokens to try
+    # "regions": try kinds of tokens; "rows", "rollout_rows" or "columns": try values of wrong rows or tokens (units.py)
+    kinds: str
     formula: Callable | None = None
 
 
 regions = partial(Scoped, "regions")
-BOTH = "policy", "reference"  # log-probs
+BOTH = "policy", "reference"  # log-probs of both models
 
 
 def shifted(x, by):
@@ -43,7 +44,7 @@ def shifted(x, by):
 
 
 def cispo(bounded: Callable) -> Callable:
-    """Return the CISPO formula; `bounded` clips the importance ratio."""
+    """Return a function for CISPO's loss per token; `bounded` clips the importance ratio."""
     return lambda s: -bounded(s).detach() * s.gain * s.per_token_logps
 
 
@@ -52,7 +53,7 @@ def k3_in_float32(d):
 
 
 def encoded_again(s):
-    """Use the trainer's token ids for a row, if they decode to the sampled text."""
+    """Simulate token ids decoded and encoded again: use the trainer's ids for rows that decode to the sampled text."""
     is_same = [s.text(row) == s.text(others) for row, others in zip(s.x, s.their_ids, strict=True)]
     return s.their_ids.where(torch.tensor(is_same)[:, None], s.x)
 
@@ -63,7 +64,7 @@ def normalized_again(s, correction: int, epsilon: float):
 
 
 def of_answers(column: int) -> dict[str, Callable]:
-    """Return bugs in only chosen (column 0) or only rejected (1) answers."""
+    """Return {bug: function} for bugs that affect only chosen (column 0) or only rejected (column 1) answers."""
     wrong = torch.eye(2)[column]
     answer = ("chosen", "rejected")[column]
     return {
@@ -72,7 +73,7 @@ def of_answers(column: int) -> dict[str, Callable]:
     }
 
 
-# bugs possible in any quantity, such as a wrong sign; tried after specific bugs
+# bugs that any tensor may have, such as a wrong sign; tried after more specific bugs
 GENERAL: dict[str, dict[str, Callable]] = {
     "signed": {"has the wrong sign": lambda s: -s.x, "is left out": lambda s: 0 * s.x},
     "scaled": {"is doubled": lambda s: 2 * s.x, "is halved": lambda s: s.x / 2},
@@ -105,10 +106,10 @@ GENERAL: dict[str, dict[str, Callable]] = {
 }
 GENERAL_FORMULAS = {formula for table in GENERAL.values() for formula in table.values()}
 
-# (loss kinds, loss terms in which the bug may occur, quantity that is wrong)
+# a bug may affect only one computation: (loss kinds, computations to try, wrong tensor or "" = any)
 SCOPES = [("grpo", ["the policy's term", "the KL"], ""), ("grpo, sft", ["the sum", "the count", "the ratio"], "mask")]
 
-# {"target: effect on training": {bug: formula}}
+# {"wrong tensor or option: effect on training": {bug description: function that simulates the bug}}
 FORMULAS: dict[str, dict[str, Any]] = {
     # advantages
     "rewards: completions are rewarded wrongly": {
@@ -445,28 +446,29 @@ FORMULAS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """Quantity in a trainer, such as rewards, and known mistakes in it, from bugs.json."""
+    """Tensor or option in a trainer, such as rewards, and its known mistakes, from bugs.json."""
 
     name: str
-    effect: str  # effect on training
-    stages: str = ""  # stages and loss kinds that use the quantity, separated by commas
-    source: str = ""  # code line, paper, issue or pull request about the mistakes
+    effect: str  # effect of the mistakes on training
+    stages: str = ""  # where to look for the mistakes: parts of a step and loss kinds, such as "mask, grpo"
+    source: str = ""  # code, paper, issue or pull request that has or describes the mistakes
     about: str = ""  # topic of the mistakes, "clipping" or "padding"
-    needs: str = "input_ids"  # required tensor
-    used_by: str = ""  # projects that do this on purpose, with their option
-    threshold: float = 0.0  # a smaller fitted number is a mistake, even in projects named in used_by
-    unread: str = ""  # option or tensor; a loss that uses it has no deliberate variant
-    read: str = ""  # option or tensor; losses without it cannot have these mistakes
-    values: dict = field(default_factory=dict)  # wrong constants by bug; "{c}" = fitted number
-    instead: dict[str, dict] = field(default_factory=dict)  # {bug: {quantity: another one used instead}}
-    orders: dict[str, str] = field(default_factory=dict)  # wrong orders of rows or tokens by bug, see units.py
-    general: dict[str, str] = field(default_factory=dict)  # {quantity: names in GENERAL}
+    needs: str = "input_ids"  # the mistakes are tried only if the step has this tensor
+    used_by: str = ""  # projects that deviate from TRL in this way on purpose, with their option
+    threshold: float = 0.0  # smallest clip bound that counts as deliberate; smaller bounds are mistakes
+    unread: str = ""  # option or tensor; in losses that read it, the deviation is not deliberate
+    read: str = ""  # option or tensor; only losses that read it can have these mistakes
+    values: dict = field(default_factory=dict)  # {bug description: wrong constant}, "{c}" = constant to fit
+    instead: dict[str, dict] = field(default_factory=dict)  # {bug description: {tensor: tensor used instead}}
+    # bugs that use wrong rows or tokens (units.py): {bug description: "rows", "rollout_rows" or "columns"}
+    orders: dict[str, str] = field(default_factory=dict)
+    general: dict[str, str] = field(default_factory=dict)  # {tensor: keys in GENERAL, such as "signed scaled"}
 
     def stage_names(self) -> set[str]:
         return set(self.stages.split(", "))
 
     def bugs(self) -> dict[str, Any]:
-        """Return {bug: replacement}, see Change."""
+        """Return {bug description: wrong value, or function that computes it}, see change.py."""
         result = dict(self.values)
         for says, names in self.instead.items():
             result[says] = {name: attrgetter(other) for name, other in names.items()}
