@@ -1,6 +1,4 @@
-"""Check your loss function, or a training step recorded from your trainer, and name known mistakes (names.py).
-
-Functions and shell commands:
+"""Check your loss function or a recorded training step for known mistakes (names.py), in Python or in a shell.
 
 | you have | call | in a shell |
 |---|---|---|

@@ -1,6 +1,6 @@
 """Check a loss function against laws: properties of every correct loss, such as "padding changes nothing".
 
-No reference loss is needed. Small batches are tested first, so a message shows the smallest batch that breaks a law.
+The checks need no reference implementation. Error messages show the smallest batch on which the loss fails.
 
     common_laws.py: NaN, masked tokens, padding, row order and micro-batches, for all losses
     policy_laws.py: advantages, importance ratios, clipping, averages and KL, for policy losses
@@ -24,7 +24,7 @@ NEEDS = POLICY_NEEDS | DPO_NEEDS
 
 @dataclass
 class LawReport:
-    findings: dict[str, list[Finding]]  # {tested property: violations and notes}, [] if the loss has it
+    findings: dict[str, list[Finding]]  # {tested property: violations and notes}
 
     def sentences(self, kind: str) -> list[str]:
         return [finding.says for found in self.findings.values() for finding in found if finding.kind == kind]
@@ -53,18 +53,18 @@ class LawReport:
 
 
 def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options) -> int:
-    """Check that a loss has the properties of every correct loss (laws); return how many laws were tested.
+    """Check that a loss has the properties of every correct loss (laws); return how many were tested.
 
     Args:
         my_loss: loss function, see `check`.
         kind: grpo, dpo or sft.
         tolerance: maximum rounding error; float32 losses need 1e-5.
         framework: torch, jax or mlx, see `check`.
-        options: loss options. For example, loss_type="dapo" also requires an average over tokens and DAPO's clipping.
+        options: loss options; loss_type="dapo", for example, also requires DAPO's average and clipping.
 
     Raises:
-        AssertionError: the loss breaks laws; the message shows each broken law, with the smallest batch.
-        ValueError: `kind` or an option is unknown, or the loss does not return a scalar tensor.
+        AssertionError: the loss lacks required properties; the message lists each, with the smallest failing batch.
+        ValueError: unknown `kind` or option, or a loss that is not a scalar tensor.
     """
     __tracebackhide__ = True
     report = examine(my_loss, kind, tolerance, framework, **options)
@@ -76,7 +76,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
 def examine(
     my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options
 ) -> LawReport:
-    """Check properties of a loss as `laws` does; return a report, also about design choices and untested properties."""
+    """Check a loss for properties of correct losses; return a report instead of raising AssertionError (see `laws`)."""
     if kind not in LAWS:
         raise UserError(f"kind is {kind!r}, but it must be one of {', '.join(LAWS)}")
     for name in options:
@@ -92,6 +92,6 @@ def examine(
     for law in with_bar("laws", [*COMMON_LAWS, *LAWS[kind]]):
         needs = {needed.__name__ for needed in NEEDS.get(law, ())}
         if needs & set(report.laws_with("broken", "not tested")):
-            continue  # skip this test if another test that it requires has failed, or could not run
+            continue  # skip a test if a test that it requires failed or could not run
         report.findings[law.__name__] = list(law(loss))
     return report

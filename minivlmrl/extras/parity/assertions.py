@@ -15,7 +15,7 @@ from minivlmrl.extras.parity.step import read
 def assert_step(folder):
     """Assert that the numbers in a recorded step equal recomputed numbers.
 
-    Raises ValueError if the folder does not contain a step, or no numbers could be compared.
+    Raises ValueError if the folder contains no step, or nothing could be compared.
     """
     __tracebackhide__ = True
     findings, d = checked(folder, SECONDS)
@@ -36,14 +36,14 @@ def assert_split_invariant(gradients, rows: int, tolerance: float = 1e-6, sizes=
     assert rows > 1, f"rows is {rows}, but at least 2 rows are needed to compare different splits"
 
     def split(parts: int) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
-        """Split rows into micro-batches, such as [[0, 2, 4], [1, 3]]; return them and the accumulated gradients."""
+        """Return micro-batches of row indices, such as [[0, 2, 4], [1, 3]], and accumulated gradients."""
         indices = [list(range(part, rows, parts)) for part in range(parts)]
         return indices, {name: torch.as_tensor(x).double() for name, x in gradients(indices).items()}
 
     _, whole_gradients = split(1)
     unit = max(gaps(x, 0.0, 1.0).max() for x in whole_gradients.values())
     assert unit > 0, "all gradients are zero, so nothing was compared; use rows with a nonzero loss"
-    # rows - 1 micro-batches have the sizes 2, 1, 1, ..., which reveals a mean that ignores micro-batch sizes
+    # unequal sizes (2, 1, 1, ... in rows - 1 micro-batches) reveal a mean that ignores micro-batch sizes
     for size in sizes or (2, rows - 1, rows):
         parts, split_gradients = split(size)
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())
@@ -60,9 +60,7 @@ def assert_split_invariant(gradients, rows: int, tolerance: float = 1e-6, sizes=
 
 
 def split_error(gradient: Callable, batch: dict[str, torch.Tensor], tolerance: float) -> str:
-    """Compare the sum and the mean of micro-batch gradients with the gradient of the whole batch.
-
-    Returns "" if the sum or the mean is equal, else a description of the difference.
+    """Return "" if the sum or mean of micro-batch gradients equals the whole batch's gradient, else an error message.
 
     Args:
         gradient: function from a batch to the loss gradient with respect to per_token_logps.
@@ -83,7 +81,7 @@ def split_error(gradient: Callable, batch: dict[str, torch.Tensor], tolerance: f
 
 
 def accumulated(gradient: Callable, batch: dict[str, torch.Tensor], parts: list[list[int]], is_mean: bool) -> dict:
-    """Return the sum of the micro-batch gradients, or with is_mean, their mean weighted by rows."""
+    """Return the sum of micro-batch gradients, or with is_mean, their mean weighted by rows."""
     slope = torch.zeros_like(batch["per_token_logps"])
     for rows in parts:
         share = len(rows) / len(slope) if is_mean else 1.0
@@ -94,10 +92,10 @@ def accumulated(gradient: Callable, batch: dict[str, torch.Tensor], parts: list[
 def assert_step_split_invariant(folder, my_loss: Callable, tolerance: float = 1e-6):
     """Assert that loss gradients do not depend on how a recorded GRPO step is split into micro-batches.
 
-    For n rows, 1, 2, n - 1 and n micro-batches must have the same gradient sum, or the same row-weighted mean.
+    The sum of micro-batch gradients, or their mean weighted by rows, must be the same in every split.
 
     Args:
-        my_loss: loss function as in `check`; its options have whole_step=False and `tokens` of the whole step.
+        my_loss: see `check`; gets the options whole_step=False and `tokens`, the token count of the whole step.
     """
     __tracebackhide__ = True
     d = read(folder)

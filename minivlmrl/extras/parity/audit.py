@@ -27,9 +27,9 @@ from minivlmrl.extras.parity.search import (
 )
 from minivlmrl.extras.parity.step import DAMAGES, Dump, read
 
-# the mask is not compared if token ids differ, and gradients are not compared if log-probs differ
+# do not compare the mask if token ids differ, or gradients if log-probs differ
 WITHOUT = {"mask": {"tokens"}, "gradients": {"logps"}}
-SECONDS = 30.0  # time limit for the bug search in a stage, such as the loss
+SECONDS = 30.0  # CPU seconds to search for the cause of wrong numbers, per stage
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Finding:
     numbers: int
     where: Sequence[str] = ()  # number of wrong values per tensor, then examples
     explained: Sequence[Bug] = ()
-    again: bool = False  # a bug found in an earlier stage, such as the advantages, explains this stage
+    again: bool = False  # explained by a bug found in an earlier stage
     groups: int = 0  # number of rows (for advantages: groups) with wrong values
     has_ended: bool = False  # search time limit reached
 
@@ -50,7 +50,7 @@ class Finding:
         return self.error <= TOLERANCE
 
     def doubts(self) -> list[str]:
-        """Return warnings, for example if several bugs explain the same wrong numbers."""
+        """Return warnings, such as "only one row differs"."""
         if self.ok or self.again:
             return []
         unit = "group of completions" if self.stage == "advantages" else "row"
@@ -66,7 +66,7 @@ class Finding:
 def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
     """Recompute each stage of a step, such as advantages and loss, and compare with the recorded numbers.
 
-    seconds: time limit for the bug search in each stage, in CPU seconds.
+    seconds: CPU time limit for the bug search in each stage.
     """
     findings = []
     for name, stage in STAGES.items():
@@ -92,12 +92,12 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
         finding.groups = count_groups(name, answer, d)
         look_for_bugs(finding, d, differing, seconds)
         if name == "tokens":
-            d.sampled = None  # the token ids are wrong, so sampled ids cannot be aligned with them
+            d.sampled = None  # sampled ids cannot be aligned with wrong token ids
     return findings
 
 
 def look_for_bugs(finding: Finding, d: Dump, differing: dict[str, Finding], seconds: float = math.inf):
-    """Search for known bugs that explain the wrong numbers in a finding; add the bugs to it."""
+    """Search for known trainer bugs that explain the wrong numbers; store the bugs in `finding`."""
     names = names_of(finding.stage, d)
     for earlier in differing.values():
         # first try bugs found in earlier stages, such as the advantages: one bug is likelier than two
@@ -113,7 +113,7 @@ def look_for_bugs(finding: Finding, d: Dump, differing: dict[str, Finding], seco
 
 
 def where(answer: dict) -> list[str]:
-    """Count wrong numbers per tensor, and show examples, at most 4 per tensor."""
+    """Count wrong numbers per tensor, and show up to 4 of them."""
     wrong_counts = []
     lines = []
     for name, (theirs, ours, unit) in answer.items():

@@ -15,7 +15,7 @@ OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options
 
 
 class Arguments(dict):
-    """Dict of loss arguments; each name that the loss looks up is added to the set `read`."""
+    """Dict of loss arguments; names that the loss looks up are added to the set `read`."""
 
     def __init__(self, values: dict, read: set[str]):
         super().__init__(values)
@@ -38,7 +38,7 @@ class Arguments(dict):
         return super().items()
 
     def __or__(self, other: dict) -> "Arguments":
-        return Arguments(dict(super().items()) | other, self.read)  # super().__or__ would record all names as read
+        return Arguments(dict(super().items()) | other, self.read)  # super(): copying must not count as reading
 
 
 def loss_and_gradient(
@@ -48,7 +48,7 @@ def loss_and_gradient(
 
     Args:
         my_loss: function (batch, options), or one with the arguments of grpo_loss (config/loss_forms.py).
-        read: set to which the names of used tensors and options are added.
+        read: set that collects the names of used tensors and options.
     """
     logps = batch["per_token_logps"].detach().requires_grad_()
     # copies: the loss may change its arguments in place

@@ -36,11 +36,11 @@ class Change(dict):
     def __call__(self, name: str, x: Any, place=None, **values) -> Any:
         """Return what a trainer with this bug uses instead of `x`, the correct tensor or option called `name`.
 
-        The dict value for `name` is one of:
-            - a value, such as 0.0
-            - a function, such as `lambda s: s.x / 2`
-            - ("rows", "the next row in its group", None): values of other rows; "columns": of other tokens
-            - ("regions", "the prompt", function): the function gets the mask of prompt tokens as s.region
+        Examples of replacements, the values of this dict:
+            0.0: constant
+            lambda s: s.x / 2: function of the correct value s.x
+            ("rows", "the next row in its group", None): values of other rows; "columns": of other tokens
+            ("regions", "the prompt", function): function that reads the mask of prompt tokens as s.region
         """
         if name not in self:
             return x
@@ -54,7 +54,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, **values)) if callable(deviation) else deviation
 
     def inside(self, use: str) -> "Change":
-        """Return self, or an empty Change if the bug affects only loss terms other than `use`, such as "the KL"."""
+        """Return this bug for the loss term `use`, such as "the KL"; or no bug (empty) if only other terms have it."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):
@@ -63,7 +63,7 @@ class Change(dict):
 
 
 def composed(first: Any, then: Any) -> Any:
-    """Merge two simulated bugs, to test them together; return None if they conflict, as beta=0 and beta=1 do."""
+    """Merge two simulated bugs; return None if they conflict, as beta=0 and beta=1 do."""
     if not first or not then:
         return first or then
     if "inside" in first or "inside" in then:
@@ -79,7 +79,7 @@ def composed(first: Any, then: Any) -> Any:
 
 
 def with_number(replacement: Any, c: float) -> Any:
-    """Insert a constant c, such as a clip bound, into a simulated bug: for the value "{c}", or as s.c in a function."""
+    """Replace "{c}" in a simulated bug by a number, such as a clip bound; functions read the number as s.c."""
     if not callable(replacement):
         return c if replacement == "{c}" else replacement
 

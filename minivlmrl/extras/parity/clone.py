@@ -1,7 +1,7 @@
 """Check losses in another project's code: `minivlmrl parity FOLDER` or `minivlmrl parity FOLDER:NAME`.
 
 A function is checked if its arguments are named like log-probs and advantages, or like summed log-probs of chosen and
-rejected answers. Several shapes of advantages are tried. compile_alone.py limits which code of the project runs.
+rejected answers. Project files are not imported, see compile_alone.py.
 """
 
 import ast
@@ -21,15 +21,15 @@ from minivlmrl.extras.parity.examined import MASKS, Examined, random_batch
 from minivlmrl.extras.parity.frameworks import FRAMEWORKS, as_torch
 from minivlmrl.extras.parity.loss import SETTINGS, CloseLoss, cases, closest_losses, compare, judge
 
-TOLERANCE = 1e-5  # many projects compute in float32
-TRIED = 2  # number of TRL losses to compare a function with, closest first
+TOLERANCE = 1e-5  # allows float32 rounding errors
+TRIED = 2  # number of TRL losses to compare with, closest first
 # argument formats: (advantages as (B, T), (B,) or (B, 1), whether the mask is boolean)
-# the last three formats are tried only if a function fails with the first two
+# the last three formats are tried only if the first two fail
 LAYOUTS = (("tokens", False), ("rows", False), ("tokens", True), ("rows", True), ("column", False))
 
 LOGPS = r"log_?p(?!ol)|log_?prob"
 EPSILON = r"(eps|epsilon|clip|clip_?eps(ilon)?|clip_?range(_ratio)?|clip_?ratio|clip_?param|epsilon_clip|eps_clip)"
-# (regex for names in the project's code, tensor that they mean, None = no tensor); the first match counts
+# (regex for names in the project's code, tensor they mean or None); the first match counts
 TENSORS = (
     (r"estimat|norm|type|entrop|topk|teacher|student|reward|value|return|level", None),
     (rf"(?=.*ref)(?=.*chosen)({LOGPS}|ref)", "ref_chosen"),
@@ -55,7 +55,7 @@ NUMBERS = (
     (r"max_.*len|loss_scale_factor", "max_completion_length"),
 )
 CONFIGS = r"config|cfg|args|^policy_loss$"
-# values for other options that a project may have, such as clip_ratio_c in verl
+# values for other options of a project, such as verl's clip_ratio_c
 OTHERS = {"temperature": 1.0, "clip_ratio_c": 3.0, "clip_ratio_dual": 3.0}
 OTHERS |= dict.fromkeys(("tau_pos", "tau_positive"), 1.0) | dict.fromkeys(("tau_neg", "tau_negative"), 1.05)
 OTHERS |= {"loss_agg_mode": "token-mean", "kl_estimator": "k3", "importance_sampling_level": "token"}
@@ -99,14 +99,14 @@ class Case:
     def by_name(self, name: str, logps: str = "old"):
         """Return the test value for an argument name, None if unknown.
 
-        logps: which log-probs an argument named "log_probs" gets, "logps" (current policy) or "old".
+        logps: log-probs for an argument named "log_probs": "logps" (current policy) or "old".
         """
         tensor = meaning(name, TENSORS)
         if tensor:
             return self.tensor(logps if tensor == "logps" else tensor)
         if re.search(CONFIGS, name):
             return Answers(self)
-        if name == "global_batch_info":  # dict with loss divisors for the whole step, in verl
+        if name == "global_batch_info":  # verl's dict of loss divisors for the whole step
             return {"batch_num_tokens": self.options.get("tokens"), "global_batch_size": len(self.batch["mask"])}
         number = meaning(name, NUMBERS)
         return self.options.get(number) if number else OTHERS.get(name)
@@ -157,7 +157,7 @@ class Candidate:
         return getattr(instance, self.node.name)
 
     def loss(self, layout: tuple[str, bool]) -> Callable:
-        """Wrap this function as a loss (batch, options); `layout` is its argument format, such as ("rows", False)."""
+        """Wrap this function as a loss (batch, options); `layout`: argument format, from LAYOUTS."""
         choices = {x.arg: first_choice(x) for x in ast.walk(self.node.args) if isinstance(x, ast.arg)}
 
         def loss(batch: dict, options: dict):
@@ -190,7 +190,7 @@ def first_choice(argument: ast.arg) -> str | int | None:
 
 
 def scalar(result, mask, options: dict):
-    """Return the scalar loss in a function's result; token losses are summed and divided by the token count."""
+    """Return the scalar loss in a function's result; token losses are averaged over all tokens."""
     while isinstance(result, tuple | list):
         result = result[0]
     if isinstance(result, dict):
@@ -211,7 +211,7 @@ def candidates(clone: Clone) -> Iterator[Candidate]:
 
 
 def kind_of(node: ast.FunctionDef) -> str | None:
-    """Guess by argument names whether a function is a GRPO or DPO loss; return grpo, dpo or None."""
+    """Guess the loss kind from argument names: grpo, dpo, or None for other functions."""
     arguments = {x.arg for x in ast.walk(node.args) if isinstance(x, ast.arg)}
     attributes = set()
     for x in ast.walk(node):
@@ -231,8 +231,8 @@ def kind_of(node: ast.FunctionDef) -> str | None:
 @dataclass
 class Audited:
     candidate: Candidate
-    # "agrees" (equals a TRL loss), "mistake", "design" (deliberate variant), "broken law" (lacks a property of correct
-    # losses), "differs" (unknown cause) or "not bound" (exception)
+    # "agrees": equals a TRL loss; "mistake": known bug; "design": deliberate variant; "broken law": lacks a property of
+    # correct losses; "differs": unknown cause; "not bound": call failed
     result: str
     says: str
 
@@ -247,7 +247,7 @@ def audit_clone(folder: Path, name: str = "") -> Iterator[Audited]:
             with contextlib.redirect_stdout(open(os.devnull, "w")):
                 try:
                     found = audit_candidate(candidate)
-                except Exception as error:  # the project's code failed, or its arguments do not fit
+                except Exception as error:  # any error in the project's code
                     reason = f"{type(error).__name__}: {truncate(str(error).partition(chr(10))[0], 90)}"
                     found = Audited(candidate, "not bound", reason)
             yield found
@@ -284,7 +284,7 @@ def audit_candidate(candidate: Candidate) -> Audited:
 
 
 def close_losses(candidate: Candidate, layout: tuple[str, bool]) -> list[CloseLoss]:
-    """Compare a function with TRL losses; return the TRL losses, the closest first."""
+    """Sort TRL's losses by similarity to a function, closest first."""
     loss = Examined(as_torch(candidate.loss(layout), candidate.framework), candidate.kind, {})
     slope = loss.gradient(random_batch(candidate.kind, MASKS[5]))
     if not (slope.isfinite().all() and slope.any()):
@@ -307,7 +307,7 @@ def is_named(candidate: Candidate, options: dict) -> bool:
 
 
 def summary(folder: Path, found: list[Audited]) -> str:
-    """Return a line for CI with a count per result, such as "agrees": "src: 3 functions: 2 agrees, 1 mistake"."""
+    """Count results in one line for CI: "src: 3 functions: 2 agrees, 1 mistake"."""
     counts = sorted(Counter(x.result for x in found).items())
     parts = [f"{count} {result}" for result, count in counts]
     return f"{folder}: {pluralize(len(found), 'function')}: {', '.join(parts)}"

@@ -1,8 +1,8 @@
 """`minivlmrl parity TARGET`: check a loss, a recorded step or the losses in a code folder, and name mistakes.
 
 Exit status:
-    0: all numbers agree, and the loss has all tested properties of a correct loss (laws)
-    1: a number differs, or a law is broken; in a code folder: a loss has a known mistake or breaks a law
+    0: all numbers agree, and the loss has all tested properties (laws)
+    1: a number differs, or a loss lacks a property; in a code folder, differences of unknown cause are allowed
     2: nothing could be compared
 """
 

@@ -80,8 +80,8 @@ def in_reverse(batch: dict) -> Iterator[tuple]:
 def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
     """Require the sum or mean of micro-batch gradients to equal the gradient of the whole batch.
 
-    A correct loss that divides by a count over the whole step, such as its tokens, has an equal sum of gradients. A
-    correct loss that divides by the rows of its micro-batch has an equal mean.
+    Micro-batch gradients are summed if the loss divides by a count over the whole step, such as all tokens, and
+    averaged if the loss divides by the rows of its micro-batch.
     """
     if loss.given.get("whole_step"):
         return  # with the user's option whole_step=True, micro-batches are not tested
@@ -92,8 +92,8 @@ def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
         if not error:
             continue
         says = f"micro-batches change the gradient. Smallest batch: {described(batch, options)}; {error}"
-        # a difference is an error only for DAPO and for losses that use `tokens` or whole_step: for other losses, the
-        # trainer may weight micro-batches
+        # an error only for DAPO and losses that read `tokens` or whole_step: with other losses, a trainer may correct
+        # the weights of micro-batches
         parts = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(len(batch["mask"]))]
         reads_totals = any(
             loss.differ(loss.gradient(part, **options), loss.gradient(part, **options, **step)) for part in parts

@@ -1,7 +1,7 @@
 """Compile single functions from another project's code, without importing its files.
 
-A compiled function can use functions, classes and literal constants in the project folder, which are compiled in the
-same way, and packages listed in IMPORTED, such as torch. No other code in the folder runs.
+A compiled function can use packages in IMPORTED, such as torch, and functions, classes and literal constants in the
+project folder, which are compiled in the same way. Other code in the project folder does not run.
 """
 
 import __future__
@@ -101,7 +101,7 @@ class Clone:
 
 
 def walk(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Iterate over statements (AST nodes), including statements inside `if` and `try`."""
+    """Iterate over AST statements, including those inside `if` and `try`."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try):
@@ -109,7 +109,7 @@ def walk(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def bound_names(node: ast.stmt) -> list[str]:
-    """Return names that a function, class, import or literal constant defines; [] for statements that must not run."""
+    """Return names that an AST statement defines: function, class, import or literal constant; [] for other code."""
     if isinstance(node, DEFINITIONS):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):

@@ -29,11 +29,11 @@ def depends(
     vocabulary. `depends` finds leaks between packed documents, rows and the answers in a pair, wrong attention masks,
     unshifted labels, and unused or exchanged images.
 
-    Use a tiny model: every token and vocabulary entry costs a forward pass. With only_images=True, only images do.
+    Use a tiny model: each image, token and vocabulary entry costs a forward pass.
 
     Args:
-        logps: your trainer's function from ids to log-probs (B, K) of the last K tokens in each row, in nats. K = T - 1
-            checks all tokens. With images, its arguments are (ids, pixel_values, image_grid_thw).
+        logps: your trainer's function from ids, or from (ids, pixel_values, image_grid_thw), to log-probs (B, K) of the
+            last K tokens in each row, in nats. K = T - 1 checks all tokens.
         ids: (B, T), token ids.
         document: (B, T), document number per token, 0 for padding. A document is a prompt with its answer, or one of
             several texts in a packed row.
@@ -83,7 +83,7 @@ def placeholders(is_picture: Tensor) -> list[tuple[int, int, int]]:
 
 
 class Forward:
-    """Forward pass for changed tokens or images; collects log-probs that depend on wrong tokens or images."""
+    """Forward pass that records faults: log-probs that change with unrelated tokens or images."""
 
     def __init__(self, logps: Callable[..., Tensor], ids: Tensor, document: Tensor, pictures: tuple, tolerance: float):
         self.logps = logps
@@ -91,8 +91,8 @@ class Forward:
         self.document = document
         self.pictures = pictures
         self.tolerance = tolerance
-        self.faults: dict[str, list[str]] = {}  # {fault, such as "a row depends on another row": positions}
-        # (B, T) mask: tokens with a log-prob, so no padding and no first tokens in documents
+        self.faults: dict[str, list[str]] = {}  # {fault, such as "a row depends on another row": its token positions}
+        # (B, T) mask of tokens with a log-prob: no padding, no first token of a document
         self.is_scored = (document != 0) & (document == pad(document, (1, -1)))
         self.usual = self(ids, *pictures)
 
@@ -117,9 +117,9 @@ class Forward:
         return [f"{says} ({pluralize(len(where), 'time')}; first: {where[0]})" for says, where in self.faults.items()]
 
     def allowed_moves(self, place: Place, says: str, *inputs: Tensor) -> list[Place]:
-        """Find log-probs that change with the inputs at the token `place`.
+        """Run inputs changed at the token `place`; return positions of log-probs that may change and do.
 
-        Returns (row, token) of changes in this or later tokens of its document; records other changes as faults.
+        Other changed log-probs are recorded as faults.
         """
         row, token = place
         number = int(self.document[place])
@@ -141,7 +141,7 @@ class Forward:
         return allowed
 
     def judge_token(self, place: Place, values: list[int]):
-        """Change one token id; record log-probs that change wrongly, or a token without effect on the next log-prob."""
+        """Change one token id; record wrong changes of log-probs, or no change of the next one."""
         row, token = place
         says = f"token {token} of row {row}"
         ids = self.ids.clone()
@@ -152,7 +152,7 @@ class Forward:
             self.add("a token does not move the log-probability of the next token", says)
 
     def judge_image(self, image: int, place: tuple[int, int, int]):
-        """Negate all pixels in one image; record log-probs that change wrongly, or an image without any effect."""
+        """Negate all pixels in one image; record wrong changes of log-probs, or no change."""
         row, first, last = place
         says = f"image {image} in row {row}"
         pixel_values, grids = self.pictures

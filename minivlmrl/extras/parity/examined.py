@@ -1,4 +1,4 @@
-"""Shared code for checking properties of a loss (laws): the loss with its options, test batches and findings."""
+"""Loss wrapper, test batches and findings for checking properties of a loss (laws)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -80,7 +80,7 @@ class Examined:
         return bool(((a - b).nan_to_num(0.0).abs() > allowed).any())
 
     def batches(self, masks: Sequence = MASKS) -> Iterator[tuple[dict[str, Tensor], dict]]:
-        """Yield random batches with loss options, from small to large; GRPO batches come without and with a KL."""
+        """Yield random batches with loss options, from small to large; in GRPO, without and with a KL."""
         for mask in masks:
             for options in ({"beta": 0.0}, {"beta": 0.1}) if self.kind == "grpo" else ({},):
                 yield random_batch(self.kind, mask), options
@@ -93,7 +93,7 @@ def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[st
     """Return a random batch with the tensors listed in `check` (loss.py).
 
     Args:
-        rows: (B, T) mask, 1 for trained tokens; DPO's rejected answers get its mirror image.
+        rows: (B, T) mask, 1 for trained tokens; in DPO, rejected answers get the columns in reverse.
         off_policy: standard deviation of log pi - log pi_old, in nats.
     """
     generator = torch.Generator().manual_seed(0)
@@ -111,7 +111,7 @@ def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[st
     if kind == "grpo":
         batch["old_per_token_logps"] = logps - off_policy * normal(*mask.shape)
         advantages = normal(len(mask))
-        batch["advantages"] = advantages + 0.3 * advantages.sign()  # away from 0, so all tokens have a gradient
+        batch["advantages"] = advantages + 0.3 * advantages.sign()  # no advantage near 0: all tokens need a gradient
     return batch
 
 
@@ -138,7 +138,7 @@ def numbers(x: Tensor, digits: int = 3) -> str:
 
 
 def contrast(wrong: Tensor, right: Tensor) -> list[str]:
-    """Format two tensors with three digits, or more digits if the texts would be equal."""
+    """Format two tensors with three digits, or more until the texts differ."""
     texts = []
     for digits in range(3, 16):
         texts = [numbers(x, digits) for x in (wrong, right)]

@@ -16,7 +16,7 @@ def rounded(x: Tensor, theirs: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def clipped(gradients: dict[str, Tensor], max_norm: float | None, norm: float | None = None) -> dict[str, Tensor]:
-    """Clip gradients like torch's clip_grad_norm_; `norm` defaults to the total norm."""
+    """Clip gradients like torch's clip_grad_norm_; `norm`: total gradient norm, None = compute."""
     if norm is None:
         norm = get_total_norm(gradients.values()).item()
     share = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
@@ -24,20 +24,17 @@ def clipped(gradients: dict[str, Tensor], max_norm: float | None, norm: float | 
 
 
 def first(x: Tensor) -> Tensor:
-    """Keep the first True in each run of True values along S: [0, 1, 1, 0, 1] gives [0, 1, 0, 0, 1]."""
+    """Keep the first True in each run along S: [0, 1, 1, 0, 1] gives [0, 1, 0, 0, 1]."""
     return x & ~pad(x, (1, -1))
 
 
 def last(x: Tensor) -> Tensor:
-    """Keep the last True in each run of True values along S: [0, 1, 1, 0, 1] gives [0, 0, 1, 0, 1]."""
+    """Keep the last True in each run along S: [0, 1, 1, 0, 1] gives [0, 0, 1, 0, 1]."""
     return x & ~pad(x, (-1, 1))
 
 
 def distance(ours: Tensor, expected: Tensor) -> float:
-    """Return the largest absolute difference, relative to max(1, largest |expected|).
-
-    Returns inf if shapes or NaN positions differ.
-    """
+    """Return the largest difference, relative to max(1, largest |expected|); inf if shapes or NaN positions differ."""
     ours, expected = ours.double(), expected.double()
     if ours.shape != expected.shape or not torch.equal(ours.isnan(), expected.isnan()):
         return math.inf

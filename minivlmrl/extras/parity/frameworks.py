@@ -16,7 +16,7 @@ def as_torch(my_loss: Callable, framework: str) -> Callable:
 
     Args:
         my_loss: function (batch, options), or one with the arguments of grpo_loss; it gets float64 arrays.
-        framework: "jax", "mlx" or "torch", for which my_loss is returned unchanged.
+        framework: "jax", "mlx" or "torch" (no conversion).
     """
     return FRAMEWORKS[framework](my_loss)
 
@@ -44,7 +44,7 @@ def from_mlx(my_loss: Callable) -> Callable:
 
 
 def differentiable(my_loss: Callable, batch, options, array: Callable, value_and_grad: Callable) -> torch.Tensor:
-    """Call a JAX or MLX loss; return a PyTorch scalar with the same value and the same autograd gradient.
+    """Call a JAX or MLX loss; return a PyTorch scalar with the same value and gradient.
 
     Args:
         array: function that converts a NumPy array to JAX or MLX.

@@ -36,14 +36,14 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
         old_per_token_logps: (B, T), in GRPO
         advantages: (B,), in GRPO
 
-    Some batches have log-ratios of 25 nats. Some have completions without tokens, which count in the mean over
-    completions. `options` is a dict with:
+    Test batches include log-ratios of 25 nats, and completions without tokens, which count in a mean over completions.
+    `options` is a dict of loss options:
 
-        kind grpo: loss_type, importance_sampling_level, beta, epsilon_low, epsilon_high, use_bias_correction_kl
-        kind grpo: whole_step (False for a micro-batch), tokens (loss divisor in dapo, counted in the whole step)
-        kind grpo: max_completion_length (loss divisor in dr_grpo)
-        kind dpo: loss_type (a list with one name), beta, label_smoothing
-        kind sft: loss_type (nll or dft)
+        grpo: loss_type, importance_sampling_level, beta, epsilon_low, epsilon_high, use_bias_correction_kl, whole_step
+            (False for a micro-batch), and the loss divisors tokens (dapo: count in the whole step) and
+            max_completion_length (dr_grpo)
+        dpo: loss_type (a list with one name), beta, label_smoothing
+        sft: loss_type (nll or dft)
 
     Args:
         my_loss: function (batch, options), or one with the arguments of grpo_loss; returns the loss, or loss and
@@ -52,13 +52,12 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
             float32 losses.
         kind: grpo, dpo or sft.
         framework: "torch", "jax" or "mlx"; JAX and MLX losses get float64 arrays.
-        only: compare only test cases with these options, such as loss_type="dapo" and whole_step=True; delta=3.0
-            selects cases with TRL's dual clip.
+        only: options that select test cases, such as loss_type="dapo"; delta=3.0 selects TRL's dual clip.
 
     Raises:
         ValueError: no recorded test case has these options; the message lists recorded values.
-        AssertionError: the loss differs from TRL in some test cases, or lacks a property of every correct loss
-        (all_laws.py). The message lists differing cases, and mistakes or deliberate variants that explain them.
+        AssertionError: the loss differs from TRL, or lacks a property of every correct loss (all_laws.py). The message
+        lists differing test cases and known causes.
     """
     __tracebackhide__ = True
     verdict = judge(my_loss, tolerance, kind, framework, **only)
@@ -77,9 +76,9 @@ class Verdict:
 
     cases: int
     differences: list[str]  # one line per differing case
-    kinds: Sequence[str] = ()  # "mistake" or "design" for each cause of the differences
-    names: Sequence[str] = ()  # lines to print about these causes
-    broken: Sequence[str] = ()  # properties of correct losses (all_laws.py) that the loss breaks
+    kinds: Sequence[str] = ()  # "mistake" or "design" (deliberate) per cause found
+    names: Sequence[str] = ()  # lines that describe the causes
+    broken: Sequence[str] = ()  # missing properties of correct losses
     untested: Sequence[str] = ()  # properties that could not be tested
 
     @property
@@ -98,7 +97,7 @@ class Verdict:
 
 
 def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str = "torch", **only) -> Verdict:
-    """Compare a loss with losses recorded from TRL, and name known mistakes that explain differences."""
+    """Compare a loss with losses recorded from TRL, and name known mistakes."""
     my_loss = as_torch(my_loss, framework)
     recorded = with_bar("cases", [*cases(kind=kind, **only)])
     results = [compare(my_loss, tolerance, *case) for case in recorded]
@@ -106,7 +105,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
     varied = [name for name in first if any(result.options.get(name) != first[name] for result in results)]
     verdict = Verdict(len(results), [result.says(varied) for result in results if result.error > tolerance])
     if not verdict.differences:
-        report = laws_of(my_loss, tolerance, kind, only)  # all_laws.py may find mistakes that TRL's test cases miss
+        report = laws_of(my_loss, tolerance, kind, only)  # TRL's test cases may miss mistakes that laws find
         verdict.broken, verdict.untested = report.sentences("broken"), report.sentences("not tested")
         return verdict
     verdict.kinds, verdict.names = names_without_search(results, tolerance)
@@ -149,7 +148,7 @@ class Comparison:
 def compare(
     my_loss, tolerance: float, case: str, options: dict, batch: dict, value: Tensor, gradient: Tensor
 ) -> Comparison:
-    """Compare a loss and its gradient with TRL's for a recorded batch."""
+    """Compare loss and gradient with TRL's for one batch."""
     step = case_of(my_loss, batch, options, tolerance)
     error = distance(step["loss"], value.view(1))
     gradient_error = distance(step["logps_gradient"], gradient.flatten(0, -2))
@@ -157,10 +156,7 @@ def compare(
 
 
 def names_without_search(results: list[Comparison], tolerance: float) -> tuple[list[str], list[str]]:
-    """Explain a loss without gradient ("mistake"), or with wrong values but correct gradients ("design").
-
-    Returns ["mistake"] or ["design"] and lines to print, or two empty lists.
-    """
+    """Return ["mistake"] without any gradient, ["design"] if only loss values differ, else []; and lines to print."""
     if all(result.gradient_error <= tolerance for result in results):
         constants = [result.constant for result in results]
         says = "the values differ, but the gradients are equal in all cases"
@@ -179,18 +175,18 @@ def laws_of(my_loss, tolerance: float, kind: str, only: dict) -> LawReport:
 
 @dataclass
 class CloseLoss:
-    """TRL loss, such as loss_type=dapo, and the share of its test cases in which the user's loss differs."""
+    """TRL loss, such as loss_type=dapo, compared with the user's loss."""
 
     only: dict  # options that select this loss
     cases: list[int]  # indices of test cases with these options
-    share: float  # fraction of differing cases
+    share: float  # fraction of `cases` in which the user's loss differs
 
     def __str__(self) -> str:
         return " ".join(f"{name}={x}" for name, x in self.only.items() if name != "kind")
 
 
 def closest_losses(results: list[Comparison], settings: list[str], tolerance: float) -> list[CloseLoss]:
-    """Sort TRL's losses by the share of test cases in which the user's loss agrees, closest first."""
+    """Sort TRL's losses by agreement with the user's loss, best first."""
     names = "kind", *settings
     groups = defaultdict(list)
     for i, result in enumerate(results):
@@ -202,7 +198,7 @@ def closest_losses(results: list[Comparison], settings: list[str], tolerance: fl
         close.append(CloseLoss(dict(zip(names, values, strict=True)), group, share))
 
     def difference(loss: CloseLoss) -> tuple:
-        # TRL losses with the best agreement come first; if similar, TRL's default, dapo
+        # best agreement first; among losses with similar agreement, TRL's default dapo
         share = round(loss.share, 1) if loss.share else -1.0
         return share, loss.only["loss_type"] != "dapo", -len(loss.cases)
 
@@ -210,10 +206,9 @@ def closest_losses(results: list[Comparison], settings: list[str], tolerance: fl
 
 
 def find_names_by_loss(steps: list[Dump], closest: CloseLoss) -> tuple[list[str], list[str]]:
-    """Search for mistakes that explain how a loss differs from TRL; return "mistake" or "design" for each, and text.
+    """Find known causes of differences from TRL; return "mistake" or "design" for each cause, and lines to print.
 
-    If the loss does not read loss_type, or a search in all test cases finds nothing, only those of the closest TRL loss
-    are used.
+    If the loss ignores loss_type, or no cause explains all test cases, use only test cases of the closest TRL loss.
     """
     kinds, names = [], []
     is_all = len(closest.cases) == len(steps)
@@ -222,7 +217,7 @@ def find_names_by_loss(steps: list[Dump], closest: CloseLoss) -> tuple[list[str]
     if is_all or (kinds and "mistake" not in kinds):
         return kinds, names
     of_closest = f"{len(closest.cases)} cases of --only kind={closest.only['kind']} {closest}"
-    # maybe no mistake: a correct GSPO loss, for example, differs in test cases of other losses, such as DAPO
+    # a correct GSPO loss, for example, differs in test cases of DAPO
     if not closest.share:
         return [], [f"  Your loss agrees in all {of_closest}"]
     if kinds:

@@ -40,11 +40,11 @@ SEARCHED = 32  # simulated bugs are tried in about this many test cases, and ver
 def as_step(
     batch: dict, options: dict, value: Tensor, gradient: Tensor, tolerance: float = 1e-6, read: set[str] | None = None
 ) -> Dump:
-    """Convert a loss test case to the format of a recorded training step, for `Search`.
+    """Convert a test case with the user's loss to the format of a recorded training step.
 
     Args:
         value: user's loss.
-        gradient: gradient of the user's loss with respect to log-probs.
+        gradient: loss gradient with respect to log-probs.
         tolerance: maximum error in value and gradient.
         read: tensor and option names used by the loss, None = all.
     """
@@ -61,14 +61,14 @@ def as_step(
     d = Dump(about, tensors)
     d.case_tolerance = tolerance
     d.read = read
-    d.row_sets = {}  # a wrong loss is wrong in all rows, so bugs limited to some rows are not tried
+    d.row_sets = {}  # no bugs limited to some rows: a loss function treats all rows alike
     return d
 
 
 def case_of(my_loss: Callable, batch: dict, options: dict, tolerance: float) -> Dump:
-    """Call the user's loss for a test case; return the results in the format of a recorded training step.
+    """Call the user's loss for a test case; return loss and gradient in the format of a recorded training step.
 
-    The function `simpler` in the result calls the loss for simpler variants of the test case.
+    The result's `simpler()` calls the loss with simplified batches, such as one with all advantages 1.
     """
     read = set()
     value, gradient = loss_and_gradient(my_loss, batch, options, read)
@@ -115,7 +115,7 @@ def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iter
         yield without_ref, options | {"beta": 1.0}  # reveals bugs in answer order or margin
         yield without_ref, options  # reveals beta bugs
         yield one_token, options  # reveals reference bugs
-        yield pair, options  # reveals bugs in the sum over tokens
+        yield pair, options  # reveals bugs in the sum over answer tokens
 
 
 def find_parts(steps: list[Dump]) -> list[list[Bug]]:
@@ -155,14 +155,14 @@ class Combination:
     """Search for several bugs that together reproduce a user's loss.
 
     Args:
-        steps: test cases in which the bugs must reproduce the loss.
-        variants: simpler test cases, simplest first; fewer bugs have an effect in them.
+        steps: test cases in which TRL's loss with the bugs must equal the user's loss.
+        variants: simplified test cases, simplest first, in which fewer bugs change the loss.
     """
 
     def __init__(self, steps: list[Dump], variants: list[Dump]):
         self.steps = [*variants, *steps]
         self.num_variants = len(variants)
-        # use a test case with many rows: with two rows, "next row" and "previous row" are the same
+        # a test case with many rows, in which "next row" and "previous row" differ
         self.bugs = by_kind(possible_bugs("loss", max(steps, key=lambda step: len(step.all_rows))))
         self.deviation = {}
         self.parts = []
@@ -184,14 +184,14 @@ class Combination:
         return bug is part[0] or self.are_explained(self.agreements(change))
 
     def are_explained(self, agrees: list[bool]) -> bool:
-        """Return whether the bugs found reproduce the user's loss in all test cases, not counting simpler variants."""
+        """Return whether all test cases agree; simplified variants do not count."""
         return all(agrees[self.num_variants :])
 
     def agreements(self, change: dict | None) -> list[bool]:
         return [explains(step, change) for step in self.steps]
 
     def next_part(self) -> list[Bug]:
-        """Search for the next bug; return the bugs that reproduce the user's loss in the most test cases."""
+        """Search for one more bug; return the best candidates, see `best_of`."""
         left = [
             Search("loss", d, self.deviation) for d, agrees in zip(self.steps, self.agrees, strict=True) if not agrees
         ]
@@ -217,9 +217,9 @@ class Combination:
     def best_of(self, tables: Iterable[Iterable[Bug]]) -> list[Bug]:
         """Return the bugs that reproduce the user's loss in the most test cases.
 
-        tables: lists of bugs to try; lists after a bug that explains all test cases are skipped.
+        tables: lists of bugs, tried until a bug explains all test cases.
         """
-        counts = {}  # {bug description: (number of explained test cases, bug)}
+        counts = {}  # {bug description: (number of test cases that agree with this bug, bug)}
         for bugs in tables:
             for bug in bugs:
                 now = self.agreements(composed(self.deviation, bug.change))
@@ -232,12 +232,12 @@ class Combination:
 
 
 def simplicity(bug: Bug) -> tuple:
-    """Return a sort key for bugs: wrong factors first, then constants with few digits, then terms "left out"."""
+    """Return a sort key for simulated bugs: wrong factors, then constants with few digits, then missing terms."""
     return "factor" not in bug.change, len(f"{bug.number:g}"), "left out" not in bug.says
 
 
 def find_names(steps: list[Dump]) -> tuple[list[str], list[str]]:
-    """Find bugs that reproduce a loss; return "mistake" or "design" (deliberate) per bug, and lines to print."""
+    """Find bugs that turn TRL's loss into the user's; return "mistake" or "design" (deliberate) per bug, and text."""
     parts = find_parts(steps)
     of_value = []
     if not parts:

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 # tolerance factor for float32 model outputs
 THROUGH_A_MODEL = 50.0
-HALF = 100.0  # additional factor for bfloat16, float16 or an unknown dtype
-# bugs in these values are simulated without a new forward pass
+HALF = 100.0  # further tolerance factor for bfloat16, float16 or an unknown dtype
+# values that simulated bugs change without a new forward pass
 AFTER_FORWARD = {"logps", "mode"}
 
 
 def forward(d: Dump, change: Change, folder: str, part: Tensor, grad: bool = False) -> tuple[Tensor, Any]:
-    """Compute log-probs for the rows in `part`, with the model in `folder` and a simulated bug.
+    """Compute log-probs for the rows in `part` with the model in `folder`.
 
     Returns:
-        (n, S) log-probs, 0 for rows not in `part`; and the loaded model, or None if all log-probs were cached.
+        (n, S) log-probs, 0 for other rows; and the loaded model, or None if all log-probs were cached.
     """
     deviations = str({name: value for name, value in change.items() if name not in AFTER_FORWARD})
     images = shown(d)
@@ -109,7 +109,7 @@ def of_unattended(d: Dump) -> Tensor:
 
 
 def model_unit(d: Dump) -> float:
-    """Return the tolerance factor for model outputs: 50 in float32, 5000 in 16 bits."""
+    """Return the factor on TOLERANCE for model outputs: 50 in float32, 5000 in 16 bits."""
     dtype = d.about.get("autocast") or d.about.get("dtype")
     return THROUGH_A_MODEL * (1 if dtype in ("float32", "float64") else HALF)
 

@@ -1,10 +1,10 @@
-"""Known bugs in training steps, sorted by the tensor or option that is wrong, such as the mask.
+"""Known bugs in training steps, sorted by the wrong tensor or option, such as the mask.
 
-bugs.json lists tensors and options, with wrong values such as the KL estimator k1. Other bugs are functions:
-`lambda s: s.x / 2` for "rewards" simulates a trainer that halves rewards. Attributes of s:
+bugs.json lists wrong constants, such as the KL estimator k1. FORMULAS has functions that simulate other bugs:
+`lambda s: s.x / 2` for "rewards" halves rewards. Attributes of s:
 
     s.x: correct value
-    s.c: unknown constant to fit, such as a clip bound
+    s.c: unknown constant in the bug, such as a clip bound
     s.region: mask of tokens with the bug, such as the prompt
     s.advantages, s.beta and others: tensors and loss options of the recorded step
 """
@@ -27,15 +27,15 @@ from minivlmrl.losses.preference import DPO_LOSSES
 
 
 class Scoped(NamedTuple):
-    """Simulated bug in some tokens, such as the prompt, or that gives rows values of other rows, such as the next."""
+    """Simulated bug that affects only some tokens, such as the prompt, or uses wrong rows, such as the next row."""
 
-    # "regions": try kinds of tokens; "rows", "rollout_rows" or "columns": try values of wrong rows or tokens (units.py)
+    # which tokens are affected ("regions"), or which are used instead ("rows", "rollout_rows", "columns" = tokens)
     kinds: str
     formula: Callable | None = None
 
 
 regions = partial(Scoped, "regions")
-BOTH = "policy", "reference"  # log-probs of both models
+BOTH = "policy", "reference"  # log-prob tensors
 
 
 def shifted(x, by):
@@ -53,7 +53,7 @@ def k3_in_float32(d):
 
 
 def encoded_again(s):
-    """Simulate token ids decoded and encoded again: use the trainer's ids for rows that decode to the sampled text."""
+    """Replace sampled ids by the ids used in training, in rows that decode to the same text."""
     is_same = [s.text(row) == s.text(others) for row, others in zip(s.x, s.their_ids, strict=True)]
     return s.their_ids.where(torch.tensor(is_same)[:, None], s.x)
 
@@ -64,7 +64,7 @@ def normalized_again(s, correction: int, epsilon: float):
 
 
 def of_answers(column: int) -> dict[str, Callable]:
-    """Return {bug: function} for bugs that affect only chosen (column 0) or only rejected (column 1) answers."""
+    """Return {bug: function} for bugs in only chosen (column 0) or only rejected (column 1) answers."""
     wrong = torch.eye(2)[column]
     answer = ("chosen", "rejected")[column]
     return {
@@ -106,10 +106,10 @@ GENERAL: dict[str, dict[str, Callable]] = {
 }
 GENERAL_FORMULAS = {formula for table in GENERAL.values() for formula in table.values()}
 
-# a bug may affect only one computation: (loss kinds, computations to try, wrong tensor or "" = any)
+# a tensor may be wrong in only one part of the loss: (loss kinds, loss parts to try, tensor, "" = any)
 SCOPES = [("grpo", ["the policy's term", "the KL"], ""), ("grpo, sft", ["the sum", "the count", "the ratio"], "mask")]
 
-# {"wrong tensor or option: effect on training": {bug description: function that simulates the bug}}
+# keys: wrong tensor or option, and effect on training; values: {bug description: function that simulates the bug}
 FORMULAS: dict[str, dict[str, Any]] = {
     # advantages
     "rewards: completions are rewarded wrongly": {
@@ -446,29 +446,29 @@ FORMULAS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """Tensor or option in a trainer, such as rewards, and its known mistakes, from bugs.json."""
+    """Entry in bugs.json: known mistakes in a tensor or option, such as rewards."""
 
     name: str
     effect: str  # effect of the mistakes on training
-    stages: str = ""  # where to look for the mistakes: parts of a step and loss kinds, such as "mask, grpo"
-    source: str = ""  # code, paper, issue or pull request that has or describes the mistakes
-    about: str = ""  # topic of the mistakes, "clipping" or "padding"
-    needs: str = "input_ids"  # the mistakes are tried only if the step has this tensor
-    used_by: str = ""  # projects that deviate from TRL in this way on purpose, with their option
-    threshold: float = 0.0  # smallest clip bound that counts as deliberate; smaller bounds are mistakes
-    unread: str = ""  # option or tensor; in losses that read it, the deviation is not deliberate
-    read: str = ""  # option or tensor; only losses that read it can have these mistakes
-    values: dict = field(default_factory=dict)  # {bug description: wrong constant}, "{c}" = constant to fit
+    stages: str = ""  # stages and loss kinds that may have the mistakes, such as "mask, grpo"
+    source: str = ""  # code, paper, issue or pull request with the mistakes
+    about: str = ""  # topic: "clipping", "padding" or ""
+    needs: str = "input_ids"  # tensor without which the mistakes are not tested
+    used_by: str = ""  # projects that differ from TRL like this on purpose, with their option
+    threshold: float = 0.0  # smallest deliberate clip bound; smaller bounds are mistakes
+    unread: str = ""  # in losses that read this option or tensor, used_by does not apply
+    read: str = ""  # only losses that read this option or tensor can have the mistakes
+    values: dict = field(default_factory=dict)  # {bug description: wrong constant, "{c}" = unknown}
     instead: dict[str, dict] = field(default_factory=dict)  # {bug description: {tensor: tensor used instead}}
-    # bugs that use wrong rows or tokens (units.py): {bug description: "rows", "rollout_rows" or "columns"}
+    # {bug description: what is indexed wrongly, "rows", "rollout_rows" or "columns" (tokens)}
     orders: dict[str, str] = field(default_factory=dict)
-    general: dict[str, str] = field(default_factory=dict)  # {tensor: keys in GENERAL, such as "signed scaled"}
+    general: dict[str, str] = field(default_factory=dict)  # {tensor: keys of general bugs, such as "signed scaled"}
 
     def stage_names(self) -> set[str]:
         return set(self.stages.split(", "))
 
     def bugs(self) -> dict[str, Any]:
-        """Return {bug description: wrong value, or function that computes it}, see change.py."""
+        """Return {bug description: wrong value, or function that returns a wrong value}."""
         result = dict(self.values)
         for says, names in self.instead.items():
             result[says] = {name: attrgetter(other) for name, other in names.items()}

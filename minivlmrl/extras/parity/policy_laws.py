@@ -1,7 +1,10 @@
 """Checks ("laws") of a policy loss: advantages, ratios, clip bounds, averages and the KL.
 
-Most checks divide a token's gradient, d loss / d log-prob, by -advantage. The quotient is the token's weight in the
-loss average, times a function of the ratio. PPO's function is the ratio itself, or 0 where clipping stops the gradient.
+Most checks test one factor of a token's gradient:
+
+    d loss / d log-prob = -advantage * weight in the loss average * f(ratio)
+
+PPO has f(ratio) = ratio, or 0 where clipping stops the gradient.
 """
 
 import math
@@ -28,7 +31,7 @@ from minivlmrl.losses.grpo_variants import RATIOS
 
 CLIPPED = ("grpo", "dapo", "dr_grpo", "bnpo", "luspo", "rloo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
-LOGP = -2.0  # policy log-prob in one-token batches
+LOGP = -2.0  # policy log-prob in test batches of one token
 
 
 def asked_type(loss: Examined) -> str | None:
@@ -70,7 +73,7 @@ def use_its_own_numbers(loss: Examined):
 
 
 def token_weights(loss: Examined, batch: dict[str, Tensor], beta: float = 0.0) -> Tensor:
-    """Return each token's weight in the loss average, (B, T): minus the on-policy gradient with all advantages 1."""
+    """Return token weights (B, T) in the loss average: the negative gradient if all ratios and advantages are 1."""
     return -loss.gradient(on_policy(batch, torch.ones(len(batch["mask"]))), beta=beta)
 
 
@@ -133,12 +136,12 @@ def advantages_act_alone(loss: Examined) -> Iterator[Finding]:
 
 @dataclass
 class GradientFactor:
-    """Formula for a token's gradient, such as PPO with clipping: a function of ratio and advantage."""
+    """Formula for a token's gradient as a function of ratio and advantage."""
 
     says: str
     weight: Callable[[Tensor, Tensor], Tensor]  # (ratio, advantage) -> token gradient divided by -advantage
     loss_types: tuple[str, ...] = ()  # loss types with this formula
-    variant_of: tuple[str, ...] = ()  # loss types that some trainers compute with this formula
+    variant_of: tuple[str, ...] = ()  # loss types for which this formula is a deliberate variant
 
 
 def clip(low: float, high: float, cap: float = math.inf) -> Callable[[Tensor, Tensor], Tensor]:
@@ -217,7 +220,7 @@ def known_factors(loss: Examined, tokens: Tensor) -> list[GradientFactor]:
         ),
     ]
     value, _ = of_one_token(loss, ratio=50.0)
-    if value == 0:  # a masked token has the loss 0; a clipped token still has a loss
+    if value == 0:  # loss 0 at a large ratio: tokens are masked, not clipped
         first, last = edge(loss, 1e-3), edge(loss, 50.0)
         mask = f"a mask: no token with a ratio below {first:.3g} or above {last:.3g} has a gradient (IcePop)"
         factors.append(
@@ -229,7 +232,7 @@ def known_factors(loss: Examined, tokens: Tensor) -> list[GradientFactor]:
 
 
 def edge(loss: Examined, outside: float, advantage: float = 1.0) -> float:
-    """Find the ratio between 1 and `outside` where the gradient of a token becomes 0."""
+    """Return the ratio at which a token's gradient becomes 0, by bisection from 1 to `outside`."""
     inside = 1.0
     for _ in range(40):
         middle = (inside + outside) / 2
@@ -247,7 +250,7 @@ def misfits(factor: GradientFactor, tokens: Tensor, tolerance: float) -> list[li
 
 
 def right_and_fitting_factor(loss: Examined) -> tuple[GradientFactor, GradientFactor | None, Tensor]:
-    """Return the gradient formula of loss_type, the formula that fits the loss or None, and measured_tokens()."""
+    """Return the gradient formula of loss_type, a known formula that fits the loss or None, and measured gradients."""
     tokens = measured_tokens(loss)
     factors = known_factors(loss, tokens)
     right = next(factor for factor in factors if (asked_type(loss) or "grpo") in factor.loss_types)
@@ -256,11 +259,11 @@ def right_and_fitting_factor(loss: Examined) -> tuple[GradientFactor, GradientFa
 
 
 def the_ratio_acts_within_its_bounds(loss: Examined) -> Iterator[Finding]:
-    """Require the gradient that loss_type has at each ratio; in PPO, clip bounds stop the gradient."""
+    """Check token gradients at several ratios: PPO's, for example, must be 0 beyond clip bounds."""
     right, fitting, tokens = right_and_fitting_factor(loss)
     asked = asked_type(loss)
     if fitting is None:
-        # report errors relative to the closer formula: right bounds, or epsilon_low for both bounds
+        # report errors relative to the closer formula: with both clip bounds, or with epsilon_low as both
         one_bound = replace(right, weight=clip(1 - loss.options["epsilon_low"], 1 + loss.options["epsilon_low"]))
         factors = [right, one_bound] if right.loss_types == CLIPPED else [right]
         wrong = [(factor, misfits(factor, tokens, loss.tolerance)) for factor in factors]
@@ -295,7 +298,7 @@ def sentences(right: GradientFactor, wrong: list[list[float]]) -> Iterator[Findi
             )
 
 
-# {importance sampling level, a key in RATIOS: description}
+# {importance_sampling_level: description}
 LEVELS = {
     "token": "each token has its own ratio",
     "sequence": "the tokens of a completion have one ratio, the geometric mean of their ratios, as in GSPO",
@@ -359,11 +362,11 @@ AVERAGES = (
     Average("tokens are divided by a constant", lambda mask, length: mask / (len(mask) * length), ("dr_grpo",)),
     Average("tokens are added up in each completion", lambda mask, length: mask / len(mask), ("luspo", "rloo")),
 )
-DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # loss types with one average in all trainers
+DEFINED_BY_THEIR_AVERAGES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")  # loss types that all trainers average alike
 
 
 def the_average_is_that_of_the_loss_type(loss: Examined) -> Iterator[Finding]:
-    """Require the average named by loss_type: in DAPO, for example, all tokens have equal weights."""
+    """Check token weights in the loss average: DAPO, for example, weights all tokens equally."""
     batch = random_batch("grpo", [[1, 1, 1, 1, 0], [1, 0, 0, 0, 0]])
     length = loss.options["max_completion_length"]
     _, unit = of_one_token(loss)
@@ -426,7 +429,7 @@ def the_reference_acts_through_beta(loss: Examined) -> Iterator[Finding]:
 
 
 def the_kl_acts_apart_from_the_advantage(loss: Examined) -> Iterator[Finding]:
-    """Require a KL gradient independent of advantage and clipping."""
+    """Check that advantage and clipping do not change the KL gradient."""
     for ratio in (1.0, 0.5, 1.65):
         _, unmoved = kl_of_one_token(loss, ratio=ratio, advantage=0.0, ref=-2.5)
         for advantage in (1.0, -1.0):

@@ -1,8 +1,4 @@
-"""Checks ("laws") of DPO and SFT losses.
-
-A DPO loss must fall if chosen answers become likelier, and use reference, beta, label smoothing and averages
-correctly. An SFT loss must be a mean over tokens.
-"""
+"""Check properties ("laws") of DPO and SFT losses."""
 
 from collections.abc import Iterator
 

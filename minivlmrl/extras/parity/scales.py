@@ -6,7 +6,7 @@ OF_FORWARD = ("logps", "logps of old", "logps of sampler", "logps of reference",
 
 
 def known_numbers(d, stage: str) -> dict[str, float]:
-    """Return possible wrong factors of a stage, such as {"beta": 0.04} for "loss"; omit 0 and 1."""
+    """Return numbers that may wrongly scale a stage, such as {"beta": 0.04} for "loss"."""
     about = d.about
     result = {"the number of ranks": about.get("world_size")}
     if stage in ("advantages", "loss"):

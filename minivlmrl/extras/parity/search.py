@@ -27,7 +27,7 @@ from minivlmrl.extras.parity.scales import known_numbers
 from minivlmrl.extras.parity.step import DAMAGES, Dump, SearchEndedError
 
 TOLERANCE = 1e-5  # larger relative errors are not rounding; one float32 rounding is about 1e-7
-# {stage: (recorded log-probs, field of step.json with the folder of their model)}
+# {stage: (log-prob tensor, step.json field with the model folder)}
 LOGPS = {
     "logps": ("per_token_logps", "model"),
     "logps of old": ("old_per_token_logps", "old_model"),
@@ -50,12 +50,12 @@ STAGES = {
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
 SHOWN = 4  # maximum number of bugs to print
-IDS = ("tokens", "pictures", "mask")  # stages with integers, such as token ids: no search for a wrong scale
+IDS = ("tokens", "pictures", "mask")  # stages with integers, such as token ids, which have no scale
 # start values for an unknown constant, such as a clip bound
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
 FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
-REFINED = 16  # number of bugs, closest first, whose constant is fitted precisely
-CASE_REFINED = 4  # the same for a loss test case
+REFINED = 16  # number of bugs with the smallest errors, whose constant is fitted precisely
+CASE_REFINED = 4  # REFINED for a test case of a loss
 
 
 @dataclass(eq=False)
@@ -64,10 +64,10 @@ class Bug:
 
     says: str
     change: dict  # simulated bug, {quantity: replacement}, see Change
-    of: table.Target  # entry in bugs.json: wrong quantity, effect and source of the bug
+    of: table.Target  # entry in bugs.json, with effect and source
     error: float = 0.0  # largest relative error if this bug is simulated
-    parts: int = 1  # 2 for a bug in only some rows; fewer parts are likelier
-    number: float = 0.0  # fitted constant, such as a clip bound; 0 = none
+    parts: int = 1  # 2 = bug in only some rows, which is less likely
+    number: float = 0.0  # constant in the bug, such as a clip bound; 0 = none
 
     @property
     def kind(self) -> str:
@@ -75,12 +75,12 @@ class Bug:
 
     @property
     def is_scoped(self) -> bool:
-        """True for bugs in only some rows, tokens or parameters, and for bugs that exchange rows or tokens."""
+        """True if the bug affects only some tokens, or uses wrong rows or tokens."""
         return any(isinstance(x, tuple) for x in self.change.values())
 
     @property
     def is_fitted(self) -> bool:
-        """True for bugs with an unknown constant, such as c in "the ratio is at most c"."""
+        """True for a bug with an unknown constant {c}."""
         return "{c}" in self.says
 
     @property
@@ -89,18 +89,18 @@ class Bug:
         return not self.of.used_by and (self.is_scoped or is_formula)
 
     def may_be_inside(self, target: str) -> bool:
-        """Return whether the bug may occur in only one part of the loss, such as the token count."""
-        # rows exchanged in only one part of the loss would often match wrong numbers by chance
+        """Return whether to test the bug in only one part of the loss, such as the token count."""
+        # bugs that use wrong rows in only one part of the loss would often match by chance
         may_be = "mask" in self.change or not self.is_scoped
         return may_be and target in (*self.change, "") and not self.is_fitted
 
     def inside(self, use: str) -> "Bug":
-        """Return this bug in only one part of the loss, such as a wrong mask only in the token count."""
+        """Limit the bug to one part of the loss, such as the token count."""
         change = self.change | {"inside": [*self.change.get("inside", []), use]}
         return replace(self, says=f"{self.says}, only in {use}", change=change, of=replace(self.of, about=""))
 
     def with_number(self, number: float) -> "Bug":
-        """Return this bug with {c} replaced by a number, as in "all values are 8 times as large"."""
+        """Fill in the constant {c} of a bug, such as 8 in "all values are {c} times as large"."""
         change = {name: with_number(x, number) for name, x in self.change.items()}
         return replace(self, says=self.says.replace("{c}", f"{number:.5g}"), change=change, number=number)
 
@@ -111,12 +111,12 @@ OWN_LENGTH = replace(FACTOR, of=replace(RATE, used_by="Dr. GRPO losses with a co
 
 
 def names_of(name: str, d: Dump) -> set[str]:
-    """Return the names of a stage in bugs.json. The stage "loss" of a DPO step has two names: loss and dpo."""
+    """Return stage names used in bugs.json: {"loss", "dpo"} for the stage "loss" of a DPO step."""
     return {name, d.about["kind"] if name == "loss" else "logps" if name in LOGPS else name}
 
 
 def possible_bugs(name: str, d: Dump) -> list[Bug]:
-    """List known bugs of a stage, such as "loss"; omit bugs in tensors that the step lacks."""
+    """List known bugs that may affect a stage, such as "loss"; skip bugs in missing tensors."""
     names = names_of(name, d)
     result = []
     for key, target in table.TARGETS.items():
@@ -139,7 +139,7 @@ def possible_bugs(name: str, d: Dump) -> list[Bug]:
 
 
 def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[tuple[str, dict]]:
-    """Yield (description, change) of a bug for each set of rows or tokens, such as "the first turn"."""
+    """Yield (description, change) of a bug for each set of rows or tokens it may affect, such as "the prompt"."""
     pieces = [name for name, x in change.items() if isinstance(x, table.Scoped)]
     if not pieces:
         yield says, change
@@ -147,13 +147,13 @@ def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[t
         kinds, formula = change[name]
         for kind in kinds.split():
             for part in getattr(d, kind):
-                # not in the stage "mask": the mask itself decides which tokens are counted
+                # skip "counted" tokens for a wrong mask: the mask itself decides which tokens are counted
                 if not (in_mask and "counted" in part):
                     yield says.replace("{}", part), change | {name: (kind, part, formula)}
 
 
 def computed(name: str, d: Dump, change: dict | None) -> Any:
-    """Recompute a stage, such as "loss", with a simulated bug ({} = no bug); return None if the bug makes this fail."""
+    """Recompute a stage with a simulated bug ({} = none); return None if the computation fails."""
     d.check_time()
     if change is None:
         return None
@@ -162,16 +162,15 @@ def computed(name: str, d: Dump, change: dict | None) -> Any:
     bug.pop("factor", None)
     try:
         answer = STAGES[name](d, bug)
-    # a bug, such as an empty mask, may make the computation fail
     except (ValueError, *DAMAGES):
         return None
     if answer and not bug:
         d.usual_answers[name] = answer
     for key, (theirs, ours, unit) in (answer or {}).items():
         ours = ours * factor
-        if d.case_tolerance:  # loss test case: errors relative to max(1, largest recomputed number)
+        if d.case_tolerance:  # test case of a loss: errors are relative to max(1, largest number)
             unit = ours.nan_to_num().abs().max().clamp(min=1) * d.case_tolerance / TOLERANCE
-        else:  # errors are divided by `unit`: a huge unit from a simulated bug would hide wrong numbers
+        else:  # limit the divisor of errors: a simulated bug with huge numbers would hide wrong numbers
             _, _, usual_unit = d.usual_answers.get(name, answer)[key]
             limit = 3 * usual_unit + theirs.abs().nan_to_num().max() if theirs.numel() else math.inf
             unit = torch.minimum(torch.as_tensor(unit), torch.as_tensor(limit))
@@ -217,11 +216,11 @@ class Region(NamedTuple):
     """Set of rows that may have a bug, such as all truncated completions."""
 
     says: str  # description of the rows, "" = all rows
-    inside: dict[str, Tensor]  # {tensor name: mask of its numbers in these rows}
+    inside: dict[str, Tensor]  # {tensor name: mask of numbers in the row set}
     rows: Tensor | None = None  # mask (n,), None = all rows
 
     def of(self, answer: dict | None) -> Any:
-        """Ignore errors in rows outside this set: replace the trainer's numbers by recomputed numbers there."""
+        """Ignore errors in other rows: replace the trainer's numbers by recomputed numbers there."""
         if answer is None:
             return None
         result = {}
@@ -232,9 +231,9 @@ class Region(NamedTuple):
 
 
 def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
-    """List row sets that contain all wrong numbers: all rows, and sets such as truncated completions."""
+    """List sets of rows, such as truncated completions, that include every row with a wrong number."""
     regions = [Region("", {key: torch.tensor(True) for key in answer})]
-    if name in ("advantages", *BY_PARAMETER):  # numbers per rollout completion or parameter, not per row
+    if name in ("advantages", *BY_PARAMETER):  # stages without numbers per row
         return regions
     for says, rows in d.row_sets.items():
         masks = {}
@@ -249,20 +248,20 @@ def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
 
 
 class Search:
-    """Search for bugs that explain wrong numbers in a stage, such as "loss" or "gradients".
+    """Search for bugs that explain wrong numbers in one stage, such as "loss".
 
     If all wrong numbers are in one set of rows, such as truncated completions, bugs in only these rows are also tried.
 
     Args:
         name: stage.
-        deviation: simulated bugs that were already found; numbers are recomputed with these bugs, too.
+        deviation: bugs already found, to be simulated together with each candidate.
     """
 
     def __init__(self, name: str, d: Dump, deviation: dict | None = None):
         self.name = name
         self.d = d
         self.deviation = deviation or {}
-        self.explained = []  # bugs found before the time limit
+        self.explained = []
         self.has_ended = False
         self.base = self.answer({})
         self.regions = find_regions(name, self.base, d)
@@ -276,23 +275,23 @@ class Search:
         bugs = sorted(bugs, key=lambda bug: not bug.change.keys() <= model_stages.AFTER_FORWARD)
         plain, scoped, fitted = by_kind(bugs)
         if any(bug.parts == 1 and not bug.number for bug in factors):
-            fitted = []  # division by the row count, for example, is likelier than an unknown constant
+            fitted = []  # a known factor, such as the row count, is likelier than an unknown constant
         try:
             for phase, some in ((self.tried, plain), (self.tried, scoped), (self.fitted, fitted)):
                 if not any(bug.parts == 1 for bug in self.explained):
-                    self.explained.extend(phase(some))  # extend() keeps bugs found before the time limit
+                    self.explained.extend(phase(some))  # bugs found before a timeout are kept
         finally:
-            self.explained += factors  # a wrong scale comes last: other bugs tell more about the cause
+            self.explained += factors  # wrong scale factors come last: other bugs tell more about the cause
 
     def tried(self, bugs: list[Bug]) -> Iterator[Bug]:
-        """Yield bugs that give the recorded numbers."""
+        """Yield bugs whose simulation gives the recorded numbers."""
         for bug in with_bar("causes", bugs):
             answer = self.answer(bug.change)
             for region in self.regions:
                 yield from self.confined(answer, bug, region)
 
     def confined(self, answer: Any, bug: Bug, region: Region) -> list[Bug]:
-        """Return [bug] if the bug in only the rows of `region` gives the recorded numbers, else []."""
+        """Return [bug] if simulating the bug only in rows of `region` gives the recorded numbers, else []."""
         d = self.d
         if region.says:
             bug = replace(bug, says=f"{bug.says}, only for {region.says}", parts=2)
@@ -305,7 +304,7 @@ class Search:
         return explained
 
     def factors(self) -> list[Bug]:
-        """Return wrong scales: "all values are divided by the number of rows", or "all values are 8 times as large"."""
+        """Return wrong scales, such as "all values are divided by the number of rows"."""
         if self.name in IDS:
             return []
         d = self.d
@@ -315,7 +314,7 @@ class Search:
         has_own_length = d.about.get("loss_type") == "dr_grpo" and not d.reads("max_completion_length")
         for region in self.regions:
             if count_wrong(region.of(self.base)) <= 2:
-                continue  # too few numbers: two opposite advantages, such as 1 and -1, always match if scaled
+                continue  # two opposite advantages, such as 1 and -1, always match if scaled
             product = square = 0.0
             for key, mask in region.inside.items():
                 theirs, ours, unit = self.base[key]
@@ -331,13 +330,13 @@ class Search:
         return result
 
     def fitted(self, bugs: list[Bug]) -> Iterator[Bug]:
-        """Fit unknown constants, such as a clip bound; yield bugs that give the recorded numbers."""
+        """Fit the constant of each bug, such as a clip bound; yield bugs that reproduce the recorded numbers."""
         d = self.d
         numbers, count = (FEW_NUMBERS, CASE_REFINED) if d.case_tolerance else (NUMBERS, REFINED)
         near = []
         for region in self.regions:
             base = region.of(self.base)
-            # with one wrong row, too many constants would match by chance
+            # a single wrong row would match bugs with a fitted constant by chance
             if not d.case_tolerance and d.part is None and count_groups(self.name, base, d) < 2:
                 continue
             usual_gap = distance(base)
@@ -359,7 +358,7 @@ class Search:
 
 
 def lines_of(bugs: Sequence[Bug]) -> list[str]:
-    """Describe the first bug, and list others that explain the same numbers."""
+    """Describe the first bug, and list alternatives."""
     first, *others = bugs[:SHOWN]
     lines = [f"{first.kind}: {first.says}", *(f"  or: {bug.says}" for bug in others)]
     about = {"effect": first.of.effect, "source": first.of.source}
@@ -378,10 +377,10 @@ def find_bugs(name: str, d: Dump, seconds: float = math.inf) -> Search:
     """Find the simplest bugs that give the recorded numbers, in at most `seconds` of CPU time."""
     search = Search(name, d)
     answer = search.base
-    # a single wrong learning rate matches too many bugs by chance: try none
+    # skip the search: a single wrong learning rate would match many bugs by chance
     if name == "schedule" and len(all_gaps(answer)) < 2:
         return search
-    # allowed error with a simulated bug: 1 % of the original error, but at least 1e-5 and at most 3e-5
+    # allowed error with a simulated bug: 1 % of the error without bug, from 1e-5 to 3e-5
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
     # forward passes are slow: search in the row with the largest error, then check all rows
     if name in LOGPS:
@@ -391,7 +390,7 @@ def find_bugs(name: str, d: Dump, seconds: float = math.inf) -> Search:
     d.deadline = time.thread_time() + seconds
     try:
         bugs = possible_bugs(name, d)
-        # a single wrong token id matches too many bugs by chance: try only bugs about padding
+        # a single wrong token id would match many bugs by chance: try only padding bugs
         if name in IDS and count_wrong(answer) < 2:
             bugs = [bug for bug in bugs if bug.of.about == "padding"]
         search.run(bugs)
@@ -419,10 +418,7 @@ def fit(answer: dict | None, bug: Bug, d: Dump) -> list[Bug]:
 
 
 def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[float]:
-    """Yield values for a constant: the start value, then the nearby number with the smallest error.
-
-    The nearby number is yielded with 1, 2, 3 and all digits: 0.2, 0.23, 0.234, 0.2341.
-    """
+    """Yield a start value, then the best value near it with 1, 2, 3 and all digits: 0.2, 0.23, 0.234, 0.2341."""
     yield number
     gap_with = cache(gap_with)
     number = min((number * 1.1**power for power in range(-9, 10)), key=gap_with)

@@ -1,11 +1,10 @@
 """Recompute advantages, token ids, masks, loss and loss gradient in a recorded step.
 
-A function that returns an Answer, such as `loss`, recomputes one stage. The Answer is None if the step lacks a tensor,
-else {tensor name: (theirs, ours, unit)}:
+Functions such as `loss` return None if the recorded step lacks a tensor, else {tensor name: (theirs, ours, unit)}:
 
-    theirs    trainer's tensor
-    ours      recomputed tensor
-    unit      size of the summed terms; (theirs - ours) / unit is the relative error
+    theirs: trainer's tensor
+    ours: recomputed tensor
+    unit: divisor of errors; the relative error is (theirs - ours) / unit
 
 `change` is a simulated bug: change("mask", x) returns a wrong mask if the bug is in the mask, else the correct mask x.
 """
@@ -45,7 +44,7 @@ def advantages(d: Dump, change: Change) -> Answer:
 
 
 def reward_parts(d: Dump, change: Change) -> tuple[Tensor, Tensor, Tensor]:
-    """Return total reward, baseline and divisor per completion, each (N,)."""
+    """Return total rewards, baselines and divisors, each (N,): advantage = (reward - baseline) / divisor."""
     group = d["group"]
     group_size = d.about.get("num_generations") or (group == group[0]).sum()
     group = change("group", group, index=torch.arange(len(group)), group_size=group_size)
@@ -71,8 +70,8 @@ def moments(change: Change, x: Tensor, group: Tensor, center: str, scale: str) -
     """Return baselines (N,) and divisors (N,) for the rewards x (N,), ignoring NaN.
 
     Args:
-        center: the baseline is the mean over the "group" or the rollout ("batch").
-        scale: the divisor is the standard deviation over the "group" or the rollout ("batch"), or 1 ("none").
+        center: baseline = mean over the "group" or the rollout ("batch").
+        scale: divisor = standard deviation over the "group" or the rollout ("batch"), or 1 ("none").
     """
     baseline = torch.zeros_like(x)
     divisor = torch.ones_like(x)
@@ -116,11 +115,11 @@ def tokens(d: Dump, change: Change) -> Answer:
     sampled_mask = ids[:, : d.width] >= 0
     attention_mask = d["attention_mask"].bool()
     in_prompt = ~d.completion
-    # attention_mask may be 0 in a whole completion, because a trainer skips truncated completions
+    # a trainer may skip a truncated completion by setting its attention_mask to 0
     is_used = (attention_mask & sampled_mask).any(1, keepdim=True)
     attended = (sampled_mask & is_used) | (attention_mask & in_prompt & d["prompt_mask"].bool())
     attended = change("attended", attended)
-    # ignore sampled tokens outside completion_mask: the stage "mask" compares these tokens
+    # skip sampled tokens outside completion_mask, which mask() compares
     is_compared = in_prompt | (sampled_mask & ~((flags[:, : d.width] == 1) & (d["completion_mask"] == 0)))
     return {
         "input_ids": (their_ids.double(), ours.double(), 1.0),
@@ -146,7 +145,7 @@ def pictures(d: Dump, change: Change) -> Answer:
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
-    """Return the images in each row as (patches, grid); kind="sampler_": images used in sampling."""
+    """Return images used in training, or with kind="sampler_" in sampling: one list of (patches, grid) per row."""
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
     all_pictures = list(zip(patches, grids, strict=True))
@@ -157,7 +156,7 @@ def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
 
 
 def mask(d: Dump, change: Change) -> Answer:
-    """Recompute the mask for trained tokens: turns up to their stop tokens in GRPO, whole answers in DPO and SFT."""
+    """Recompute completion_mask: model turns up to their stop tokens in GRPO, whole answers in DPO and SFT."""
     is_grpo = d.about["kind"] == "grpo"
     if not d.has("prompt_mask") or (is_grpo and not d.about.get("stop_token_ids")):
         return None
@@ -185,7 +184,7 @@ def sampled_tokens(d: Dump, change: Change, drawn_mask: Tensor, forced_mask: Ten
 
 
 def here_or_later(x: Tensor) -> Tensor:
-    """Set all columns up to the last 1 in a row: the mask [0, 1, 0, 1, 0] gives [1, 1, 1, 1, 0]."""
+    """Set all columns up to the last 1 in a row: [0, 1, 0, 1, 0] gives [1, 1, 1, 1, 0]."""
     return x.flip(1).cumsum(1).flip(1) > 0
 
 
@@ -232,7 +231,7 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
     rows = part if by_part else d.all_rows
     times = len(d.micro_batches) if by_part else 1
     tokens = mask[rows].sum() * times
-    # rollout_tokens counts tokens in the recorded mask, not in a mask with a simulated bug
+    # rollout_tokens counts the recorded mask, not a mask with a simulated bug
     is_ours = torch.equal(mask, d["completion_mask"].double())
     if d.has("rollout_tokens") and is_ours and not by_part:
         tokens = d["rollout_tokens"][part[0]].item()
@@ -241,7 +240,7 @@ def normalizer_of(part: Tensor, mask: Tensor, change: Change) -> LossNormalizer:
 
 
 def loss_options(change: Change) -> Any:
-    """Return the loss options, possibly changed by a simulated bug, for example to beta = 0."""
+    """Return the loss options, including simulated bugs such as beta = 0."""
     about = change.d.about
     options = OPTIONS[about["kind"]](**about.get("loss", {}))
     values = dict(vars(options))
@@ -343,7 +342,7 @@ def preferences(logps: Tensor, change: Change) -> Tensor:
 
 
 def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
-    """Return (2,): the DPO loss of a micro-batch, and the number by which loss errors are divided."""
+    """Return (2,): DPO loss of a micro-batch, and the divisor for its relative error."""
     d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): chosen and rejected row

@@ -24,7 +24,7 @@ from minivlmrl.json_files import read_json, write_json
 
 # exceptions for tensors or fields with a wrong type or shape
 DAMAGES = TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError
-OTHER_STEP = "../{}/"  # folder of the recorded step that sampled a row; {} = number of this step
+OTHER_STEP = "../{}/"  # folder of the step that sampled a row; {} = step number
 
 
 class SearchEndedError(Exception):
@@ -35,17 +35,17 @@ class Dump(dict):
     """Recorded optimizer step as {name: tensor}, with floats in float64; `about` has the fields in step.json."""
 
     tolerance = 1e-5  # largest relative error with which a simulated bug explains the numbers
-    case_tolerance = 0.0  # loss test case: maximum error in loss and gradient; 0 = recorded step
-    read: set[str] | None = None  # loss test case: names of tensors and options read by the loss
-    simpler: Callable = list  # loss test case: function that lists simpler test cases
-    deadline = math.inf  # when the bug search ends, in CPU seconds on the clock time.thread_time()
+    case_tolerance = 0.0  # maximum error in a test case of a loss; 0 for recorded steps
+    read: set[str] | None = None  # tensors and options read by a tested loss
+    simpler: Callable = list  # function that lists simplified test cases of a loss
+    deadline = math.inf  # end of the bug search, on the clock time.thread_time()
     part: Tensor | None = None  # rows for which log-probs are recomputed, None = all
 
     def __init__(self, about: dict, tensors: dict[str, Tensor]):
         check_step(about, tensors)
         self.about = about
         self.cache = {}  # results of forward and backward passes
-        self.usual_answers = {}  # {stage: numbers without a simulated bug}
+        self.usual_answers = {}  # {stage: recomputed numbers without simulated bugs}
         ones = torch.ones_like(tensors["input_ids"])
         n, self.width = ones.shape
         self.all_rows = torch.arange(n)
@@ -77,7 +77,7 @@ class Dump(dict):
         if about.get("stop_token_ids"):
             self["ended"] = (self.is_stop(self["input_ids"]) & self.within_limit).any(1)
 
-    # for simulated bugs: indices of wrong rows and tokens (rows, rollout_rows, columns) or masks (row_sets, regions)
+    # rows and tokens that simulated bugs use (rows, rollout_rows, columns) or affect (row_sets, regions)
     rows = cached_property(units.row_orders)
     rollout_rows = cached_property(lambda self: units.row_orders(self, of_rollout=True))
     row_sets = cached_property(units.row_sets)
@@ -104,7 +104,7 @@ class Dump(dict):
         return self.keys() >= {*names}
 
     def reads(self, name: str) -> bool:
-        """Return whether the loss uses this tensor or option; True if unknown, as in a recorded step."""
+        """Return whether a tested loss uses this tensor or option; True for recorded steps."""
         return self.read is None or name in self.read
 
     def turns(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,10 +117,9 @@ class Dump(dict):
 
     @cached_property
     def sampled(self) -> Tensor | None:
-        """Sampled token ids in the columns of input_ids, and a flag per token: 1 = sampled, 0 = tool response.
+        """Token ids from the sampler, aligned with input_ids, and flags: 1 = sampled, 0 = tool response, -1 = padding.
 
-        Shape (2, n, S + L): ids and flags, -1 = padding; L is the width of sampler_ids. None if sampler_ids is
-        missing, or if input_ids turned out to be wrong.
+        Shape (2, n, S + L); L is the width of sampler_ids. None if sampler_ids is missing, or input_ids are wrong.
         """
         if "sampler_ids" not in self:
             return None
@@ -151,7 +150,7 @@ class Dump(dict):
 
 
 def check_step(about: dict, tensors: dict[str, Tensor]):
-    """Raise ValueError if a tensor or field is missing, or has a wrong type, shape or value."""
+    """Raise ValueError if a tensor or field of a step is missing or wrong."""
     missing = [f"the tensor {name} is missing" for name in NEEDED if name not in tensors]
     if about.get("kind") not in (*OPTIONS,):
         missing.append(f"the field kind is {about.get('kind')!r}")
@@ -179,7 +178,7 @@ def check_step(about: dict, tensors: dict[str, Tensor]):
 
 
 def read(folder: str | Path) -> Dump:
-    """Read a recorded step; raises ValueError if a file, tensor or field is missing or wrong."""
+    """Read a recorded step; raises ValueError if the step is not valid."""
     folder = Path(folder)
     try:
         about = read_json(folder / "step.json")

@@ -121,20 +121,20 @@ class StepFields:
     stop_token_ids: list[int] | None = None
     pad_token_id: int | None = None
     image_token_id: int | None = None
-    # loss divisors, for losses that are not divided by the totals of this step
+    # loss divisors that cannot be counted in this step
     rollout_tokens: Annotated[float, "[0, inf)"] | None = None
     steps_per_rollout: Annotated[float, "(0, inf)"] = 1.0
     world_size: Count = 1
     mean_over: Literal["step", "micro_batch"] | None = None
     optimizer: OptimizerFields = field(default_factory=OptimizerFields)
     schedule: ScheduleFields = field(default_factory=ScheduleFields)
-    # model folders, relative to the step folder; in "../{}/model", {} is the step that sampled a row
+    # model folders, relative to the step folder; "../{}/model": in the folder of the step that sampled a row
     model: str | None = None
     old_model: str | None = None
     ref_model: str | None = None
     dtype: Dtype = "float64"
     autocast: Literal["bfloat16", "float16"] | None = None
-    some: bool = False  # only some parameters were recorded
+    some: bool = False  # True if only some model parameters were recorded
     training: list[str] = field(default_factory=list)
 
 

@@ -1,7 +1,7 @@
 """List the rows and tokens that simulated bugs use or affect.
 
-Orders are indices of rows or tokens used instead of the right ones. Row sets and token regions are masks of rows or
-tokens affected by a bug.
+Orders are indices that a bug uses instead of the right ones. Row sets and token regions are masks of affected rows or
+tokens.
 """
 
 from collections.abc import Callable
@@ -12,19 +12,19 @@ from torch.nn.functional import pad
 
 from minivlmrl.extras.parity.formulas import first, last
 
-# {description: function from right to wrong row or token indices}
+# {description of wrong indices: function of the right row or token indices}
 WITHIN = {
     "the next {} in {}": lambda x: x.roll(-1),
     "the previous {} in {}": lambda x: x.roll(1),
     "the first {} in {}": lambda x: x[:1].expand_as(x),
     "the {} at the mirrored position in {}": lambda x: x.flip(0),
 }
-# for tokens only, -1 = the value 0: in a row of three tokens, "the next token" has the indices 1, 2, -1
+# index -1 stands for the value 0: in a row of three tokens, "the next token" is 1, 2, -1
 TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
     "the previous {} in {} and 0 for the first": lambda x: pad(x, (1, 0), value=-1)[: len(x)],
 }
-# as WITHIN, for row indices (groups, rows per group) in groups of equal size
+# functions of row indices (groups, rows per group), for groups of equal size
 BLOCKS = {
     "the next {1}": lambda x: x.roll(-1, 0),
     "the row that repeat gives instead of repeat_interleave, by {1}": lambda x: x.T,
@@ -43,7 +43,7 @@ class Distinct(dict):
 
 
 def different(orders: dict[str, Tensor], same: Tensor) -> Distinct:
-    """Drop indices or masks that simulate no bug (equal to `same`), or the same bug as an earlier entry."""
+    """Drop duplicate tensors, and tensors equal to `same`, which simulate no bug."""
     kept = Distinct()
     for name, order in orders.items():
         is_new = not any(torch.equal(order, x.expand_as(order)) for x in (same, *kept.values()))
@@ -60,13 +60,13 @@ def ordered(table: dict[str, Callable], item: str, unit: str, blocks: list[Tenso
 
 
 def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
-    """Return {description: row indices} for bugs that use wrong rows, such as "the next row in its group"."""
+    """Return wrong row indices for simulated bugs: {"the next row in its group": indices, ...}."""
     all_rows = torch.arange(len(d["group"])) if of_rollout else d.all_rows
     row = all_rows if of_rollout else d.get("row", all_rows)
     orders = {}
     units = {}
     sorted_rows, place = row.sort()
-    if torch.equal(sorted_rows, all_rows):  # the step contains all rollout rows
+    if torch.equal(sorted_rows, all_rows):  # the step trains on all rollout completions
         group = d.get("group", all_rows * 0)[all_rows]
         units["its group"] = [place[group == number] for number in group.unique()]
         units["the rollout"] = [place]
@@ -82,13 +82,13 @@ def row_orders(d, of_rollout: bool = False) -> dict[str, Tensor]:
 
 
 def token_orders(d) -> dict[str, Tensor]:
-    """Return {description: token indices} for bugs that use wrong tokens, such as "the next token in its row"."""
+    """Return wrong token indices for simulated bugs: {"the next token in its row": indices, ...}."""
     numbers = torch.arange(d["input_ids"].numel()).view_as(d["input_ids"])
     return different(ordered(WITHIN | TOKENS, "token", "its row", [*numbers], numbers), numbers)
 
 
 def ends(number: Tensor, name: str, suffix: str = "", begin: int = 0) -> dict[str, Tensor]:
-    """Return masks such as "the first turn", "the last turn" and "all turns except the first"."""
+    """Return masks such as "the first turn" and "all turns except the last"."""
     last_number = number.amax(-1, keepdim=True)
     return {
         f"the first {name}{suffix}": number == begin,
@@ -113,7 +113,7 @@ def row_sets(d) -> dict[str, Tensor]:
     place = (number == number[:, None]).tril(-1).sum(1)  # row index in its micro-batch
     sets |= ends(place, "row", " of each micro-batch")
     sets |= ends(number - number.min(), "micro-batch")
-    sets = {says: mask for says, mask in sets.items() if mask.sum() > 1}  # a single wrong row would match several sets
+    sets = {says: mask for says, mask in sets.items() if mask.sum() > 1}  # sets of one row may match by chance
     return different(sets, torch.tensor(False))
 
 

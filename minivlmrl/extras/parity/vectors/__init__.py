@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass
 class Case:
-    """Test case recorded from TRL: options, batch, loss and gradient.
+    """Test case recorded from TRL.
 
     The gradient and most batch tensors have shape (B, T) for B completions of up to T tokens, or (B, 2, T) for B answer
     pairs. All numbers are float64.
