@@ -14,7 +14,7 @@ from typing import Any
 PACKAGE = Path(__file__).resolve().parent
 # folders with minivlmrl's own code
 OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kernels", "recipes"))
-# code that does not import UserError; a ValueError raised there counts as a UserError
+# folders that do not import UserError; a ValueError raised in them is shown like a UserError
 TORCH_ONLY = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in ("minivlmrl/losses", "minivlmrl/kernels", "kernels"))
 # Python files named in recipes as `file.py:name`
 USER_FILES: set[str] = set()
@@ -53,9 +53,9 @@ class error_context(AbstractContextManager):
 
 
 def user_error_message(error: BaseException) -> str | None:
-    """Return a one-line message, or None if the traceback should be printed.
+    """Return a one-line message, or None to print the traceback.
 
-    UserError, OSError and out-of-memory errors have no traceback, unless user code raised them.
+    UserError, OSError and out-of-memory errors are printed without a traceback, unless user code raised them.
     """
     if is_out_of_memory(error):
         size = f" ({truncate_message(str(error).splitlines()[0])})" if str(error) else ""
@@ -76,7 +76,7 @@ def user_error_message(error: BaseException) -> str | None:
 def user_code(error: BaseException) -> str:
     """Describe where user code raised an error, such as "mine.py:3, in f: return x[0]".
 
-    Return "" if a minivlmrl function raised the error, even if user code called the function.
+    Return "" for an error outside user code, even in a minivlmrl function that user code called.
     """
     while error.__cause__ is not None:
         error = error.__cause__
@@ -112,7 +112,7 @@ def invalid_value(name: str, value: Any, expected: str) -> UserError:
 def truncate_message(error: str | Exception) -> str:
     """Shorten long strings in a message, such as base64 images; if needed, shorten the message."""
     text = str(error)
-    if len(text) > 10**6:  # regular expressions are slow on long strings
+    if len(text) > 10**6:  # before the regular expression, which is slow on long strings
         text = f"{text[:500_000]} ... {text[-500_000:]}"
     text = LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", text)
     if len(text) <= MAX_MESSAGE:
@@ -134,7 +134,7 @@ def error_phase(name: str, rows: Sequence = ()) -> Iterator[None]:
     """Add a training phase, such as "forward", to errors raised in the `with` block; inner blocks take precedence.
 
     Args:
-        rows: dataset rows used in the block; the message names the longest row.
+        rows: dataset rows used in the `with` block; an out-of-memory message names the longest.
     """
     try:
         yield
@@ -170,17 +170,15 @@ def truncate(value: Any, limit: int, to_text: Callable[[Any], str] = repr) -> st
 
 
 def in_one_line(error: Exception) -> str:
-    """Return an error's type and message in one line, at most 300 characters of the message."""
+    """Return an error's type and message (at most 300 characters) in one line."""
     return f"{type(error).__name__}: {truncate(error, 300, str)}".replace("\n", " ")
 
 
 def did_you_mean(name: str, names: Iterable[str], write: Callable[[str], str] = str) -> str:
-    """Return a suggestion for an unknown name, to append to a message, such as "; did you mean shapes?".
+    """Suggest the one or two most similar names, as in "; did you mean shapes?"; return "" if none is similar.
 
     Args:
         write: function that formats a suggested name.
-    Returns:
-        The one or two most similar names; "" if none is similar.
     """
     names = [*names]
     near = difflib.get_close_matches(name.lower(), names, 2, SIMILAR)

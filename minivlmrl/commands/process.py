@@ -6,10 +6,7 @@ import warnings
 
 
 def set_up_process():
-    """Set up torch, malloc and Pillow, before torch is imported.
-
-    Environment variables set by the user take precedence.
-    """
+    """Set defaults before torch is imported; environment variables set by the user take precedence."""
     # less OpenMP busy waiting, which slowed training up to 15 times when other processes ran
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     # less GPU memory fragmentation with varying lengths; on WSL, the first allocation may fail (pytorch issue 192330)
@@ -20,7 +17,7 @@ def set_up_process():
     if os.name == "posix":
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
-            libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: keep up to 1 GiB free
+            libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: keep up to 1 GiB of freed memory
             libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: freed blocks above 32 MiB go back to the system at once
     # data/media.py raises a clear error if an image has too many pixels
     warnings.filterwarnings("ignore", "Image size .* exceeds limit .* decompression bomb")

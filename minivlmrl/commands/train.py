@@ -19,7 +19,6 @@ from minivlmrl.run.process import run_rank
 
 
 def main(arguments: list[str]):
-    """Train on this rank, or print the options if --help is given."""
     if "--help" in arguments:
         from minivlmrl.commands.help import print_options
 

@@ -28,7 +28,7 @@ def load_name(target: str) -> Any:
         paths = [Path(file), recipes_folder().parent / file]
         path = os.path.abspath(next(filter(Path.is_file, paths), file))
         if os.path.isfile(path):
-            USER_FILES.add(path)  # record the file before it runs, because it may fail
+            USER_FILES.add(path)  # before run_file, so that an error in the file counts as a user code error
         module = run_file(path)
     else:
         try:
@@ -66,7 +66,7 @@ def recipes_folder() -> Path:
 
 def run_file(path: str) -> ModuleType:
     """Execute a Python file once, as a module, and return the module."""
-    # path as module name: pickle finds it on all ranks. Dots are replaced, because they would separate packages
+    # the module name is the path, so pickle finds the module on all ranks; dots would separate packages
     name = path.removesuffix(".py").replace(".", "%2e")
     if name in sys.modules:
         return sys.modules[name]
@@ -93,8 +93,8 @@ def split_options(text: str) -> tuple[str, str]:
 def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Parse "name(option=value)"; return the named object, and the options as a dict.
 
-    Option values are Python literals. Only a name with a colon, such as file.py:name, loads code from outside
-    minivlmrl. In a recipe found automatically next to a model, config/loading.py rejects names with a colon.
+    Option values are Python literals. Only names with a colon, such as file.py:name, load code from outside
+    minivlmrl, so config/loading.py rejects a colon in recipes found automatically next to a model.
 
     Args:
         kind: for error messages, such as "reward".
@@ -134,12 +134,7 @@ def resolve_function(kind: str, text: str, table: dict[str, Any], reserved: Coll
 
 
 def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
-    """Return the trainer class of a stage.
-
-    Args:
-        stage: name in `table`, or "file.py:Class".
-        table: {name: "package.module:Class"}.
-    """
+    """Return the trainer class of a stage: a name in `table` ({name: "package.module:Class"}), or "file.py:Class"."""
     cls, options = resolve_object("stage", stage, table or {})
     if options:
         raise UserError(f"stages: {stage}: write the options {options} in the section of the stage")
@@ -164,8 +159,8 @@ def load_function(
     Args:
         option: option name, such as "loss_type".
         table: {name: built-in function}.
-        section: options of the stage; the function receives those that have the names of its parameters.
-        convert: changes functions with another signature to the expected signature.
+        section: options of the stage, passed to function parameters of the same name.
+        convert: adapts a function with another signature.
     """
     with error_context(f"grpo.{option} {text}"):
         function = convert(resolve_function(option, text, table, vars(section)))
@@ -178,8 +173,8 @@ def with_arguments(
     """Wrap `function` to ignore unknown keyword arguments.
 
     Args:
-        positional: what callers pass by position; `function` may use other parameter names.
-        names: keyword arguments that callers pass.
+        positional: names of positional arguments; the parameters of `function` may have other names.
+        names: names of keyword arguments.
         options: {name: value} for parameters that callers do not pass.
     Raises:
         UserError: a parameter gets no value, or arguments would be swapped, as for f(mask, advantages) if callers
@@ -229,7 +224,7 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
     parameters = parameters_of(function).values()
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty and p.kind is not p.POSITIONAL_ONLY}
     for name, value in options.items():
-        if name not in hints:  # a function with **columns would accept any name, even a misspelled one
+        if name not in hints:  # reject misspelled names, which **columns would accept
             names = ", ".join(hints) or "none"
             raise UserError(f"there is no option {name!r}; the options are: {names}{did_you_mean(name, hints)}")
         if typing.get_origin(hints[name]) is Annotated:

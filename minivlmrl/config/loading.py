@@ -43,8 +43,8 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
     Args:
         recipe: path, or name in the folder `recipes`.
         overrides: options such as "--seed=1", or two strings "--seed" and "1"; values are YAML.
-        is_found: True if the recipe was found next to a model. If a recipe found this way names a Python file,
-            PermissionError is raised before any code runs.
+        is_found: True if the recipe was found next to a model. If True, a recipe that names a Python file raises
+            PermissionError before any code runs.
     """
     joined = [""]  # ["--seed", "1", "--x=2"] -> ["--seed=1", "--x=2"]
     for argument in overrides:
@@ -125,7 +125,7 @@ class Resolver:
     """Make the paths in a recipe absolute. Raise PermissionError if an automatically found recipe would run code."""
 
     recipe: Path
-    typed: Collection[str]  # options set on the command line, such as "grpo.beta" or "grpo"
+    typed: Collection[str]  # options or sections set on the command line, such as "grpo.beta" or "grpo"
     is_found: bool
 
     def __call__(self, hint: TypeHint, text: str, path: str) -> str:
@@ -202,7 +202,6 @@ def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
 
 
 def inference_yaml(config: RunConfig) -> str:
-    """Return the options to save in minivlmrl.yaml."""
     values = dataclasses.asdict(config)
     inference_options = {}
     for section, names in INFERENCE_OPTIONS.items():
@@ -214,7 +213,6 @@ def inference_yaml(config: RunConfig) -> str:
 
 
 def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
-    """Return adapter.quantize from an adapter's recipe or minivlmrl.yaml."""
     return read_section(recipe, "adapter").get("quantize")
 
 
@@ -229,7 +227,6 @@ def changed_prompts(trained: Path | None, config: RunConfig) -> list[str]:
 
 
 def read_yaml(path: Path) -> Plain:
-    """Parse a YAML file; errors name the file."""
     with error_context(str(path)):
         return parse_yaml(path.read_bytes())
 

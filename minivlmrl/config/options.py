@@ -159,7 +159,7 @@ class FileOptions:
     image_root: FilePath | None = None
     # reward names for rows in this file; [] uses all rewards in the recipe
     rewards: list[RewardName] = field(default_factory=list)
-    prompt_template: str | None = None  # text of the last user turn; None uses data.prompt_template
+    prompt_template: str | None = None  # replaces data.prompt_template for rows in this file
 
 
 @dataclass
@@ -168,12 +168,12 @@ class DataOptions(RowOptions):
 
     # built-in task "shapes", or your own as "file.py:TASK"; arguments may follow in parentheses
     task: Code | None = None
-    # data file with training rows; see docs/data.md
+    # data file with training rows
     train_file: FilePath | None = None
     train: list[FileOptions] = field(default_factory=list)  # several training files, instead of train_file
     # training files for single stages, such as {sft: rows.jsonl}
     files: dict[str, FilePath] = field(default_factory=dict)
-    # data file with held-out rows; see docs/data.md
+    # data file with held-out rows
     eval_file: FilePath | None = None
     # maximum prompt length in tokens; longer training rows are skipped. Stages with dataset answers, such as SFT, count
     # prompt plus longest answer
@@ -190,8 +190,8 @@ class DataOptions(RowOptions):
     skip_unreadable: bool = False  # skip and count training rows with unreadable images
     # variables for the chat template, such as {enable_thinking: false}
     chat_template_kwargs: dict = field(default_factory=dict)
-    # unit of box coordinates in answers: original or resized image pixels, thousandths of the image size, or
-    # fractions from 0 to 1 (unit). None: the box unit of the model family
+    # unit of box coordinates in answers: pixels of the original or resized image, thousandths of the image size, or,
+    # for unit, fractions from 0 to 1. None: as in the model family
     box_space: BoxSpace | None = None
     # where the answer is in a completion: in <answer> tags, the whole text, or the last line
     answer_format: Literal["tags", "whole", "last_line"] = "tags"
@@ -353,8 +353,7 @@ class DPOOptions(TrainingOptions):
     ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight for tokens beyond the shorter answer's length
     use_weighting: bool = False  # WPO: weight pairs by their probability under the policy
     reference_free: bool = False  # train without a reference model: its log-probabilities are set to 0
-    # compute reference log-probabilities before the first step, then train without a reference model in memory;
-    # see extras/reference_logps.py
+    # compute reference log-probabilities before the first step, then train without a reference model in memory
     precompute_ref_log_probs: bool = False
 
 
@@ -534,7 +533,7 @@ class RunConfig:
     def __post_init__(self):
         # attributes set by load_config, not recipe options
         self.recipe = ""
-        # recipe sections of stages that the option --stages does not list
+        # recipe sections without effect: --stages does not list their stages
         self.unused_sections: list[str] = []
         # recipe sections of user-defined stages, such as {"my_stage.py:Again": "again"}
         self.names_of_files: dict[str, str] = {}
@@ -552,8 +551,8 @@ class RunConfig:
     def eval_rewards(self) -> list[RewardName]:
         """Evaluation rewards: data.eval_rewards, by default the training rewards.
 
-        Training rewards are sorted by weight, the largest first, with format rewards last. `reward_model` is left out,
-        because only a trainer computes its scores. Without any other reward, evaluations use accuracy and format.
+        Training rewards are sorted by weight, the largest first, with format rewards last. Evaluations skip the
+        reward `reward_model`, which only a trainer computes; without other rewards, they use accuracy and format.
         """
         names = [name for name in self.rewards if name != "reward_model"]
         names.sort(key=lambda name: (name.endswith("format"), -self.rewards[name]))

@@ -45,7 +45,6 @@ class Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Parse YAML; raise UserError if invalid."""
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -63,8 +62,7 @@ def build(
     """Build a dataclass from values in a file; check keys, types and bounds.
 
     Args:
-        where: file name or "command line", for error messages.
-        prefix: section path with a final dot, such as "grpo.", for error messages.
+        where, prefix: for error messages: file name or "command line", and section path such as "grpo.".
     """
     with error_context(where):
         reader = Reader(json, change_text, cls, "--" if where == "command line" else "")
@@ -98,7 +96,7 @@ class Reader:
     # True for JSON files: ignore unknown keys, and convert no strings. False for recipes: reject unknown keys, convert
     # "a" to ["a"] if a list is expected, and convert "1e-4" to a float, because YAML reads 1e-4 as a string
     json: bool
-    # function (type, string, option path) -> new string. Dots separate keys in the path; a dot in a key becomes a slash
+    # function (type, string, option path such as "grpo.beta") -> new string; a dot in a key becomes a slash
     change_text: Callable[[TypeHint, str, str], str] | None = None
     root: type | None = None  # dataclass for the whole file, for suggestions if a key is unknown
     dashes: str = ""  # prefix of suggested option names: "--" for the command line

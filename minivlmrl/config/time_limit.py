@@ -21,8 +21,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     """Raise Overtime in a `with` block that runs longer than `seconds`; None = no limit.
 
     A timer sends SIGALRM, which also interrupts sleep, requests and regular expressions. The limit has no effect on
-    Windows or outside the main thread. It cannot stop C code that never returns, or code that sets its own SIGALRM
-    handler.
+    Windows, outside the main thread, in C code that never returns, or in code that sets its own SIGALRM handler.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if seconds is None or not in_main_thread or not hasattr(signal, "SIGALRM"):
@@ -54,7 +53,7 @@ def stop(seconds: float, *_):
 def shorten_limits(seconds: float):
     """Lower the current and all later time limits to at most `seconds`.
 
-    After a stop signal, a hanging reward function then delays the exit by at most `seconds`.
+    Called after a stop signal, so that a hanging reward function delays the exit by at most `seconds`.
     """
     global longest
     longest = seconds

@@ -18,6 +18,6 @@ LAYERS = re.compile(r"(layers|visual\.blocks)\.(\d+)(?:-(\d+))?")  # layers such
 BoxSpace = Literal["original", "resized", "thousandths", "unit"]
 Count = Annotated[int, ">= 1"]
 Finite = Annotated[float, "(-inf, inf)"]
-# limit on min_pixels: patches of 2**25 pixels take 2 GB
+# min_pixels is at most 2**25, because patches for an image with 2**25 pixels take 2 GB
 MinPixels = Annotated[int, f"[1, {2**25}]; patches of a larger image would fill the memory"]
 Weights = dict[RewardName, Finite]

@@ -134,7 +134,7 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
         Finite (x1, y1, x2, y2) per box; see Box.valid and Box.inside.
         No boxes if there are other numbers or words in the text: "not [1, 2, 5, 6]".
 
-    Source: Qwen2.5-VL's cookbook, which uses the key "bbox_2d".
+    Source: Qwen2.5-VL's cookbook.
     """
     text = QWEN2.sub(" ", text)
     try:

@@ -144,7 +144,7 @@ class ChatTemplate:
         """Render a prompt as text and control tokens; joined, they equal transformers' apply_chat_template.
 
         Raises:
-            UserError: the template fails, or leaves out an image, a video or text other than reasoning.
+            UserError: the template fails, or drops an image, video or text; it may drop reasoning.
         """
         conversation, mark = self._marked(messages)
         pieces = join_text(self._cut(self._render(conversation, True), mark))
@@ -289,7 +289,7 @@ def with_values(template: ChatTemplate, values: dict) -> ChatTemplate:
 def _literal_pattern(name: str) -> str:
     """Return a regular expression that finds a control token in messages.
 
-    Only the first character is matched, so that re.sub can insert a placeholder after the first character.
+    Only the first character is matched, so that re.sub can insert a placeholder after it.
     """
     # by removing spaces or adding text, a template can turn "<|im_ end|>" or a final "<|im_" into a control token
     others = [re.escape(character) for character in name[1:]]

@@ -70,7 +70,6 @@ class RowFile:
         self.processor: Any = None
 
     def columns_of(self, line: int) -> dict:
-        """Parse a row and rename its columns."""
         return rename_columns(self.convert(self.source[line]), self.options.columns)
 
     def open(self, line: int, required: Sequence[str], known: Collection[str]) -> tuple[Row, list[Media]]:
@@ -90,7 +89,7 @@ class RowFile:
         return row, media
 
     def read(self, line: int) -> tuple[Row, list[Media]]:
-        """Read a row without its images and videos; also return where to read them."""
+        """Read a row without images and videos; also return their sources, such as file paths."""
         row, media = read_row(self.columns_of(line), self.options)
         row.where = self.source.where(line)
         row.columns = dict.fromkeys(self.columns) | row.columns | self.constants
@@ -144,10 +143,10 @@ class FileDataset(Sequence[Row]):
     """Rows from one data file, or from several files after mix().
 
     Args:
-        required: required columns; "problem" stands for the prompt in any column.
+        required: required columns; the prompt in any column, such as `messages`, counts as "problem".
         constants: columns added to every row.
         checks_files: whether to check for missing media files; only on rank 0, because shared file systems are slow.
-        reads: further columns for stages and rewards, None = all.
+        reads: columns that stages and rewards read besides columns.READ, None = all.
         options: see RowOptions.
     Raises:
         UserError: no rows, an invalid row, or a missing image or video file.
@@ -293,7 +292,7 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
 def look_at_files(row: Row, media: list[Media], folder: Path) -> tuple[list[int], list[float], list[str]]:
     """Return image and video file sizes in bytes, modification times, and descriptions of missing files.
 
-    For an image stored in the row, size is the length of its bytes or base64 string, and time is 0.
+    An image stored in the row has the length of its bytes or base64 string as size, and time 0.
     """
     sizes = []
     times = []

@@ -2,7 +2,7 @@
 
 Example: an image with 100 x 60 pixels (width x height) is resized to 112 x 56, and cut into 8 x 4 patches with 14 x 14
 pixels. A patch has 3 colors x 2 identical frames x 14 x 14 normalized values. 2 x 2 patches become one image token, so
-this image has 8 tokens.
+8 x 4 patches become 8 tokens.
 """
 
 import math

@@ -36,7 +36,7 @@ def torch_resize_frames(
 RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Mean = Annotated[float, "(-1e6, 1e6)"]
-Std = Annotated[float, "[1e-6, 1e6)"]  # at least 1e-6, because pixel values are divided by image_std
+Std = Annotated[float, "[1e-6, 1e6)"]  # image_std is a divisor, so not 0
 # transformers class names; names that end in "Fast" select resizing with torch, other names with Pillow
 ProcessorType = Literal[
     "Qwen2VLImageProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLImageProcessorFast", "Qwen2_5_VLImageProcessor"
@@ -98,7 +98,6 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
     """Build an ImageProcessor from preprocessor_config.json.
 
     Args:
-        where: file name, for error messages.
         min_pixels, max_pixels: override the image area bounds in the file; defaults as in transformers.
     """
     settings = build(ImageSettings, content, where, json=True)
@@ -120,7 +119,7 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
 
 
 def patch_settings(holder: ImageSettings | ImageProcessor) -> dict:
-    """Return the settings that preprocessor_config.json and ImageProcessor both have, under the same name."""
+    """Return settings with the same name in preprocessor_config.json and ImageProcessor."""
     return {
         name: getattr(holder, name)
         for name in ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
@@ -131,7 +130,7 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
     """Build a preprocessor_config.json for transformers 4.49 to 5.23 and vLLM.
 
     Args:
-        options: data.image. A fixed size becomes min_pixels and max_pixels, because the format has no fixed size.
+        options: data.image. A fixed size becomes min_pixels and max_pixels: preprocessor_config.json has no fixed size.
     """
     low, high = area_bounds(processor, options, (processor.min_pixels, processor.max_pixels))
     suffix = "Fast" if processor.resize is RESIZE["torch"] else ""
@@ -214,7 +213,6 @@ def image_settings(folder: Path) -> tuple[Path, dict]:
 
 
 def video_settings(folder: Path) -> tuple[Path, dict]:
-    """Read the video settings in a model folder: (file, settings)."""
     newer = folder / "processor_config.json"
     file = folder / "video_preprocessor_config.json"
     settings = read_json(newer).get("video_processor") if newer.is_file() else None

@@ -90,7 +90,6 @@ class Batches(Iterator[list[Row]]):
         return row, failures
 
     def rows(self, rows: list[tuple[int, str]]) -> list[Row]:
-        """Load rows with their prompts; see batch_rows."""
         return self.wait_for(self.submit(rows))
 
     def wait_for(self, futures: Sequence[Future]) -> list[Row]:
@@ -108,11 +107,7 @@ class Batches(Iterator[list[Row]]):
 
 
 def readable_prompt(row: Row, processor: Processor, answers: Sequence[str]) -> Prompt:
-    """Return a row's prompt, after checking that images in its answers can be decoded.
-
-    Raises:
-        UserError: the prompt is invalid or an image unreadable.
-    """
+    """Return a row's prompt; raise UserError if the prompt is invalid, or an image in prompt or answers unreadable."""
     for name in answers:
         images_in(as_turns(getattr(row, name) or []))
     return row.prompt(processor)

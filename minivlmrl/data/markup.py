@@ -8,7 +8,7 @@ from minivlmrl.json_files import parse_json, unique_keys
 
 # map full-width and typographic characters to ASCII
 PLAIN_SIGNS = {0xFF01 + i: 0x21 + i for i in range(94)} | str.maketrans("。｡、−–‐‑‘’“”\u3000", "..,----''\"\" ")
-# (start, end) of markup around an answer; longer markers first, such as ** before *
+# (start, end) of markup around an answer; ** before *, because ** begins with *
 WRAPPERS = (
     *[(f"\\{name}{{", "}") for name in ("boxed", "fbox")],
     *[(f"\\text{font}{{", "}") for font in ("", "bf", "it", "rm", "sf", "tt")],

@@ -32,7 +32,7 @@ from minivlmrl.data.messages import (
 from minivlmrl.errors import UserError, error_context, pluralize, truncate
 from minivlmrl.json_files import check_downloaded
 
-# {"image" or "video": message part keys for its file, such as "image_url" or "path"}
+# {"image" or "video": keys for the file in a message part, such as "image_url" or "path"}
 SOURCES = {kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in KINDS}
 # keys of an image dict in Hugging Face, OpenAI and Anthropic formats
 SOURCE_KEYS = ("bytes", "path", "url", "type", "media_type", "data")
@@ -88,10 +88,9 @@ def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Ima
 
 
 def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | io.BytesIO]:
-    """Find an image or video file.
+    """Return (name for error messages, path) for an image or video.
 
-    Returns:
-        Name for error messages, and path, or a byte stream if `source` is bytes or a data URI.
+    For bytes and data URIs, a byte stream replaces the path.
     """
     if isinstance(source, bytes | bytearray):
         return pluralize(len(source), "byte"), io.BytesIO(source)
@@ -123,7 +122,7 @@ class Media:
     # path, data URI or bytes; list of frames for some videos
     source: str | bytes | list[str]
     options: dict[str, float]  # image or video options, such as max_pixels
-    column: str | None = None  # column with the file, None = file in a message part
+    column: str | None = None  # data column that lists the file, None = listed in a message part
 
     @property
     def sources(self) -> Sequence[str | bytes]:
@@ -137,7 +136,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
     An entry is a path or other source, or a dict with options: {"image": "cat.jpg", "max_pixels": 200704}.
 
     Returns:
-        {"image": images in column order, "video": videos}. A key is missing if the row has no such media.
+        {"image": images in column order, "video": videos}. Missing kinds have no key.
     """
     row_media = {}
     for name, kind in MEDIA.items():
@@ -159,12 +158,13 @@ def place_media(
 ) -> tuple[list[dict], list[Media]]:
     """Assign a row's images and videos to message parts.
 
-    Images in a column fill parts {"type": "image"} without a file, in order. In text-only messages, images replace
-    <image> tags, or precede the first user text. Videos are assigned like images.
+    Images in a column fill parts {"type": "image"} without a file, in order. If no message has image parts, images
+    replace <image> tags in text, or precede the first user text. Videos follow the same rules.
 
     Args:
-        turns: prompt messages, plus the messages of an answer that contains images.
-        row_media: {"image" or "video": media from columns}. Options in a message part override options in a column.
+        turns: prompt messages, followed by answer messages if they contain images.
+        row_media: {"image" or "video": media from columns}. Options such as max_pixels in a message part override
+            those in a column.
         options: options for all rows.
     Returns:
         Messages with one part per image and video, and the media in order.
@@ -237,7 +237,7 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
         kind, {name: value for name, value in entry.items() if name not in known and value is not None}
     )
     if not names and next_media is not None:
-        listed = next(next_media)  # next cannot fail, because check_counts has compared the numbers of parts and files
+        listed = next(next_media)  # check_counts ensures that next() finds a file
         return Media(kind, listed.source, listed.options | options, listed.column)
     source: Plain = entry[names[0]] if names else None
     if names == ["base64"]:

@@ -54,7 +54,7 @@ class Processor:
             images, videos: one per image or video part, in order.
         """
         pieces = self.template.render(messages)
-        shown = []  # (patches, patch grid, seconds) per image and video
+        shown = []  # (patches, patch grid, seconds per time step) per image or video
         for item, options in shown_parts(messages, images, videos):
             if isinstance(item, PIL.Image.Image):
                 shown.append((*self.image_processor(item, **options), 0.0))
@@ -74,12 +74,10 @@ class Processor:
         )
 
     def encode(self, pieces: Sequence[str], grids: Sequence[Grid]) -> list[list[int]]:
-        """Tokenize text and control tokens; repeat each placeholder once per image or video token.
+        """Tokenize each text and control token; repeat each placeholder once per image or video token.
 
         Args:
             grids: patch grid (t, h, w) per image and video, in order.
-        Returns:
-            Token ids for each text and control token.
         """
         remaining_grids = iter(grids)
         ids = []
@@ -134,11 +132,11 @@ def encode_completion(
     images: Sequence[PIL.Image.Image] = (),
     videos: "Sequence[Video | VideoFile]" = (),
 ) -> Completion:
-    """Tokenize a demonstration for SFT, with a mask: True = token has a loss.
+    """Tokenize a demonstration for SFT.
 
-    Answers end with <|im_end|>. Completion.policy_mask is True only for text in assistant turns; user turns, tool turns
-    and images have no loss. If the chat template drops earlier reasoning, Completion.turns has one Completion per
-    assistant turn. The prompt of each Completion contains all earlier turns.
+    Answers end with <|im_end|>. Completion.policy_mask is True for tokens with a loss: only text in assistant turns,
+    not user turns, tool turns or images. If the chat template drops earlier reasoning, Completion.turns has one
+    Completion per assistant turn, with all earlier turns as its prompt.
 
     Args:
         completion: string, or turns that begin and end with an assistant turn.

@@ -52,11 +52,11 @@ def split_answers(columns: dict, template: str) -> tuple[str, list[dict], Answer
     Args:
         template: data.prompt_template, with {problem}, or the same question for all rows.
     Returns:
-        Prompt column name, prompt turns, and {"completion", "chosen" or "rejected": answer}.
+        (name of the prompt column, prompt turns, {answer column: answer})
     """
     texts = {name: without_nulls(columns[name]) for name in PROMPTS if columns.get(name) is not None}
     answers = {name: without_nulls(columns[name]) for name in ANSWERS if columns.get(name) is not None}
-    if "{problem}" not in template:  # the template is the question for all rows
+    if "{problem}" not in template:  # data.prompt_template is the question in all rows
         texts = {"problem": template}
         template = "{problem}"
     if not texts:
@@ -128,7 +128,7 @@ def column_of(answer: str, place: str) -> str:
 
 
 def take_images(answer: list[dict], media: list[Media]) -> list[dict]:
-    """Move an answer's images from the end of `media` into its image parts."""
+    """Move the last items of `media`, an answer's images, into the answer's image parts."""
     parts = shown_parts_of(answer)
     if any(part_kind(part) == "video" for part in parts):
         raise UserError("a video after the first assistant turn is not supported; move it into the prompt")

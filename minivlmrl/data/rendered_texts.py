@@ -26,7 +26,7 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
         changed", or None.
     """
     compact = _compact(rendered)
-    texts, calls = [], []  # texts to find: (text, message number, kind)
+    texts, calls = [], []  # (text, message number, kind) to find in `rendered`
     for number, message in enumerate(messages):
         texts += [(text, number, "text") for text in _written_texts(message, number < history)]
         calls += [(value, number, "tool call with") for value in _call_texts(message.get("tool_calls") or [])]
@@ -60,7 +60,7 @@ def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
         if not found:
             missing.append(index)
         elif text:
-            compact = f"{before} {after}"  # a space in place of the found text, so that no text is found across the gap
+            compact = f"{before} {after}"  # the space prevents matches across the removed text
     return sorted(missing)
 
 

@@ -72,7 +72,7 @@ def checked_row(
     """Check and read a row; see read_row.
 
     Args:
-        required: columns that need a value; "problem" stands for the prompt in any column.
+        required: columns that need a value; the prompt in any column, such as `messages`, counts as "problem".
         known: columns read by a stage, a reward or data.columns.
     Raises:
         UserError: invalid row.
@@ -128,7 +128,7 @@ def check_columns(columns: dict, known: Collection[str]):
 
 
 def check_prompts(columns: dict, template: str):
-    """Raise UserError if a row has two prompts, or has a prompt although data.prompt_template is a fixed question."""
+    """Raise UserError for a row with two prompts, or with a prompt if data.prompt_template contains no {problem}."""
     given = [name for name in PROMPTS if columns.get(name) is not None]
     if "{problem}" not in template:
         require(
@@ -265,7 +265,7 @@ def parse_literal(text: str) -> Plain:
 
 
 def is_list_text(text: str, column: str) -> bool:
-    """Return True if a string contains a list of turns, of images, or of one question, such as '["What is it?"]'."""
+    """Return True for a string with a list of turns, of images, or with one question, such as '["What is it?"]'."""
     items = literal_list(text)
     if column in MEDIA:
         return items is not None
@@ -332,7 +332,7 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
 
     Args:
         media: images and videos in the prompt and answers.
-        known: columns that stages or rewards read; these columns are not checked.
+        known: columns read by stages or rewards, which need no check.
     """
     sources = [source for item in media for source in item.sources]
     for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:

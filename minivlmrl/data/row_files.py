@@ -108,7 +108,7 @@ def _open_folder(folder: Path, split: str | None) -> "Lines | Arrow":
             if not path.name.startswith("dataset_info")
         ]
     )
-    # datasets.save_to_disk writes state.json beside JSON files without rows
+    # folders with state.json are from datasets.save_to_disk: their JSON files contain no rows
     if not row_files or [*folder.glob("state.json"), *folder.glob("*/state.json")]:
         raise UserError(f"{folder}: the folder has no .jsonl, .json or .parquet file; {convert_advice(folder)}")
     if len(row_files) > 1:

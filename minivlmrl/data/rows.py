@@ -50,7 +50,7 @@ class ToolUse:
 class Completion:
     """Token ids of one answer, which the policy sampled or the dataset demonstrates.
 
-    They are stored, because decoding and tokenizing them again can change them.
+    Ids are stored, because decoding and tokenizing again can change them.
     """
 
     ids: Tensor  # (C,) int64 token ids, including the stop token
@@ -82,7 +82,7 @@ class Completion:
 
 @dataclass
 class Row:
-    """A training example: prompt, images, videos, columns and answers."""
+    """A training example."""
 
     messages: list[dict]  # prompt messages; see data/messages.py
     images: Sequence[PIL.Image.Image]  # images in the prompt, one per image part
@@ -128,17 +128,16 @@ Dataset = Sequence[Row]
 
 
 def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: int) -> Tensor:
-    """Return random numbers in [0, 1) for sampling.
+    """Return random numbers in [0, 1) for sampling, one per token.
 
     Args:
         keys: seed per prompt; completions do not depend on batches or ranks.
     Returns:
-        float64 tensor (completions, max_new_tokens), with num_generations completions per key.
+        (len(keys) * num_generations, max_new_tokens) float64
     """
     numbers = [random_numbers(key).random((num_generations, max_new_tokens)) for key in keys]
     return torch.from_numpy(numpy.concatenate(numbers))
 
 
 def random_numbers(key: str) -> numpy.random.Generator:
-    """Create a NumPy random generator seeded with a string."""
     return numpy.random.default_rng(list(key.encode()))

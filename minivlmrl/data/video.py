@@ -56,8 +56,8 @@ class Video:
         frames are resized like images in transformers.
 
         Returns:
-            pixel_values, image_grid_thw (see image.patchify), and seconds between temporal patches. For Qwen3-VL,
-            the third value lists the time of each temporal patch, because its prompts have timestamps.
+            pixel_values, image_grid_thw (see image.patchify), and seconds between temporal patches; for Qwen3-VL, whose
+            prompts have timestamps, the time of each temporal patch
         """
         depth = processor.temporal_patch_size
         num_frames = len(self.frames)
@@ -76,7 +76,7 @@ class Video:
 class VideoFile:
     """Video file that is read later, because the model family decides which frames to sample."""
 
-    load: Callable[..., Video]  # function that loads this file with load_video, given frame_factor and defaults
+    load: Callable[..., Video]  # load_video for this file; parameters frame_factor and defaults
 
     def read(self, processor: ImageProcessor) -> Video:
         if processor.videos is None:
@@ -147,10 +147,9 @@ def frame_size(processor: ImageProcessor, nframes: int, height: int, width: int,
     """Compute the resized height and width of video frames, in pixels.
 
     Args:
-        options: min_pixels and max_pixels bound the area of a frame in pixels (default: 128 and 768 tokens).
-            total_pixels bounds the area of all temporal patches, each of two frames (default: 115200 tokens). Each
-            frame may therefore have 2 * total_pixels / nframes pixels. resized_height and resized_width set a fixed
-            size, as for images.
+        options: min_pixels and max_pixels bound the pixels in a frame (default: those of 128 and 768 tokens).
+            total_pixels bounds the pixels in a video (default: those of 115200 tokens), where two frames count once: a
+            frame may have 2 * total_pixels / nframes pixels. resized_height and resized_width set a fixed size.
 
     Source: fetch_video in qwen-vl-utils, for a video file. A list of frames is resized once here;
     qwen-vl-utils 0.0.14 resizes it twice.

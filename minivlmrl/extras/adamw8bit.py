@@ -2,7 +2,7 @@
 
 Rows of a moment tensor are split into blocks of 256 values. A block is stored as 256 bytes and a float32 scale, its
 largest absolute value. A byte is an index into 256 fixed numbers between -1 and 1, which are denser near 0. FSDP
-shards whole rows, so no block is split across ranks.
+shards whole rows, so all 256 values of a block are on one rank.
 
 Option: `optimizer: {name: adamw_8bit}`.
 """
@@ -19,13 +19,13 @@ from minivlmrl.model.nf4 import dequantize, dynamic_code, quantize
 
 SMALLEST = 4096  # smaller tensors, and all vectors, have float32 moments
 PIECE = 2**24  # values to dequantize at a time
-SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # averages of squares are never negative
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # {moment: whether values may be negative}
 
 
 class AdamW8bit(torch.optim.Optimizer):
     """torch.optim.AdamW with 8-bit moments, and Kahan summation for 16-bit weights.
 
-    Kahan summation stores a weight's rounding error in 16 more bits, so small updates add up and are not lost.
+    Kahan summation stores a weight's rounding error in 16 more bits, so small updates are not lost.
     """
 
     def __init__(self, parameters: Iterable, lr: float, betas: tuple[float, float], weight_decay: float):
@@ -69,7 +69,6 @@ class AdamW8bit(torch.optim.Optimizer):
         self._write(state, "exp_avg_sq", v)
 
     def _read(self, state: dict[str, Tensor], name: str) -> Tensor:
-        """Return a moment, dequantized if it is stored in 8 bits."""
         if f"{name}_scale" not in state:
             return state[name]
         code = dynamic_code(SIGNED[name], state[name].device)
@@ -87,7 +86,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def empty_state(parameter: Tensor) -> dict[str, Tensor]:
-    """Create the initial state, sharded like the parameter."""
+    """Create a parameter's optimizer state, sharded like the parameter."""
     parameter = parameter.detach()
     state = {"step": torch.zeros(())}
     if parameter.dtype.itemsize == 2:

@@ -52,8 +52,8 @@ class InputCheck(Watcher):
 def check_inputs(trainer: Trainer, step: Step) -> list[str]:
     """Return one warning per input problem, such as an image that does not affect the loss.
 
-    Input tokens and image patches are compared with the rows of the data file. Without FSDP, a text or image with
-    mostly zero loss gradients is also a problem.
+    Input tokens and image patches are compared with the rows of the data file. Without FSDP, the loss gradients at each
+    text and image must also be mostly nonzero.
     """
     found: dict[str, list[str]] = defaultdict(list)
     for batch in step.micro_batches:
@@ -75,7 +75,7 @@ class Part:
 
     prompt: Prompt
     is_prompt: bool
-    span: slice  # token positions, without a completion's last token
+    span: slice  # token positions in the packed sequence, without a completion's last token
     images: list[tuple[int, range]]  # (first token position, patch indices) per image
 
 
@@ -91,7 +91,7 @@ def parts_of(group: GroupBatch) -> Iterator[Part]:
 
 
 def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Prompt, str]]:
-    """Yield (prompt, problem) for text and images that do not affect the loss."""
+    """Yield (prompt, problem) for each text or image whose loss gradient is mostly zero."""
     group = batch.group
     at_images, at_inputs = run_loss(trainer, batch)
     at_texts = at_inputs.index_fill(0, group.vision_index.cpu(), torch.nan)
@@ -138,7 +138,7 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
                 weight.requires_grad_(False)
             if isinstance(module, TextModel):
                 stack.callback(module.register_forward_pre_hook(keep_input).remove)
-            elif type(module).__name__ == "ValueHead":  # class name, to avoid importing model/value_head.py
+            elif type(module).__name__ == "ValueHead":  # by name, because most runs need not import model/value_head.py
                 stack.callback(module.register_forward_hook(add_states).remove)
         loss, _ = trainer.training_loss(replace(batch, group=replace(batch.group, **{name: leaves[0]})))
         slopes: tuple[Tensor | None, ...] = (None,) * len(leaves)

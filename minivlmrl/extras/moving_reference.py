@@ -44,7 +44,7 @@ class MovingReference(Callback):
 
 
 def parameters_of(reference: Reference) -> tuple[list[Tensor], list[Tensor]]:
-    """Return reference and policy weights, in the same order."""
+    """Return two lists: reference weights, and policy weights in the same order."""
     model = reference.model
     policy = model.originals() if isinstance(model, SwappedParameters) else reference.policy.parameters()
     return [*model.parameters()], [*policy]

@@ -11,8 +11,8 @@ CELLS = re.compile(r"(?<!\\)\|")
 CODE = re.compile(r"`(\w[\w.]*\*?)[^`]*`")
 LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
 FILES = (
-    PACKAGE / "docs" / "coming_from.md",  # docs in an installed wheel
-    PACKAGE.parent / "docs" / "coming_from.md",  # docs in a git clone
+    PACKAGE / "docs" / "coming_from.md",  # in an installed wheel
+    PACKAGE.parent / "docs" / "coming_from.md",  # in a git clone
     PACKAGE / "extras" / "other_names.md",
 )
 NO_OPTION = "minivlmrl has no such option"
@@ -21,7 +21,7 @@ NO_OPTION = "minivlmrl has no such option"
 class Answer(NamedTuple):
     name: str
     title: str  # column title, such as "TRL" or "removed"
-    here: str  # names of these options in minivlmrl, or "none"
+    here: str  # corresponding minivlmrl options, or "none"
     note: str
 
 
@@ -52,7 +52,7 @@ def answer(section: str, key: str, dashes: str, options: list[str]) -> str:
     """
     name, tables = key.replace("-", "_"), read_tables()
     named = tables.get(section + name) or tables.get(name, [])
-    if not named and not section:  # a removed option, typed without its section
+    if not named and not section:  # perhaps a removed option, written without its recipe section
         named = [row for full in tables if full.endswith(f".{name}") for row in tables[full] if row.title == "removed"]
     for row in named:
         if row.title == "removed":

@@ -52,7 +52,7 @@ class StoredReference:
         for number, (prompt, ids) in enumerate(pairs_of(group)):
             pair = found[2 * number : 2 * number + 2]
             if sums := sums_of(prompt):
-                # DPO sums over tokens, so the first token can hold the sum
+                # store the known sum at the first token, because DPO only sums over tokens
                 pair[:, 0] = torch.tensor(sums, dtype=self.dtype)
                 continue
             values = self.stored.get(key_of(prompt, ids))

@@ -38,9 +38,9 @@ from minivlmrl.trainers.base import Step, Trainer
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
-FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # such as /home/ann/ in /home/ann/cat.jpg
+FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # absolute folders, such as /home/ann/ in /home/ann/cat.jpg
 POINTS = 500  # maximum points per curve and stage
-STEPS = 60  # maximum training steps whose completions are shown
+STEPS = 60  # maximum number of training steps to show completions from
 PROMPTS = 4  # maximum prompts shown per step
 
 
@@ -103,7 +103,7 @@ class ReportPage(Callback):
             self.next_time = clock() + max(self.seconds, 100 * (clock() - begin))
 
     def write(self, seconds: float = 0):
-        """Write the page; failures, such as a full disk, do not end the run."""
+        """Write report.html; errors, such as a full disk, do not end the run."""
         try:
             write_page([self.folder], self.folder / PAGE, seconds)
         except Exception as error:

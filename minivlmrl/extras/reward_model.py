@@ -1,7 +1,7 @@
 """Train a reward model (InstructGPT, step 2), and score completions with it.
 
-The model starts as a copy of the policy, and learns to rank answers. Later stages and other runs use it as the reward
-`reward_model`.
+The model starts as a copy of the policy, and learns to rank answers. Later stages and other runs can use the trained
+model as the reward `reward_model`.
 """
 
 from collections.abc import Sequence
@@ -143,7 +143,7 @@ def pack_with_last_token(
     model_config: ModelConfig,
     device: torch.device | str,
 ) -> GroupBatch:
-    """Pack prompts and completions, keeping a hidden state for the last token.
+    """Pack prompts and completions, including each completion's last token.
 
     `pack` drops the last token of each completion, so each last token is first repeated. Packed tokens for a prompt p
     with the completions a (3 tokens) and b (2 tokens):
@@ -151,7 +151,7 @@ def pack_with_last_token(
         pack:                    p0 p1 p2 | a0 a1    | b0
         pack_with_last_token:    p0 p1 p2 | a0 a1 a2 | b0 b1
 
-    The token a2 attends to the whole completion a.
+    The score of completion a is read at its last token, a2.
     """
 
     def longer(values: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def reward_model(completions: list[str], reward_model_scores: list[float], **col
 
 
 def check_stage_order(config: RunConfig, stage: str):
-    """Raise UserError if no reward model exists before `stage`, or if the run samples trajectories."""
+    """Raise UserError if `stage` has no reward model yet, or samples multi-turn trajectories."""
     if samples_trajectories(config.sampling):
         raise UserError(
             "the reward reward_model cannot score trajectories, because each turn of a trajectory has its own context "

@@ -30,8 +30,8 @@ class InputCheck(TrainerCallback):
     """Warn in the first step if the model ignores an image or video, or if a trained parameter gets no gradient.
 
     Outputs of the first micro-batch are compared with those for gray images, in up to nine forward passes. If FSDP or
-    DeepSpeed shards the weights, the check only reports image placeholders in batches without images. Weights and
-    random state do not change. The attribute `problems` lists the warnings.
+    DeepSpeed shards the weights, InputCheck only reports image placeholders in batches without images. InputCheck
+    changes no weights and no random state. The attribute `problems` lists the warnings.
     """
 
     def __init__(self):
@@ -41,7 +41,7 @@ class InputCheck(TrainerCallback):
         self.hooks: list[Any] = []
         self.is_done = False
         self.has_media = False
-        self.is_comparing = False  # whether the current forward pass has gray images
+        self.is_comparing = False  # whether the current forward pass is a test with gray images
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if self.is_done or self.hooks or model is None:
@@ -145,8 +145,8 @@ def rounds_of_media(arguments: dict, sizes: list[int], token: int | None) -> lis
     Args:
         sizes: patches per image.
     Returns:
-        groups as lists of (image index, row index). If the rows are unknown, one group has all images, with row index
-        None. Images after the last trained token are left out, because they cannot change the loss
+        groups as lists of (image index, row index). Without placeholders in input_ids, one group has all images, with
+        row index None. Images after the last trained token are left out, because they cannot change the loss
     """
     ids = arguments.get("input_ids")
     if ids is None or token is None or not (ids == token).any():

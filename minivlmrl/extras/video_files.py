@@ -19,7 +19,6 @@ MIN_FRAMES, MAX_FRAMES = 4, 768  # default limits for the number of sampled fram
 
 
 def load(source: Source, folder, sampling: dict, frame_factor: int, defaults: dict | None) -> Video:
-    """Load sampled frames from a video file; see load_video in data/video.py."""
     name, file = open_source(source, folder)
     try:
         return sample(file, with_defaults(sampling, defaults) | {"frame_factor": frame_factor})
@@ -31,7 +30,6 @@ def load(source: Source, folder, sampling: dict, frame_factor: int, defaults: di
 
 
 def outline(source: Source, folder, sampling: dict, frame_factor: int, defaults: dict | None) -> Video:
-    """Return a Video with blank frames, to count prompt tokens without decoding."""
     name, file = open_source(source, folder)
     with error_context(name), opened_video(file) as (container, stream, video_fps):
         total_frames = stream.frames or count_frames(container, stream)
@@ -45,7 +43,6 @@ def with_defaults(sampling: dict, defaults: dict | None) -> dict:
 
 
 def sample(file: Path | io.BytesIO, sampling: dict) -> Video:
-    """Count all frames, then decode a sample."""
     with opened_video(file) as (container, stream, video_fps):
         total_frames = count_frames(container, stream)
     while True:

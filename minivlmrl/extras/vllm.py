@@ -26,7 +26,7 @@ from torch import Tensor
 
 # run the engine in the training process, which has the weights
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # do not bind threads to cores
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
@@ -112,7 +112,7 @@ class Sampling:
 class TokenChooser:
     """vLLM logits processor: sample with minivlmrl, and make vLLM select the sampled tokens."""
 
-    sampling: Sampling | None = None  # class attribute, because vLLM creates the instance
+    sampling: Sampling | None = None  # set on the class, because vLLM creates the TokenChooser instance
 
     def __init__(self, vllm_config, *_):
         self.rows: dict[int, int] = {}  # {slot in the vLLM batch: row index}
@@ -302,7 +302,6 @@ class VLLMSampler(Sampler):
 
 
 def computed_dtype(model: VisionLanguageModel) -> torch.dtype:
-    """Return the compute dtype of the policy layers."""
     sharding = getattr(model, "sharding", None)
     return sharding.compute_dtype if sharding else model.lm_head.weight.dtype
 
@@ -313,7 +312,6 @@ def is_news(record: logging.LogRecord) -> bool:
 
 
 def engine_dtype(sampling: SamplingOptions, policy_dtype: torch.dtype) -> torch.dtype:
-    """Return vLLM's compute dtype: sampling.vllm.dtype, or the policy's."""
     return DTYPES.get(sampling.vllm.get("dtype", ""), policy_dtype)
 
 

@@ -67,7 +67,7 @@ class WarningRules:
         if "sft" in self.config.stage_names:
             self.demonstrations = "more demonstrations (a larger sft.max_steps)"
         self.recent = deque(maxlen=WINDOW)
-        self.active: set[str] = set()  # warnings that held at the last step
+        self.active: set[str] = set()  # warnings whose condition held at the last step
         self.rollout = None
         # solutions and rewards of recent rollouts
         self.recent_rewards = deque(maxlen=BASELINE_ROLLOUTS)

@@ -87,7 +87,7 @@ def image_and_box_sizes(row: Row, prompt: Prompt, processor: Processor) -> tuple
         return None, None
     patch_size = processor.image_processor.patch_size
     _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-    # a known size avoids opening the file again
+    # a stored image size saves opening the image file
     size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
     space = row.columns.get("box_space") or processor.box_space
     return size, box_scale(space, size, (width * patch_size, height * patch_size))

@@ -40,7 +40,7 @@ QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
 READS_MESSAGES = re.compile(
     "string indices must be integers|'str' object (?:is not a mapping|has no attribute '(?:get|items|keys|pop|values)')"
 )
-# choices of reward arguments to pass as chat messages instead of strings
+# sets of reward arguments to try as chat messages instead of strings
 FORMS = (), ("prompts",), ("prompts", "completions")
 
 
@@ -50,7 +50,7 @@ class RewardLog:
 
     global_step: int = 1
     max_steps: int = 1
-    metrics: dict[str, list[float]] = field(default_factory=dict)  # values on this rank in the current rollout
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # {metric: values from this rank and rollout}
 
     def log_metric(self, name: str, value: float):
         """Log a number; metrics.jsonl has the mean over the rollout."""
@@ -97,10 +97,8 @@ class Reward:
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
         """Return n rewards, NaN where the function returned None.
 
-        If column `row_rewards` names rewards for a row, other rewards return NaN for it.
-
-        Raises:
-            RewardFailed: the function failed; the message names the row.
+        If column `row_rewards` names rewards for a row, other rewards return NaN for it. If the function
+        fails, RewardFailed names the row.
         """
         row_rewards = columns.pop("row_rewards", [None] * len(completions))
         is_scored = [names is None or self.name in names for names in row_rewards]
@@ -124,7 +122,6 @@ class Reward:
         return [next(scored) if is_one else math.nan for is_one in is_scored]
 
     def _score(self, columns: dict[str, list], callbacks: dict[str, Any]) -> list[float]:
-        """Call the function, and check returned values."""
         texts = columns["completions"]
         if not texts:
             return []
@@ -179,7 +176,7 @@ class Reward:
         return [*values] if isinstance(values, Iterator) else values  # a generator fails only when read
 
     def _find_failure(self, columns: dict[str, list], callbacks: dict[str, Any], prefixes: list[str]) -> str:
-        """Call the function with single completions, and describe the first failure."""
+        """Call the function once per completion, and describe the first completion for which it fails."""
         for i, (prefix, text) in enumerate(zip(prefixes, columns["completions"], strict=True)):
             try:
                 self._values({name: [values[i]] for name, values in columns.items()}, callbacks | QUIET)
@@ -189,7 +186,6 @@ class Reward:
 
 
 def get_reward(name: str, max_seconds: float | None = None) -> Reward:
-    """Load a reward by name, possibly with options: "iou" or "mine.py:near(tolerance=0.05)"."""
     return Reward(name, resolve_function("reward", name, REWARDS), max_seconds=max_seconds)
 
 

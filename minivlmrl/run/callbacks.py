@@ -1,8 +1,8 @@
 """Callbacks: extend the training loop without changing it.
 
-All ranks call the methods of `Callback`. Default callbacks monitor a run without changing its results. They check
-recipe, rows and memory, write report.html, and warn if the model does not learn or an input does not change the loss.
-To add a callback: `run_training(config, [*default_callbacks(config), MyCallback()])`.
+All ranks call the methods of `Callback`. Default callbacks monitor a run without changing its results: they check
+recipe, rows and memory, write report.html, and warn if the model does not learn, or ignores an input. To add a
+callback: `run_training(config, [*default_callbacks(config), MyCallback()])`.
 """
 
 import sys

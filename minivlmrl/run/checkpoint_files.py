@@ -1,7 +1,8 @@
 """Read and write checkpoint tensors as safetensors files, because pickle files could run code.
 
-Each rank writes its rows of sharded tensors. To load a checkpoint, each rank searches all files for its rows, so the
-number of ranks may change. Example: rows 128 to 255 of policy.lm_head.weight have the key "128:policy.lm_head.weight".
+Each rank writes the tensor rows that it holds. To load a checkpoint, each rank searches all files for its rows, so a
+run may resume on a different number of ranks. Example: rows 128 to 255 of policy.lm_head.weight have the key
+"128:policy.lm_head.weight".
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ FILE_SIZE = 2**30  # approximate checkpoint file size, in bytes
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
     """Yield blocks of files to hash; from a file above 64 MiB, only 1,024 evenly spaced blocks.
 
-    Training changes weights in every block, so 1,024 blocks reveal different weights.
+    1,024 blocks suffice to tell two models apart, because training changes weights in every block.
     """
     for file in files:
         size = file.stat().st_size

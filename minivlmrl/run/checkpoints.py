@@ -1,12 +1,14 @@
 """Save and load checkpoints; a resumed run gives exactly the same results.
 
-output_dir/states/000120/    after 120 optimizer steps in all stages
+Files of a checkpoint after 120 optimizer steps in all stages:
+
+output_dir/states/000120/
     *.safetensors            weights and optimizer moments; see run/checkpoint_files.py
     run.json                 TrainerState
     complete.json            checksums of the other files; written last
 
-Checkpoints are saved only after a rollout's last optimizer step, and therefore contain no completions. Random states
-are not saved: generators are seeded from run seed and stage, step or row. Incomplete checkpoints are named *.partial.
+Checkpoints need no completions, because they are saved only after a rollout's last optimizer step. Random states are
+not saved: generators are seeded from run seed and stage, step or row. Incomplete checkpoints are named *.partial.
 """
 
 import re

@@ -52,11 +52,7 @@ def load_datasets(
 
 
 def columns_read(config: RunConfig, stages: Mapping[str, type[Trainer]]) -> set[str] | None:
-    """Return the columns to read.
-
-    Returns:
-        Column names; None (all) if there is an environment, a user-defined stage or a reward with **columns.
-    """
+    """Return the columns to read; None (all) for an environment, a user-defined stage or a reward with **columns."""
     is_scored = any(trainer.needs == "prompts" for trainer in stages.values())
     rewards = [
         *(training_rewards(config) if is_scored else []),
@@ -97,7 +93,7 @@ def _load_datasets(
         path: str, columns: Iterable[str], limit: int | None = None, rewards: Sequence[RewardName] = (), **changed: str
     ) -> FileDataset:
         required = ("problem", *sorted(columns))
-        # this constant replaces a dataset column named row_rewards
+        # overrides a dataset column named row_rewards
         constants = {"row_rewards": rewards or None}
         return FileDataset(path, required, limit, constants, checks_files, reads, **row_options | changed)
 
@@ -121,7 +117,7 @@ def _load_datasets(
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(options.eval_file, eval_columns, options.eval_rows)
-    # do not check data.columns in runs that only evaluate, because the file may already have the new column names
+    # not in runs without stages, whose evaluation file may already have the names that data.columns maps to
     if stages:
         columns = {name for rows in datasets.values() if isinstance(rows, FileDataset) for name in rows.columns}
         for name in options.columns:
@@ -202,8 +198,8 @@ def sample(strategy: str, total_rows: int) -> list[int]:
     """Return row indices for a strategy such as "first:100" or "random:10%".
 
     Args:
-        strategy: all, first:N, end:N or random:N; N is a number or a percentage, rounded up; random:N does not depend
-            on the run seed.
+        strategy: all, first:N, end:N (last N rows) or random:N (independent of the run seed). N is a number of rows,
+            or a percentage, which is rounded up to whole rows.
 
     Source: sampling_strategy in VLM-R1, grpo_rec.py.
     """

@@ -80,8 +80,8 @@ def metrics_by_name(rewards: Sequence[str], means: dict[str, list]) -> dict[str,
 
 def noise(before: float, after: float, num_rows: int) -> float:
     """Return twice the standard error of the difference between two means of values in [0, 1]."""
-    # Values in [0, 1] have a variance of at most mean * (1 - mean). One added correct and one added wrong answer keep
-    # the standard error above 0 if all answers are wrong.
+    # Estimate variances as mean * (1 - mean), the maximum for values in [0, 1]. One added correct and one added wrong
+    # answer keep the standard error above 0 if all answers are wrong.
     means = [(value * num_rows + 1) / (num_rows + 2) for value in (before, after)]
     return 2 * math.sqrt(sum(mean * (1 - mean) for mean in means) / num_rows)
 
@@ -102,7 +102,7 @@ def gray_images(row: Row, _rows: Dataset) -> dict[str, list]:
 def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
     """Return images and videos of the next row that has some, for eval/accuracy_swapped_image.
 
-    The images are resized like this row's images, so that box coordinates have the same range.
+    The returned images get the sizes of the row's own images, so that box coordinates have the same range.
     """
     others = {}
     for name in ("images", "videos"):

@@ -27,7 +27,7 @@ from minivlmrl.trainers.registry import find_trainers
 
 
 def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None) -> int:
-    """Train a recipe, in one process or as one rank.
+    """Train a recipe in this process, which may be one of several ranks.
 
     Args:
         callbacks: defaults to `default_callbacks(config)`.
@@ -140,7 +140,6 @@ def begin_run(results: Results, resumed: Resumed):
 
 @contextmanager
 def notify_on_error(callbacks: Callbacks) -> Iterator[None]:
-    """Call Callback.on_error for errors in a `with` block."""
     try:
         yield
     except Exception as error:
@@ -157,7 +156,7 @@ def train_stage(
     state = results.state
     callbacks = results.callbacks
     batches = Batches(rows, trainer, state.batches_consumed)
-    steps = trainer.steps(batches)  # generator: samples completions when a step is requested
+    steps = trainer.steps(batches)  # lazy: next(steps) samples completions
     callbacks.on_stage_begin(trainer, optimizer, state)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
     for number in range(state.step, trainer.options.max_steps):

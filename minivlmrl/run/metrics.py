@@ -161,8 +161,8 @@ class MetricsLog(ExitStack):
     def lines_to_keep(self) -> dict[str, int]:
         """Flush the log files, and return {log file: lines} for a checkpoint.
 
-        Lines of later evaluations are not counted, because a resumed run writes them again. After an error before
-        snapshot_line_counts, rank 0 counts all lines, and other ranks return {}.
+        Lines of later evaluations are not counted, because a resumed run writes them again. After an error between
+        step() and snapshot_line_counts(), rank 0 counts all lines, and other ranks return {}.
         """
         for file in self.files.values():
             os.fsync(file.fileno())
@@ -205,7 +205,6 @@ class MetricsLog(ExitStack):
         return metrics
 
     def warn(self, stage: str, step: int, warning: str, steps_done: int):
-        """Append a warning to warnings.jsonl, and print it."""
         self.write(WARNINGS, {"stage": stage, "step": step, "warning": warning})
         self.bar.print(f"warning, {stage} {steps_done}: {warning}", file=sys.stderr)
 
@@ -266,18 +265,14 @@ def encode(line: dict) -> bytes:
 
 
 def check_mismatch(config: RunConfig, metrics: dict[str, float]):
-    """Raise UserError if log-probabilities from sampling and training differ.
-
-    In float32, the largest difference must not exceed rollout.max_logp_mismatch nats. In bfloat16, the root mean
-    square difference must not exceed a tenth of rollout.max_logp_mismatch.
-    """
+    """Raise UserError if log-probs from sampling and training differ by more than rollout.max_logp_mismatch allows."""
     name = "rollout/logp_mismatch"
     bound = config.rollout.max_logp_mismatch
     if (config.model.compute_dtype or config.model.dtype) == "bfloat16":
         name = "rollout/logp_mismatch_rms"
         bound /= 10
     mismatch = metrics.get(name, 0.0)
-    # no check with dropout, which the trainer applies and the sampler does not
+    # with dropout, which the sampler lacks, log-probs may differ
     if mismatch > bound and not config.adapter.dropout:
         raise UserError(
             f"{name} is {mismatch:.3g} nats, but at most {bound} is allowed: the sampler and the trainer compute "
@@ -355,6 +350,5 @@ TRACKERS = {
 
 
 def find_tracker(name: str) -> Callable:
-    """Import a tracker in report_to, such as wandb."""
     with error_context(f"report_to {name}"):
         return with_options(*resolve_object("tracker", name, TRACKERS))

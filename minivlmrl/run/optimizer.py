@@ -18,7 +18,6 @@ from minivlmrl.model.trainable import trained_parameters
 
 
 def adamw(parameters: list, learning_rate: float, **options) -> Optimizer:
-    """Build PyTorch's AdamW, fused on all devices except meta."""
     return torch.optim.AdamW(parameters, learning_rate, fused=not parameters[0].is_meta, **options)
 
 
@@ -26,7 +25,6 @@ OPTIMIZERS = {"adamw": adamw, "adamw_8bit": "minivlmrl.extras.adamw8bit:AdamW8bi
 
 
 def build_optimizer(model: nn.Module, options: TrainingOptions, section: OptimizerOptions) -> Optimizer:
-    """Build the optimizer for all parameters that require gradients."""
     # free gathered weights that FSDP may keep after a forward pass
     reshard(model)
     with error_context(f"optimizer.name {section.name}"):
@@ -38,7 +36,7 @@ def build_optimizer(model: nn.Module, options: TrainingOptions, section: Optimiz
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
     """Run a step with zero gradients, which creates optimizer state such as AdamW moments.
 
-    Weight decay changes the weights in this step, so call begin_state before loading checkpoint weights.
+    Call begin_state before loading checkpoint weights, because weight decay changes weights even in this step.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -63,7 +61,7 @@ def check_optimizer(section: OptimizerOptions):
 
 
 def group_numbers(optimizer: Optimizer) -> list[dict[str, float]]:
-    """Return the numbers in each parameter group that differ from optimizer.defaults, such as a step count."""
+    """Return numbers in each parameter group that are new or changed since optimizer.defaults, such as a step count."""
     defaults = optimizer.defaults
     return [
         {n: value for n, value in group.items() if isinstance(value, int | float) and value != defaults.get(n)}
@@ -83,7 +81,7 @@ def learning_rate(step: int, options: TrainingOptions) -> float:
     """Return the learning rate for a step, counted from 0.
 
     The rate rises linearly over warmup_steps, then decays to min_lr_ratio * learning_rate at max_steps. In warmup, step
-    k has the rate of TRL's step k + 1, because TRL's first rate is 0. After warmup, rates equal those in TRL.
+    k has the rate of TRL's step k + 1, because TRL's first rate is 0. After warmup, learning rates equal TRL's.
 
     Example: learning_rate 1, warmup_steps 2, max_steps 6 and linear decay give 0.5, 1, 1, 0.75, 0.5 and 0.25.
     """

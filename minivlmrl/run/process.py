@@ -55,7 +55,7 @@ def lost_ranks(error: RuntimeError) -> str:
 
 
 def run_rank(work: Callable[[], int]):
-    """Call `work` on one rank, and exit with the returned code.
+    """Call `work` in this rank's process, and exit with the returned code.
 
     Exit codes: 2 for an error that the user can correct, 1 for a bug or a lost rank.
     """

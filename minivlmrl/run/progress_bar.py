@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-SECONDS = 0.5  # minimum time between updates, in seconds
+SECONDS = 0.5  # minimum time between redraws, in seconds
 
 
 def cut(line: str, width: int) -> str:
@@ -66,7 +66,6 @@ class ProgressBar:
         self.draw()
 
     def close(self):
-        """Draw the finished bar, or remove it."""
         if self.leave:
             self.draw("\n")
         else:

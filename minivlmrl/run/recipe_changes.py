@@ -27,10 +27,10 @@ from minivlmrl.run.trainer_state import Fingerprints, TrainerState
 BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
 # paths of initial weights; a resumed run instead loads the weights that its checkpoint contains
 WEIGHTS = "model.path", "model.config", "adapter.path", "reference.path", "ppo.critic_path"
-# model paths; fingerprints() hashes settings of models and weights of reward models, which checkpoints lack
+# options with model paths; fingerprints() hashes what checkpoints lack: model settings and reward model weights
 MODELS = "model.path", "model.config", "reference.path", "ppo.critic_path", "reward_model.path"
 BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # changes in these options reset the best evaluation
-# {Fingerprints field: description for a message}
+# {Fingerprints field: words before the file name in a message}
 FILE_KINDS = {
     "models": "model files in",
     "rows": "rows of",
@@ -48,7 +48,7 @@ class Change(NamedTuple):
 
 
 def recipe_options(config: RunConfig) -> dict[str, object]:
-    """Return options to compare, such as {"grpo.beta": 0.04}, and the number of threads."""
+    """Return recipe options, such as {"grpo.beta": 0.04}, with the actual number of threads."""
     sections = asdict(config) | {"num_threads": torch.get_num_threads()}
     for name in ("stages", "output_dir", "resume"):
         del sections[name]
@@ -100,7 +100,7 @@ def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterato
             yield Change(text, name in batch_sizes or is_about_rows(name), name in BEST_OPTIONS)
     for kind, words in FILE_KINDS.items():
         before, now = getattr(old.files, kind), getattr(new.files, kind)
-        for name in sorted(before.keys() & now.keys()):  # files of only one run are reported as changed options
+        for name in sorted(before.keys() & now.keys()):  # a file that only one run names counts as a changed option
             if before[name] != now[name]:
                 text = f"changed since {saved} was saved: {words} {name}"
                 yield Change(text, kind == "rows" and is_about_rows(name), name in BEST_OPTIONS)

@@ -101,7 +101,7 @@ class Results:
     def write_config(self):
         if self.world.is_main:
             rows = f"evaluated on {pluralize(len(self.held_out), 'row')}" if self.held_out else "not evaluated"
-            # report.html shows this comment line
+            # report.html shows config.yaml's first line
             text = f"# {self.config.recipe}; {rows}\n{to_yaml(self.config)}"
             (self.folder / RUN_CONFIG).write_bytes(text.encode())
 
@@ -111,7 +111,6 @@ class Results:
             self.state.results[name] = self.evaluate(name, trainer, trainer.options.max_steps if trainer else 0)
 
     def evaluate_if_due(self, trainer: Trainer, steps_done: int):
-        """Evaluate every eval_steps steps, and save weights every save_steps steps."""
         config = self.config
         if config.eval_steps and steps_done % config.eval_steps == 0:
             self.evaluate(f"after step {steps_done} of {trainer.stage}", trainer, steps_done)
@@ -159,14 +158,14 @@ class Results:
     def chance(self) -> float | None:
         """Return the accuracy of guessing without the image, None if the first reward is not `accuracy`.
 
-        With data files, guess the most frequent solution of rows with the same question. For a question that occurs
-        only once, guess the most frequent solution of all rows.
+        For data files, the guess is the most frequent solution for the same question or, if the question occurs only
+        once, of all rows.
         """
         if self.held_out is None or self.config.eval_rewards[0] != "accuracy":
             return None
         if self.config.data.task:
             return get_task(self.config.data.task).chance
-        counts = defaultdict(Counter)  # {question: number of rows per solution}
+        counts = defaultdict(Counter)  # {question: {solution: number of rows}}
         for row in self.held_out:
             if answer := normalize(solution_text(row.columns.get("solution"))):
                 counts["\n".join(map(text_of, row.messages))][answer] += 1
@@ -203,7 +202,7 @@ class Results:
             if has_adapters(self.model):
                 from minivlmrl.model.lora import merge_note
 
-                note = merge_note(self.model)  # all ranks must call merge_note
+                note = merge_note(self.model)  # on all ranks: merge_note gathers sharded weights
                 if note and self.world.is_main:
                     print(note, flush=True)
         if trainer is None or not trainer.trains_policy:

@@ -122,7 +122,7 @@ class CompletionsLog:
             for name, content in images.items():
                 path = self.folder / name
                 path.parent.mkdir(exist_ok=True)
-                draft = path.with_suffix(".partial")  # rename only complete images: the run may be killed
+                draft = path.with_suffix(".partial")  # a killed run must not leave incomplete images
                 draft.write_bytes(content)
                 draft.rename(path)
             for line in lines:

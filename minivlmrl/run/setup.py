@@ -86,7 +86,6 @@ def prepare(
 def build_model(
     config: RunConfig, world: World, datasets: dict[str, Dataset] | None = None
 ) -> tuple[VisionLanguageModel, Processor]:
-    """Build processor and model for a recipe."""
     with unchanged(*filter(None, (config.model.path, config.adapter.path))):
         processor = build_processor(config, datasets)
         return build_weights(config, world, processor), processor
@@ -129,7 +128,7 @@ def build_weights(config: RunConfig, world: World, processor: Processor) -> Visi
     """Load or initialize the model, add adapters, and shard it."""
     section = config.model
     dtype = DTYPES[section.dtype]
-    sharding = None  # None = all weights on every rank
+    sharding = None
     if config.uses_fsdp:
         # imported only if needed: takes 40 MiB and half a second
         from minivlmrl.distributed.fsdp import Sharding

@@ -24,8 +24,8 @@ class Preempted(Exception):
 class StopSignals:
     """Context manager: handle stop signals during a run.
 
-    A second signal after five seconds (Ctrl-C: one second) ends the process at once. Long tasks such as sampling call
-    world.stop_if_preempted, which raises Preempted after a signal.
+    A signal more than five seconds after the first (Ctrl-C: one second) ends the process at once. Long tasks such as
+    sampling call world.stop_if_preempted, which raises Preempted after a signal.
     """
 
     NAMES = "SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGBREAK"

@@ -15,8 +15,8 @@ FRESH_ROWS = 1_000_000
 class Task:
     """A task: functions for datasets and tokenizer, and chance accuracy."""
 
-    # Function (recipe section `data`, seed) -> {kind of rows, such as "pairs": training rows}, held-out rows. Held-out
-    # rows do not depend on the seed. Other parameters are task options, such as pairs in "shapes(pairs=8)".
+    # Function (recipe section `data`, seed, task options such as pairs in "shapes(pairs=8)") that returns training rows
+    # by kind, such as {"pairs": rows}, and held-out rows. Held-out rows do not depend on the seed.
     datasets: Callable[..., tuple[dict[str, Dataset], Dataset]]
     tokenizer: Callable[[], Tokenizer]  # trains a small tokenizer on all text in the task
     chance: float  # accuracy when guessing without the image
@@ -31,8 +31,6 @@ def get_task(name: str) -> Task:
 
     Args:
         name: key in TASKS, file.py:NAME or package.module:NAME, possibly with options.
-    Raises:
-        UserError: unknown task or option.
     """
     from minivlmrl.config.import_utils import resolve_object, with_options
 

@@ -57,7 +57,7 @@ def answer_call(
     """Run a tool call; an exception or an oversized result becomes the text "error: ...".
 
     Args:
-        name, inside: tool name, and its arguments as text.
+        name, inside: tool name, and tool arguments as text.
     Returns:
         message parts of the result, images with patches and grids, and whether the call succeeded
     """
@@ -82,7 +82,6 @@ def answer_call(
 
 
 def begin(make: Callable[[], Environment], columns: dict) -> Environment:
-    """Create an environment, and call `reset`."""
     environment = make()
     text = call_method(environment, "reset", **columns)
     if text is not None:
@@ -100,7 +99,6 @@ def begin_with_row(name: str, row: Row) -> Environment:
 
 
 def call_method(environment: Environment, name: str, /, *arguments, **columns):
-    """Call `reset` or `observe` within the time limit."""
     try:
         with time_limit(settings_of(environment).max_tool_seconds):
             return getattr(environment, name)(*arguments, **columns)
@@ -194,7 +192,8 @@ def render_answers(answers: list[list[dict]], opening: Sequence[str] = ()) -> li
 
     Args:
         answers: message parts, one list per tool result.
-        opening: result of `turn_opening`. If empty, tool results stay in the assistant turn, in <result> tags.
+        opening: start of the next assistant turn, from turn_opening(). If `opening` is empty, tool results stay in the
+            current assistant turn, in <result> tags.
     """
     text, start, end = "<result>{}</result>", "", ""
     if opening:

@@ -97,7 +97,7 @@ class ToolEpisode:
         """
         _, answer, pictures = self.call_tools(calls, turn_ended)
         ids = answer.input_ids.tolist()
-        # a result that is too long ends the completion: images cannot be truncated
+        # a tool result that does not fit ends the completion, because images cannot be truncated
         self.tool_use.cut = not self.done and len(ids) >= tokens_left
         if self.done or self.tool_use.cut:
             return True
@@ -111,7 +111,7 @@ class ToolEpisode:
     def call_tools(self, calls: list[Call], turn_ended: bool) -> tuple[list[list[dict]], Prompt, list[Picture]]:
         """Run tool calls; return results as message parts, as a Prompt, and as images.
 
-        Results become a user turn if the assistant turn has ended, else they continue the assistant turn.
+        Tool results become a user turn if the assistant turn has ended, else a part of the assistant turn.
         """
         answers = []
         pictures = []
@@ -163,8 +163,8 @@ class AnswerAttention(DecodeAttention):
     Tokens attend to their prompt and to all earlier tokens in their completion.
 
     Args:
-        rows: each tool result's row in the decoding batch.
-        lengths: each tool result's number of tokens.
+        rows: row in the decoding batch per tool result.
+        lengths: tokens per tool result.
     """
 
     def __init__(self, decoding: DecodeAttention, rows: list[int], lengths: list[int]):
@@ -282,7 +282,7 @@ def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
 
     The argument `extents` lists image sizes (width, height) in the units of box coordinates.
     """
-    images = list(row.images)  # list() decodes all image files
+    images = list(row.images)  # decode image files once, not on every access
     space = row.columns.get("box_space") or processor.box_space
     patch_size = processor.image_processor.patch_size
     # exclude videos, which have second_per_grid_ts > 0

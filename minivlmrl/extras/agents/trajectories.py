@@ -1,4 +1,4 @@
-"""Sample trajectories: multi-turn completions where every turn has its own prompt, the context window.
+"""Sample trajectories: multi-turn completions where every turn has its own prompt (context window).
 
 The first prompt comes from the dataset. Later prompts hold the messages that the environment method `observe(rounds)`
 returns. With sampling.history=K, later prompts hold all text so far and the images from the newest K rounds. A round is
@@ -68,7 +68,7 @@ class Episode(ToolEpisode):
         return len(self.rounds) == len(self.turns)
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int) -> bool:
-        """Run tool calls, and record the round. Return True, because a tool call ends the turn."""
+        """Run tool calls, and record turn and results as a Round. Return True, because a tool call ends the turn."""
         parts, answers, pictures = self.call_tools(calls, turn_ended)
         if not self.done:
             text = self.processor.decode_assistant_turn(Completion(torch.tensor(self.ids)))
@@ -76,7 +76,6 @@ class Episode(ToolEpisode):
         return True
 
     def finish(self, completion: Completion):
-        """Store a sampled turn, and begin the next one."""
         self.turns.append(completion)
         self.ids = []
         self.policy_mask = []
@@ -84,9 +83,8 @@ class Episode(ToolEpisode):
         self.ended = False
 
     def trajectory(self) -> Completion:
-        """Concatenate all turns into one Completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
-        # for the log: the last image of each prompt after the first
+        # images to log: the last image of each prompt but the first
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),
@@ -129,7 +127,7 @@ class TrajectorySampler(ToolSampler):
         return groups
 
     def decode(self) -> Decode:
-        return Sampler.decode(self)  # tool results need no prefill, because the next prompt contains them
+        return Sampler.decode(self)  # prefills no tool results, because the next turn's prompt contains them
 
     def window(self, episode: Episode) -> Prompt:
         with error_context(f"{episode.row.name}: turn {len(episode.turns)}"):
@@ -152,7 +150,7 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
     messages = call_method(episode.environment, "observe", [(past.text, past.parts) for past in episode.rounds])
     require(isinstance(messages, list) and bool(messages), "the result of observe", messages, "a list of messages")
     check_messages(messages)
-    messages = valid_text(messages)  # replace lone surrogates, possible in generated text
+    messages = valid_text(messages)
     images: list[Any] = [part.get("image") for part in shown_parts_of(messages)]
     for image in images:
         require(isinstance(image, PIL.Image.Image), "an image part from observe", image, "a PIL image")
@@ -160,7 +158,7 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
 
 
 def history_window(episode: Episode, history: int, processor: Processor) -> Prompt:
-    """Build the next prompt from all text so far and the images in the newest rounds."""
+    """Build the next prompt: all text so far, and the images from the newest `history` turns and tool results."""
     shown = [episode.prompt, *(past.answers for past in episode.rounds)]
     written = [*(turn.ids for turn in episode.turns), torch.empty(0, dtype=torch.long)]
     tokens = processor.tokenizer.special_tokens

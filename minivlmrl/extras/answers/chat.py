@@ -102,7 +102,7 @@ class Stream:
                 print(self.decoder.decode(token_bytes(self.tokenizer, token_id)), end="", flush=True)
 
     def end(self):
-        """End the line, printing an incomplete character as U+FFFD."""
+        """Print the end of the answer; an incomplete character becomes U+FFFD."""
         print(self.decoder.decode(b"", final=True))
 
 

@@ -6,9 +6,9 @@ minivlmrl generate --model FOLDER --data rows.jsonl --out answers.jsonl  # witho
 torchrun --no-python --nproc-per-node 8 minivlmrl evaluate ...  # on several GPUs
 
 The recipe sets prompt template, image size, stopping rules, data.answer_format and evaluation rewards. The
-default recipe is config.yaml of the training run, else minivlmrl.yaml beside the weights. For a model
-without config.yaml and minivlmrl.yaml, the default is own_data.yaml with the prompt template {problem}. Sampling
-ignores top_k, top_p, min_p and repetition_penalty, as in evaluations during training.
+default recipe is config.yaml of the training run, else minivlmrl.yaml beside the weights, else own_data.yaml with the
+prompt template {problem}. Sampling ignores top_k, top_p, min_p and repetition_penalty, as in evaluations during
+training.
 """
 
 import argparse
@@ -62,7 +62,6 @@ def build_parser(name: str) -> argparse.ArgumentParser:
 
 
 def answer_file(tool: str, arguments: list[str]):
-    """Run `evaluate` or `generate`; only `evaluate` computes rewards."""
     options, overrides = build_parser(tool).parse_known_args(arguments)
     if options.num_generations < 1 or options.rows < 1:
         raise UserError(
@@ -145,7 +144,6 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
 
 
 def note_changes(options: argparse.Namespace, config: RunConfig):
-    """Print prompt options that differ from those used in training."""
     trained = find_recipe(options.model) if options.recipe else None
     if changed := changed_prompts(trained, config):
         print(

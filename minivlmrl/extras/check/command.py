@@ -2,7 +2,7 @@
 
 minivlmrl check RECIPE [--section.name=value ...]
 
-`check` reads the rows, scores correct answers and texts without an answer, and prints problems with cause and fix.
+`check` reads the rows, tries the rewards on correct answers and other texts, and prints problems with cause and fix.
 `check` writes no files and samples no completions. The first ten training steps report truncated completions, missing
 answer tags and equal rewards. Exit status: 1 if there are problems, else 0.
 """
@@ -41,7 +41,6 @@ def main(arguments: list[str]) -> int:
 
 
 def check(config: RunConfig) -> Iterator[str]:
-    """Yield problems with options, rows and rewards, including cause and fix."""
     stages = find_trainers(config)
     callbacks = default_callbacks(config)
     callbacks.on_recipe(config, stages)

@@ -1,6 +1,6 @@
 """Find recipe options that have no effect because of another option.
 
-Options without effect cause notes, not errors: a single --grpo.num_iterations=1 may disable other options.
+Options without effect cause notes, not errors: changing one option, such as grpo.num_iterations, can disable others.
 """
 
 import inspect
@@ -123,7 +123,6 @@ def rules(config: RunConfig) -> list[tuple[str, str, object]]:
 
 
 def options_without_effect(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
-    """Yield (options, reason) for recipe options without effect."""
     for name in config.unused_sections:
         yield [name], f"`stages` does not include {name}"
     for stage in config.data.files:

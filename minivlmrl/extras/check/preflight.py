@@ -37,7 +37,7 @@ from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
-NUM_SOLUTIONS = 10_000  # maximum solutions to check; takes a few seconds
+NUM_SOLUTIONS = 10_000  # maximum dataset solutions to check; 10,000 take a few seconds
 NUM_IMAGES = 16  # maximum images whose boxes are checked
 TYPICAL_WEIGHT = 0.01  # absolute value of a typical weight in models with billions of parameters
 

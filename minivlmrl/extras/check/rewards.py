@@ -180,7 +180,7 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
     text_lists.append([format_completion(answer, trial.processor) for answer in right_answers])
     # rewards, shape (len(text_lists), rows, reward functions)
     values = torch.stack([*map(trial.score_texts, text_lists[:-1]), right_values])
-    # mean weighted sum of rewards for each list; the last list has the correct answers
+    # mean total reward per text list
     totals = [combine(x, trial.weights).nanmean().item() for x in values]
     *others, right_mean = totals
     highest, name = max(zip(others, probes, strict=True))
@@ -234,7 +234,7 @@ def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) 
 def check_forms(trial: Trial) -> Iterator[str]:
     """Check whether a reward prefers str(solution), such as "['cat', 'kitten']", to a plain answer.
 
-    A plain answer is one element of a list of solutions, the letter of a choice, or a box in the model's unit.
+    Plain answers are "cat" for ["cat", "kitten"], the letter of a choice, or a box in the model's coordinate unit.
     """
     forms, values_of_rows = trial.forms()
     for k, reward in enumerate(trial.rewards):
@@ -283,7 +283,7 @@ def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Itera
 def check_constant(
     trial: Trial, solutions: Sequence[Sequence[str]], right_values: Tensor, of_rows: str = ""
 ) -> Iterator[str]:
-    """Check whether the most frequent solution scores as high as correct answers.
+    """Check whether always answering the most frequent solution scores as high as correct answers.
 
     Example: if 70 % of the solutions are "no", always answering "no" scores 0.7.
     """
@@ -296,7 +296,7 @@ def check_constant(
     frequency = num_equal / len(solutions)
     means = [constant[mask].nanmean().nan_to_num(0.0).item() for mask in (is_equal, ~is_equal)]
     constant_mean = frequency * means[0] + (1 - frequency) * means[1]
-    # constant answers score above correct answers only if a reward misreads correct answers; other checks report that
+    # constant_mean above 1.25 * right_mean: a reward misreads correct answers, which other checks report
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {truncate(format_completion(solution, trial.processor), 80)} scores "
@@ -349,16 +349,15 @@ def format_completion(answer: str, processor: Processor, thought: str = "hm") ->
 
 
 def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
-    """Count the rows for each correct answer."""
     return Counter(chain.from_iterable(map(dict.fromkeys, solutions)))
 
 
 def answer_forms(row: Row, processor: Processor) -> list[str]:
     """Return the spellings of a row's correct answer, `str(solution)` last.
 
-    Examples: ["cat", "dog"] gives `cat`, `dog`, `cat, dog`, `["cat", "dog"]` and `['cat', 'dog']`. If the prompt lists
-    "B. horse", "horse" gives `B` and `horse`, and the index "1" gives `B` and `1`. "1,200" gives `1200` and `1,200`.
-    Boxes are converted to the model's unit.
+    Examples: ["cat", "dog"] gives the spellings `cat`, `dog`, `cat, dog`, `["cat", "dog"]` and `['cat', 'dog']`. If the
+    prompt lists "B. horse", "horse" gives `B` and `horse`, and the zero-based index "1" gives `B` and `1`. "1,200"
+    gives `1200` and `1,200`. Boxes are converted to the model's coordinate unit.
     """
     solution = row.columns.get("solution")
     elements = parse_literal(solution) if isinstance(solution, str) and solution.startswith("[") else solution

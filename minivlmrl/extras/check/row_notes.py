@@ -30,11 +30,7 @@ def describe_rows(config: RunConfig, datasets: dict[str, Dataset], processor: Pr
 
 
 def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False, answers: Sequence[str] = ()) -> str:
-    """Describe a dataset: "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens".
-
-    Raises:
-        UserError: a row is unreadable, and skip_unreadable is False.
-    """
+    """Describe a dataset: "1204 (1200 with 1 image, 4 with no image); prompts of 212 to 580 tokens"."""
     unreadable: list[str] | None = [] if skip_unreadable else None
     indices = rows_to_measure(rows, processor)
     lengths = sorted(size.prompt_tokens for size in row_sizes(rows, indices, processor, answers, unreadable))
@@ -70,7 +66,7 @@ def rows_to_measure(rows: Dataset, processor: Processor) -> list[int]:
 
 
 def count_media(rows: Dataset) -> str:
-    """Count rows by their images and videos: "1204 (1200 with 1 image, 4 with no image)"."""
+    """Count rows by their images and videos."""
     if isinstance(rows, FileDataset):
         num_rows = sum(file.num_rows for file in rows.files)
         if len(rows.files) > 1 or num_rows != len(rows):

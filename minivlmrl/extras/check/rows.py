@@ -16,7 +16,7 @@ from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.registry import find_class
 
 NUM_ROWS = 16  # rows to check in detail
-TASK_ROWS = 1000  # maximum generated rows, if data.task is set
+TASK_ROWS = 1000  # maximum rows to check if data.task generates rows
 MAX_MARKUP_TOKENS = 64  # maximum tokens that the chat template adds to an answer
 
 
@@ -47,7 +47,7 @@ def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], proce
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
     """Check system messages, the order of tool results, and the position of images."""
     num_two_systems = num_misplaced = 0
-    image_orders = Counter()  # number of questions; key True: image after the text, False: before
+    image_orders = Counter()  # {whether the image follows the text: number of questions}
     for row in without_media(all_rows):
         systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
         num_two_systems += len({*systems, system_prompt} - {None}) > 1

@@ -4,8 +4,8 @@
     minivlmrl convert rows.jsonl --to trl --out rows_trl.jsonl
 
 The layout is recognized by its column names; if two layouts match, choose one with --layout. The new file is beside
-the original and refers to the same images. Dropped columns and keys are listed. For a VLM-R1 YAML list
-of datasets, every dataset is converted, and the recipe option data.train with the new files is printed.
+the original and refers to the same images. `convert` prints dropped columns and keys. For a YAML
+file from VLM-R1, `convert` converts every dataset listed there, and prints the option data.train for a recipe.
 """
 
 import argparse

@@ -65,7 +65,7 @@ class Columns(dict):
         return self.pop(name, None)
 
     def turns(self, name: str) -> list[dict]:
-        """Remove a column with turns; return messages with `role` and `content`."""
+        """Remove a column of turns from the row, and return the turns as messages with `role` and `content`."""
         raw_turns = self.pop(name)
         if isinstance(raw_turns, dict):
             raw_turns = [raw_turns]

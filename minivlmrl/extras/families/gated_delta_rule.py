@@ -13,17 +13,17 @@ Substituting S_(i-1) in u_i gives a triangular system, because u_i depends only 
 
     u_i + sum over j < i of L_ij u_j = beta_i (v_i - e^G_i S^T k_i)
 
-with L_ij = beta_i e^(G_i - G_j) k_i . k_j. The state S occurs only on the right side, so the systems for all chunks are
-solved at once, before S is known:
+with L_ij = beta_i e^(G_i - G_j) k_i . k_j. Only the right side of the triangular system contains S, so X and Y are
+solved for all chunks at once, before S is known:
 
     X = (I + L)^-1 beta V        Y = (I + L)^-1 beta e^G K
 
-Only these products are computed chunk by chunk:
+Given X and Y, only outputs and the next state are computed chunk by chunk:
 
     U = X - Y S        O = e^G Q S + M U        M_ij = e^(G_i - G_j) q_i . k_j for j <= i
     S <- e^G_C S + (e^(G_C - G) K)^T U
 
-Example: two tokens with keys and queries 1, values 8 and 6, beta = 1/2 and a = 1/2, computed in both forms:
+Example: two tokens with keys and queries 1, values 8 and 6, and beta = a = 1/2:
 
     token by token:  u_1 = 8 / 2 = 4,  S = 4,  a S = 2,  u_2 = (6 - 2) / 2 = 2,  S = 2 + 2 = 4
     one chunk:       L_21 = 1/4,  u_1 = beta v_1 = 4,  u_2 = beta v_2 - L_21 u_1 = 3 - 4/4 = 2
@@ -58,7 +58,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
     Args:
         q, k: (b, T, H, K), queries and keys. All tensors must be float32, or all float64.
         v: (b, T, H, V), values.
-        beta: (b, T, H), fraction of the prediction error to correct.
+        beta: (b, T, H), step size of the correction, 0 to 1.
         g: (b, T, H), log decay.
         state: (b, H, K, V), state before the first token.
     Returns:
@@ -83,7 +83,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
     outputs = []
     for chunk in zip(*(x.unbind(2) for x in tensors), strict=True):
         (chunk_x, chunk_y, chunk_queries, chunk_m, chunk_keys, chunk_decay) = chunk
-        u = chunk_x - chunk_y @ state  # (b, H, C, V): prediction errors in the chunk, times beta
+        u = chunk_x - chunk_y @ state  # (b, H, C, V): beta * (value - predicted value)
         outputs.append(chunk_queries @ state + chunk_m @ u)
         state = chunk_decay * state + chunk_keys @ u
     return torch.cat(outputs, dim=2)[:, :, :T].transpose(1, 2), state
@@ -98,7 +98,7 @@ def in_chunks(x: Tensor, size: int) -> Tensor:
 
 
 def solve_chunks(k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, since: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve for X and Y, as in the derivation above."""
+    """Solve each chunk's triangular system for X and Y; see the module docstring."""
     right = torch.cat([beta * v, beta * since * k], dim=-1)
     lower = beta * (k @ k.mT) * decay  # L in the derivation; solve_triangular ignores its diagonal
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)

@@ -1,7 +1,7 @@
 """Qwen3.5, where three out of four decoder layers are recurrent and need no KV cache.
 
-Recurrent layers run over a prompt once. Completions start with a copy of the prompt's final state: recurrent matrices
-and last convolution inputs. The vision tower is that of Qwen3-VL, without DeepStack.
+Recurrent layers run over a prompt once for all its completions, which start with a copy of the prompt's final state:
+recurrent matrices and last convolution inputs. The vision tower is that of Qwen3-VL, without DeepStack.
 
 Dimension letters: b rows with T tokens, N packed tokens, H heads, V value width, K query and key width, W convolution
 channels, D head_dim.
@@ -38,7 +38,7 @@ class Qwen3_5Config(Qwen3VLConfig):
     partial_rotary_factor: Annotated[float, "(0, 1]"] = 0.25
     # every n-th layer has full attention
     full_attention_interval: Size = 4
-    # (): computed from full_attention_interval
+    # type of each layer; if empty, computed from full_attention_interval
     layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()
     linear_num_key_heads: Size = 16
     linear_num_value_heads: Size = 32
@@ -161,7 +161,7 @@ class GatedDeltaNet(nn.Module):
 
     def reset_parameters(self):
         """Initialize the decay to half-lives from 0.4 to 700 tokens."""
-        self.dt_bias.data.copy_(torch.logspace(-3, -1, self.v_heads).expm1().log())  # softplus(dt_bias) is 1e-3 to 0.1
+        self.dt_bias.data.copy_(torch.logspace(-3, -1, self.v_heads).expm1().log())
         self.A_log.data.copy_(torch.linspace(1, 16, self.v_heads).log())
 
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
@@ -200,7 +200,7 @@ class GatedDeltaNet(nn.Module):
         q = (q * self.k_dim**-0.5).repeat_interleave(repeat, dim=2)  # queries (b, T, H, K)
         k = k.repeat_interleave(repeat, dim=2)
         v = v.unflatten(-1, (self.v_heads, -1))  # values (b, T, H, V)
-        beta = b.sigmoid().to(wide)  # (b, T, H) fraction of the prediction error to correct
+        beta = b.sigmoid().to(wide)  # (b, T, H) step size of the delta rule
         rate = F.softplus(a.to(wide) + self.dt_bias.to(wide))
         log_decay = -self.A_log.to(wide).exp() * rate  # (b, T, H)
         out, state = gated_delta_rule(q, k, v, beta, log_decay, state)
@@ -224,7 +224,7 @@ def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], 
     layout = attention.layout
     results = []
     states = []
-    # per input tensor: one (prompt block, completion block) pair per distinct prompt length
+    # batch prompts of equal length: one (prompt block, completion block) pair per length, for each input tensor
     blocks = [layout.blocks(x.unsqueeze(1)) for x in inputs]
     for *pairs, slots in zip(*blocks, layout.slots, strict=True):
         prompts = [prompt_block[:, 0] for prompt_block, _ in pairs]

@@ -149,7 +149,7 @@ class Qwen3VisionTransformer(VisionTower):
 def interpolation_weights(count: int, side: int) -> Tensor:
     """Return float64 weights (count, side) for linear interpolation from `side` to `count` points.
 
-    Example: for side=2 and count=3, the rows of the result are (1, 0), (.5, .5) and (0, 1).
+    Example: interpolation from side=2 to count=3 points has the weights (1, 0), (.5, .5) and (0, 1).
     """
     positions = torch.arange(count, dtype=torch.float64) * (side - 1) / max(count - 1, 1)
     distances = (positions[:, None] - torch.arange(side)).abs()
@@ -231,7 +231,7 @@ class Videos:
         return join_text(laid_pieces), step_grids, step_seconds
 
 
-# {setting in video_preprocessor_config.json: its only supported value}
+# {video_preprocessor_config.json key: only supported value}
 VIDEO_FIXED = {**FIXED, "do_sample_frames": True, "cap_pixels_per_frame": False}
 
 

@@ -117,7 +117,7 @@ def find_gpu(text: str) -> tuple[float, Card | None]:
     card = find_card(text)
     if card is not None:
         return card.memory, card
-    if re.fullmatch(r"\d{1,3}(\.\d*)?", text):  # size in GB; four digits, such as 2080, are a card name
+    if re.fullmatch(r"\d{1,3}(\.\d*)?", text):  # size in GB, at most three digits: 2080 is a GPU name
         return float(text) * GB, None
     raise UserError(f"--gpu_memory is {text!r}, but it must be a number of GB, auto or one of {', '.join(CARDS)}")
 
@@ -161,7 +161,7 @@ def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
         seconds["score"] = forward
     seconds["train"] = compute(inputs, backward=True) + forward * config.model.activation_checkpointing
     items = persistent_items(question)
-    # AdamW reads and writes moments and weights, and reads gradients
+    # memory traffic: AdamW reads and writes moments and weights, and reads gradients
     trained = bytes_of(trained_parameters(question.models))
     seconds["optimizer"] = (2 * items["optimizer"] + 3 * trained) * question.share / card.bandwidth
     return seconds

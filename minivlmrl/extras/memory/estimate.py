@@ -96,7 +96,6 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def meta_batch(model_config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) -> GroupBatch:
-    """Build a micro-batch on the meta device, without data."""
     merge = model_config.vision_config.spatial_merge_size
     frame_tokens = work.image_tokens // work.frames
     rows = max(math.isqrt(frame_tokens), 1)
@@ -149,7 +148,6 @@ class MemoryEstimator:
 
     @classmethod
     def from_folder(cls, path: str, before_ampere: bool = False) -> "MemoryEstimator":
-        """Create an estimator from config.json in a model folder."""
         return cls(read_config(find_folder(path)), before_ampere)
 
     def build(self, config: RunConfig) -> VisionLanguageModel:
@@ -429,7 +427,7 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
     items = {"weights": weights, "optimizer": moments}
     if models.critic is not None:
         items["critic"] = bytes_of([*models.parameters(), *models.buffers()]) - weights
-    if question.has_reference:  # count no weights shared with the policy
+    if question.has_reference:  # count only weights that the policy does not share
         if config.reference.path is not None:
             reference = MemoryEstimator.from_folder(config.reference.path)
             items["reference"] = reference.parameters * question.dtype.itemsize
@@ -447,7 +445,6 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
 
 
 def peak_bytes(phases: dict[str, dict]) -> float:
-    """Return the total bytes for the largest phase, including RESERVE."""
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
 
