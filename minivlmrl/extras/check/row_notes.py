@@ -66,7 +66,7 @@ def rows_to_measure(rows: Dataset, processor: Processor) -> list[int]:
 
 
 def count_media(rows: Dataset) -> str:
-    """Count rows by their images and videos."""
+    """Count rows by their images and videos: "1204 (1200 with 1 image, 4 with no image)"."""
     if isinstance(rows, FileDataset):
         num_rows = sum(file.num_rows for file in rows.files)
         if len(rows.files) > 1 or num_rows != len(rows):
