@@ -10,13 +10,13 @@ tags earn a reward. SFT imitates given answers. GRPO samples several answers to 
 makes answers with more reward more likely. A model that never writes <answer> needs SFT before
 GRPO. DPO makes a chosen answer more likely than a rejected one.
 
-GPU memory for SFT, GRPO and DPO, counted by benchmarks/minimal_memory.py: 70, 72 and 79 GB for
-Qwen2.5-VL-3B; 149, 153 and 168 GB for Qwen2.5-VL-7B.
+For SFT, GRPO and DPO, Qwen2.5-VL-3B needs 70, 72 and 79 GB of GPU memory, and Qwen2.5-VL-7B needs
+149, 153 and 168 GB (benchmarks/minimal_memory.py).
 
 Read down to "# ==== You have read it all"; the rest reads and writes files. "# ---- A -> B" starts
 code that turns A into B. Pages in docs/papers/ show the lines that DAPO, GSPO, PPO and other
-methods change. The package minivlmrl runs the same training steps faster and in less memory.
-minivlmrl also has LoRA, several GPUs, videos and resume: README.md.
+methods change. The package minivlmrl (README.md) runs the same training steps faster and in less
+memory, and adds LoRA, several GPUs, videos and resume.
 """
 
 import argparse
@@ -56,7 +56,7 @@ from torch.utils.checkpoint import checkpoint
 # ---- Image file -> patches (P, 1176), as Qwen2-VL reads them (arXiv 2409.12191, section 2.1)
 
 MEAN = np.float32([0.48145466, 0.4578275, 0.40821073])  # RGB means of CLIP's training images
-STD = np.float32([0.26862954, 0.26130258, 0.27577711])  # RGB standard deviations of CLIP's images
+STD = np.float32([0.26862954, 0.26130258, 0.27577711])  # RGB standard deviations
 
 
 def load_image(file) -> PIL.Image.Image:
@@ -89,8 +89,7 @@ def smart_resize(height, width, factor, min_pixels, max_pixels) -> tuple[int, in
 def patchify(image, patch, merge, min_pixels, max_pixels) -> tuple[Tensor, int, int]:
     """Cut an image into patches (P, 3 * 2 * patch * patch), in h rows and w columns.
 
-    A block of merge x merge patches has consecutive rows in the result: the vision tower merges
-    the block into one image token, which fills one position of the prompt.
+    The merge x merge patches of an image token have consecutive rows in the result.
     """
     height, width = smart_resize(image.height, image.width, patch * merge, min_pixels, max_pixels)
     image = image.resize((width, height), PIL.Image.Resampling.BICUBIC)
@@ -102,10 +101,10 @@ def patchify(image, patch, merge, min_pixels, max_pixels) -> tuple[Tensor, int, 
     w = width // patch
     x = frames.reshape(
         2,  # axis 0: video frame
-        h // merge,  # axis 1: row of image tokens
+        h // merge,  # axis 1: row of the image token
         merge,  # axis 2: row of patches within an image token
         patch,  # axis 3: row of pixels within a patch
-        w // merge,  # axis 4: column of image tokens
+        w // merge,  # axis 4: column of the image token
         merge,  # axis 5: column of patches within an image token
         patch,  # axis 6: column of pixels within a patch
         3,  # axis 7: color channel
@@ -287,7 +286,7 @@ class Vision(nn.Module):
         merge = self.config["spatial_merge_size"]
         kernels = self.patch_embed["proj"].weight.flatten(1)  # (width, 1176)
         x = F.linear(patches.to(kernels.dtype), kernels)  # (P, width)
-        x = x.to(kernels.dtype)  # autocast's bfloat16 -> float32 for residual sums
+        x = x.to(kernels.dtype)  # residual sums in float32: autocast made x bfloat16
 
         # (P, 2) row and column of patches
         places = torch.cartesian_prod(torch.arange(h), torch.arange(w)).to(x.device)
@@ -299,10 +298,10 @@ class Vision(nn.Module):
         steps = frequencies(head_width // 4, 10000.0, x.device)
         angles = (places[..., None] * steps).flatten(1)  # (P, D/2)
 
-        # Most blocks attend only within windows of patches, as full attention costs P^2. Attention
-        # with this mask returns the same numbers as window attention, but still costs P^2.
+        # Most blocks attend only within windows of patches. The mask returns the same numbers as
+        # window attention, but costs P^2, like full attention.
         side = self.config["window_size"] // self.config["patch_size"]  # in patches
-        side = side // merge * merge  # a window holds whole image tokens
+        side = side // merge * merge  # no window cuts an image token
         windows = places // side
         same_window = (windows[:, None] == windows).all(-1)  # (P, P)
 
@@ -379,13 +378,13 @@ class QwenVL(nn.Module):
     def forward(self, ids, positions, cache=None, images=()):
         """Return the hidden states of ids (n, L) at positions (3, L), and the new KV cache.
 
-        `cache`: keys and values of earlier tokens. With images, n must be 1.
+        `cache`: keys and values of earlier tokens. With images, the batch size n must be 1.
         """
         x = self.model["embed_tokens"](ids)  # (n, L, E)
         if images:
             tokens = torch.cat([self.visual(*image) for image in images])
             is_image = (ids == self.config["image_token_id"])[..., None]
-            x = x.masked_scatter(is_image, tokens.to(x.dtype))  # replaces <|image_pad|> tokens
+            x = x.masked_scatter(is_image, tokens.to(x.dtype))  # image tokens replace <|image_pad|>
 
         # M-RoPE sections [4, 6, 6]: 4 rotary frequencies for time, 6 for rows, 6 for columns
         sections = torch.tensor(self.config["mrope_section"], device=x.device)
@@ -482,7 +481,7 @@ def decode(model, completions, mask) -> list[str]:
 def tokenize_answers(model, texts) -> tuple[Tensor, Tensor]:
     """Tokenize and pad G answers; return ids and mask, both (G, T)."""
     device = model.lm_head.weight.device
-    end = model.tokenizer.token_to_id("<|im_end|>")  # trains the model to stop
+    end = model.tokenizer.token_to_id("<|im_end|>")  # end token: the model learns when to stop
     ids = []
     for text in texts:
         answer = [*to_ids(model.tokenizer, text), end]
@@ -495,13 +494,13 @@ def tokenize_answers(model, texts) -> tuple[Tensor, Tensor]:
 
 # The model, also called policy, writes a completion o with the probability pi(o). The gradient of
 # the expected reward is the mean of reward * grad log pi(o) over sampled completions (proof:
-# docs/policy_gradients.md). The mean of grad log pi(o) alone is 0, because probabilities add up to
-# 1. So a number may be subtracted from all rewards: with the group's mean reward, the gradient
-# stays right on average, and is far less noisy. GRPO is therefore SFT on sampled completions,
+# docs/policy_gradients.md). Subtracting a number from all rewards does not change this gradient on
+# average, because grad log pi(o) has the mean 0 (probabilities add up to 1). Subtracting the mean
+# reward of the group makes the gradient far less noisy. So GRPO is SFT on sampled completions,
 # weighted by advantages A: reward minus group mean, in standard deviations. Equal rewards teach
 # nothing: A is 0.
 
-# questions must ask for these tags: a model that writes none has reward 0, and learns nothing
+# questions must ask for these tags: a model that writes none has reward 0
 ANSWER = re.compile(r"<think>.+?</think>\s*<answer>(.+?)</answer>", re.DOTALL)
 
 
@@ -539,8 +538,8 @@ def group_advantages(rewards, num_generations) -> Tensor:
     to the standard deviation avoids 0 / 0 for equal rewards.
     """
     groups = rewards.view(-1, num_generations)
-    # Equal rewards must give advantages of exactly 0. The rounded mean of rewards 0.1 would leave
-    # advantages near 1e-4, from which AdamW makes full steps: it divides a gradient by its size.
+    # Subtract the maximum: equal rewards must give advantages of exactly 0. A rounded mean of
+    # rewards 0.1 gives advantages near 1e-4, and AdamW makes full steps even from tiny gradients.
     groups = groups - groups.amax(1, keepdim=True)
     centered = groups - groups.mean(1, keepdim=True)
     advantages = centered / (groups.std(1, keepdim=True) + 1e-4)
@@ -565,10 +564,10 @@ def grpo_loss(
     then over completions. Source: DeepSeekMath (arXiv 2402.03300), equations 3 and 4.
 
     Clipping stops a token's gradient when r > 1 + epsilon_high and A > 0, or r < 1 - epsilon_low
-    and A < 0: the policy has moved far enough. As minimal.py updates once per sample, r is 1, and
-    nothing is clipped. The loss is then about 0, as a group's advantages add up to 0. The gradient
-    is not 0: at r = 1, grad r = grad log pi, so completions with A > 0 become more likely. r is
-    computed for this gradient. As a loss near 0 shows no progress, `report` prints the mean reward.
+    and A < 0: the policy has moved far enough. As minimal.py updates once per sample, r is 1:
+    nothing is clipped, and the loss is about 0, as a group's advantages add up to 0. But r has the
+    gradient grad log pi, which makes completions with A > 0 more likely. As a loss near 0 shows no
+    progress, `report` prints the mean reward.
     """
     if old_per_token_logps is None:
         old_per_token_logps = per_token_logps.detach()
@@ -577,10 +576,10 @@ def grpo_loss(
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     loss = -torch.min(ratio * advantages, clipped * advantages)
     if beta:
-        # Two estimates of KL(pi || pi_ref) are right on average. log(pi/pi_ref) cannot keep pi near
-        # pi_ref, because its gradient, grad log pi, is 0 on average. The estimate k3 = pi_ref/pi -
-        # log(pi_ref/pi) - 1 has a gradient that pulls pi back to pi_ref (John Schulman,
-        # "Approximating KL divergence").
+        # The simplest estimate of KL(pi || pi_ref), log(pi/pi_ref), has the gradient grad log pi,
+        # which is 0 on average and cannot keep pi near pi_ref. The estimate k3 = pi_ref/pi -
+        # log(pi_ref/pi) - 1 is also right on average, and has a gradient that pulls pi back to
+        # pi_ref (John Schulman, "Approximating KL divergence").
         log_ref_ratio = ref_per_token_logps - per_token_logps
         loss = loss + beta * (log_ref_ratio.expm1() - log_ref_ratio)
     lengths = mask.sum(1).clamp(min=1)  # no 0 / 0 for completions without tokens
@@ -607,9 +606,9 @@ def sft_loss(per_token_logps, mask, *, num_tokens=None) -> Tensor:
     return -(per_token_logps * mask).sum() / num_tokens
 
 
-# ---- Rows -> losses. `grpo`, `dpo` and `sft` yield a loss and a metric per row. `train` calls
-# backward on a loss before the next row, to free activations. `grpo` samples all groups of a step
-# first, as methods such as DAPO need all rewards. `options` come from `read_options`.
+# ---- Rows -> losses. The generators `grpo`, `dpo` and `sft` yield a loss and a metric per row, so
+# that `train` can call backward, which frees activations, before the next row. `grpo` samples all
+# groups of a step first, as DAPO needs all rewards. `options` come from `read_options`.
 
 
 def grpo(model, reference, rows, options):
@@ -667,8 +666,8 @@ def sft(model, reference, rows, options):
 def make_reference(model) -> QwenVL:
     """Return a frozen copy of the model.
 
-    On a GPU, its matrices are in bfloat16, with half the memory and the same log-probabilities:
-    matrix products are in bfloat16 anyway.
+    On a GPU, the copy's matrices are stored in bfloat16, in half the memory. Log-probabilities stay
+    the same, because autocast computes matrix products in bfloat16 anyway.
     """
     reference = copy.deepcopy(model).requires_grad_(False)
     for module in reference.modules():
@@ -692,14 +691,14 @@ def train(model, rows, stage, options):
         model.parameters(),
         betas=(0.9, 0.99),
         weight_decay=0.0,
-        fused=True,  # no temporary tensors as large as all weights
+        fused=True,  # needs no temporary tensors as large as the model
     )
     stream = endless(rows)
     for step in range(options.max_steps):
         batch = [next(stream) for _ in range(options.prompts_per_step)]
         metrics = []
         for loss, metric in stage(model, reference, batch, options):
-            loss.backward()  # adds to the gradients of earlier rows
+            loss.backward()
             metrics.append(metric)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         # learning rate: rises during the warmup, then falls to a tenth of its maximum
@@ -713,8 +712,8 @@ def train(model, rows, stage, options):
         report(stage, step + 1, options.max_steps, metrics)
 
 
-# ==== You have read it all, from an image to an optimizer step. The rest prints metrics, reads and
-# writes files, draws the built-in task, and parses the command line.
+# ==== You have read it all, from an image to an optimizer step. The rest of the file prints
+# metrics, reads and writes files, makes the built-in task, and parses the command line.
 
 
 def report(stage, step, max_steps, metrics):
@@ -818,7 +817,7 @@ def read_images(folder, files, max_pixels) -> dict:
     require(low <= high, f"{folder / name}: an image has {low} or more pixels, but at most {high}")
     size = {"shortest_edge": low, "longest_edge": high}
     images.update(min_pixels=low, max_pixels=high, size=size)
-    files[name] = json.dumps(content, indent=2).encode()  # `save` writes the new limits
+    files[name] = json.dumps(content, indent=2).encode()  # `save` writes the new pixel limits
     return images
 
 
@@ -875,7 +874,7 @@ def load(folder, device="cpu", dtype=torch.float32, max_pixels=None) -> QwenVL:
 
 
 def save(model, folder):
-    """Save a model as a folder for transformers, vLLM and train.py. Weights keep their dtype."""
+    """Save a model, in its own dtype, as a folder for transformers, vLLM and train.py."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = model.state_dict()
@@ -943,7 +942,8 @@ def read_row(line, answers, folder) -> dict:
 def read_rows(file, answers) -> tuple[list[dict], str]:
     """Read rows from JSON Lines; return them and their question template.
 
-    Image paths are relative to the file. Questions ask for tags if all answers have tags.
+    Image paths are relative to the file. For GRPO, or if all answers have tags, questions ask for
+    tags.
     """
     rows = []
     for number, line in enumerate(Path(file).read_bytes().splitlines(), 1):
@@ -1037,7 +1037,7 @@ def draw_row(wrong=0.0) -> dict:
     image = draw_object(*label.split())
     right = tagged(label)
     completion = tagged(random.choice(LABELS)) if random.random() < wrong else right
-    # rejected answer: a wrong object (in all tags or in <answer>), or up to 4 characters removed
+    # rejected: another object in <think> and <answer> or only in <answer>, or 1 to 4 characters cut
     cut = random.randrange(1, len(right))
     damaged = right[:cut] + right[cut + 4 :]
     rejected = random.choice([tagged(other), right.replace(label, other), damaged])
@@ -1141,7 +1141,7 @@ def read_options() -> argparse.Namespace:
         parser.set_defaults(max_new_tokens=20, beta=0.02)
     if options.stage is dpo:
         parser.set_defaults(beta=0.1 if options.folder else 1.0)
-    options = parser.parse_args()  # parse again, with the new defaults
+    options = parser.parse_args()
     if options.folder and not options.rows:
         parser.error("name a file of rows after the folder")
     if min(options.max_steps, options.prompts_per_step, options.max_new_tokens) < 1:
