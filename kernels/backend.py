@@ -1,16 +1,15 @@
 """Choose between a kernel's PyTorch and Triton code, and import Triton if possible.
 
-PyTorch code runs on every device, and tests compare Triton code with it. Triton runs on a GPU, or on a CPU in its
-interpreter, which executes programs one by one with numpy. The environment variable MINIVLMRL_KERNELS is one of:
+PyTorch code runs on every device, and tests compare Triton code with it. Triton runs on a GPU, or on a CPU in its slow
+interpreter. The environment variable MINIVLMRL_KERNELS is one of:
 
-    auto: use Triton for float32, float16 and bfloat16 tensors on a GPU, and PyTorch for other tensors (default).
+    auto (default): use Triton for float32, float16 and bfloat16 tensors on a GPU, PyTorch for other tensors.
     torch: always use PyTorch.
     triton: use Triton for float32, float16 and bfloat16 tensors, or raise an error if Triton cannot run.
 
-Before the first use of Triton on a GPU, verdicts.py compares all kernels with float64 results, which takes about 10 s,
-once per GPU model, driver, version and source code. If a check fails, or the relative error is above 2 %, PyTorch
-replaces the kernel, with a warning; with MINIVLMRL_KERNELS=triton, an error is raised instead. MINIVLMRL_SELF_TEST=0
-disables the check.
+Before the first use of Triton on a GPU, verdicts.py compares all kernels with float64 results, in about 10 s, once per
+GPU model, driver, version and source code. PyTorch replaces a kernel that fails, or has a relative error above 2 %,
+with a warning; MINIVLMRL_KERNELS=triton raises an error instead. MINIVLMRL_SELF_TEST=0 disables the check.
 """
 
 import os
@@ -34,7 +33,7 @@ if INSTALLED and ("triton" in sys.modules or "TRITON_INTERPRET" in os.environ or
     triton = import_module("triton")
     tl = import_module("triton.language")
 
-# True in Triton's interpreter, even if TRITON_INTERPRET has changed since Triton was imported
+# True in Triton's interpreter, even if TRITON_INTERPRET has changed since the import
 INTERPRETED = hasattr(tl, "sum") and not isinstance(tl.sum, triton.JITFunction)
 # input dtypes of the Triton kernels, which sum in float32
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -107,14 +106,14 @@ def is_before_ampere(device: torch.device) -> bool:
 def _compiler_obstacle() -> str | None:
     try:
         triton.runtime.driver.active.get_current_target()
-    except Exception as error:  # catch any error, because a kernel launch would raise it
+    except Exception as error:  # compiles C code, which can fail with any error
         cause = " ".join(str(error).split())
         return f"Triton cannot compile a kernel ({cause:.200}); install gcc and python3-dev"
     return None
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor to a device; copies to a GPU use pinned memory, so that the CPU does not wait."""
+    """Copy a tensor to a device; copies to a GPU use pinned memory, so the CPU does not wait."""
     is_upload = torch.device(device).type == "cuda" and not x.is_cuda
     if is_upload:
         try:
@@ -129,5 +128,5 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_half_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True for 16-bit dtypes on a GPU, or on the meta device, which stands for a GPU in memory estimates."""
+    """Return True for 16-bit dtypes on a GPU, or on the meta device, a GPU in memory estimates."""
     return device.type in ("cuda", "meta") and dtype in (torch.float16, torch.bfloat16)

@@ -2,16 +2,16 @@
 
 A new token attends to its prompt's keys, shared by all completions of the prompt, and to its own completion's keys.
 
-Derivation. The attention keys are divided into parts, computed in parallel. For key part j, a first kernel computes,
-from attention scores s_i = q k_i D^-1/2 log2 e,
+Derivation. The keys are divided into parts, computed in parallel. A first kernel computes for every part j, from the
+scores s_i = q k_i D^-1/2 log2 e and values v_i of its keys,
 
     m_j = max s_i        l_j = sum 2^(s_i - m_j)        o_j = sum 2^(s_i - m_j) v_i / l_j
 
-With e_j = m_j + log2 l_j, a second, small kernel computes attention over all keys:
+A second kernel joins the parts. With e_j = m_j + log2 l_j, attention over all keys is
 
     out = sum 2^(e_j - max e) o_j / sum 2^(e_j - max e)
 
-A Triton program handles up to 64 queries with the same keys, to read these keys only once.
+A Triton program handles up to 64 queries with the same keys, to read the keys only once.
 
 Source: Flash-Decoding (Dao et al., 2023) for parts, Hydragen (Juravsky et al., 2024) for shared keys.
 """
@@ -24,9 +24,9 @@ from torch import Tensor
 from minivlmrl.kernels.backend import backend_for, tl, triton
 from minivlmrl.kernels.window_attention import TILE_DTYPES
 
-# number of Triton programs to aim at, about one per GPU multiprocessor
+# target number of Triton programs, about one per GPU multiprocessor
 PROGRAMS = 128
-MAX_PARTS = 32  # maximum number of parts that attention keys are divided into
+MAX_PARTS = 32  # maximum number of parts of the keys
 TILE = 64  # maximum queries per program
 KEY_BLOCK = 32  # keys per loop iteration
 WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # {head_dim: warps per program}
@@ -116,7 +116,7 @@ def _parts_kernel(
         )  # fmt: skip
     else:
         done = tl.cdiv(prompt_keys, prompt_part) * lines
-        # rows do not share completion keys, so group_rows is 1
+        # group_rows=1: only one row (completion) uses a completion's keys
         _part(
             program - prompt_programs, q, own_k, own_v, own_bias, own_bias_stride,
             outs + done.to(tl.int64) * D, log_sums + done, lines, 1, own_keys, own_part, K, HEADS, D, OWN_TILE,
@@ -145,7 +145,7 @@ def fits(q: Tensor) -> bool:
 
 
 def split_work(k: Tensor, queries: int) -> tuple[int, int, int, int]:
-    """Divide keys k (B, K, T, D) and queries among about PROGRAMS programs.
+    """Divide keys (B, K, T, D), and the queries per key head, among about 128 Triton programs.
 
     Returns:
         Queries per program, keys per part, number of parts, number of programs.
@@ -163,17 +163,15 @@ def split_work(k: Tensor, queries: int) -> tuple[int, int, int, int]:
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_bias: Tensor, own_k: Tensor, own_v: Tensor, own_bias: Tensor
 ) -> Tensor:
-    """Compute attention from new tokens to their prompts and completions, if fits(q); see DecodeAttention.
+    """Compute attention (R, H, D) from new tokens to their prompts and completions, if fits(q).
 
     Args:
         q: (R, H, D), R / B consecutive rows per prompt.
         k, v: (B, K, P, D) prompt keys and values, contiguous.
         prompt_bias: (B, P) score bias: 0 for prompt tokens, then -inf for padding.
         own_k, own_v: (R, K, C, D) completion keys and values, contiguous.
-        own_bias: (R, C) score bias: 0 for completion keys, at least one per row, then -inf for unused KV cache
-            positions. Any stride between rows.
-    Returns:
-        (R, H, D) attention outputs.
+        own_bias: (R, C) score bias: 0 for a completion's tokens, one or more, then -inf for unused KV cache
+            positions. Rows may have any stride.
     """
     R, H, D = q.shape
     B, K, P, _ = k.shape
@@ -186,7 +184,7 @@ def decode_attention(
     log_sums = torch.empty(parts, lines, dtype=torch.float32, device=q.device)
     outs = log_sums.new_empty(parts, lines, D)
     out = q.new_empty(q.shape)
-    with torch.cuda.device_of(q):  # Triton launches kernels on the current device
+    with torch.cuda.device_of(q):  # Triton uses the current GPU: select the GPU of `q`
         _parts_kernel[(prompt_programs + own_programs,)](
             q.contiguous(), k, v, prompt_bias, own_k, own_v, own_bias, own_bias.stride(0), outs, log_sums, lines,
             prompt_programs=prompt_programs, prompt_rows=prompt_rows, prompt_keys=P, prompt_part=prompt_part,

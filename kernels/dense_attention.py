@@ -34,13 +34,13 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 class Reorder(torch.autograd.Function):
-    """Select rows x[index], with a backward pass that copies gradients instead of adding them.
+    """Return x[index]. Backward does not sum the gradients of a repeated row, but copies one of them.
 
     Args:
         x: (N, ...)
         index: row indices, possibly repeated.
-        back: (N,) index of a result row per row of x, None if `index` has no repeats. For a repeated row i, backward
-            reads only the gradient at result row back[i], so its other copies must have gradient 0.
+        back: (N,) positions in `index`: row i of x gets the gradient of x[index][back[i]], so gradients of its other
+            copies must be 0. None if `index` has no repeats.
     """
 
     @staticmethod
@@ -58,14 +58,12 @@ class Reorder(torch.autograd.Function):
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """Compute softmax(q k^T D^-1/2) v.
+    """Compute softmax(q k^T D^-1/2) v: (S, H, L, D).
 
     Args:
         q: (S, H, L, D), sequences, query heads, queries, head dimension.
         k, v: (S, K, T, D), sequences, key heads, keys, head dimension. K must divide H.
         is_causal: whether query i attends only to keys 0..T-L+i. L <= T.
-    Returns:
-        (S, H, L, D) attention outputs.
     Source: torch's scaled_dot_product_attention with enable_gqa and causal_lower_right.
     """
     if q.dtype == torch.bfloat16 and is_before_ampere(q.device):
@@ -117,7 +115,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     Returns:
         Attention outputs (S, H, L, D), on a CPU at least float32.
         Log-sum-exps of scores (S, H, L), at least float32.
-        Backward kernel arguments on a GPU: sequence lengths and an unused random state. [] on a CPU.
+        More arguments for the backward kernel: on a GPU, sequence lengths and unused dropout seed; on a CPU, none.
     """
     if q.is_cuda:
         out, lse, *state, _ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
@@ -141,8 +139,8 @@ def flash_attention_backward(
     k and v may be a subset of the keys and values used for `out`, because the kernel recomputes attention weights as
     exp(score - log-sum-exp).
 
-    A score has the gradient weight * (g . value - g . output), with upstream gradient g. If one key has nearly all the
-    attention weight, g . value nearly equals g . output, and a 16-bit output would make their difference inexact.
+    With attention weight w and upstream gradient g, an attention score has the gradient w (g . value - g . output). If
+    one key has nearly all the weight, the products are nearly equal, and a 16-bit output makes the difference inexact.
 
     Args:
         grad: (S, H, L, D) upstream gradient, with contiguous last axis.
@@ -172,7 +170,7 @@ def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor
     """
     scale = q.shape[-1] ** -0.5
     if q.dtype not in (torch.float32, torch.float64):
-        # scale float32 scores, not queries, which would be rounded again
+        # scale after the product, because scaled queries would be rounded to 16 bits
         scores = float32_matmul(q, k.mT)
         return scores * scale if mask is None else torch.add(mask, scores, alpha=scale)
     queries = q.flatten(0, -3)

@@ -6,11 +6,11 @@ On a GPU, torch.cumsum adds integers in a row one by one, which takes 0.3 ms per
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 128  # values per block; Qwen's vocabulary sizes are multiples
+BLOCK = 128  # values per block, a divisor of Qwen's vocabulary sizes
 
 
 def running_sum(x: Tensor) -> Tensor:
-    """Compute x.cumsum(-1) for integers x (r, V)."""
+    """Compute x.cumsum(-1) for integers x (r, V), faster on a GPU."""
     vocab = x.shape[1]
     missing = -vocab % BLOCK
     if missing:

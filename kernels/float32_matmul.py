@@ -21,7 +21,7 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
     Args:
         a, b: matrices, or batches with equal leading dimensions.
-        out: memory for the result, only for matrices.
+        out: memory for the result; not supported for batches.
     """
     out_dtype = at_least_float32(a.dtype)
     if a.dtype == out_dtype or not has_float32_products(a.device):

@@ -9,8 +9,8 @@ Logits (M, V) are computed in blocks. Forward keeps three numbers per token: lar
 entropy. Backward recomputes a block, overwrites it with its gradient, and skips tokens without gradient (zero
 advantage, clipped ratio).
 
-Blocks fit into the processor's cache: on a CPU, a few tokens and the whole vocabulary; in Triton, up to 4,096 tokens
-and at least 2,048 ids. With Triton, backward needs a float32 copy of the head's gradient for only one block of ids.
+A block fits into the cache of a CPU (a few tokens, whole vocabulary) or GPU (Triton: up to 4,096 tokens, at least 2,048
+vocabulary entries). With Triton, only one block of the head gradient is in float32 at a time.
 
 Logits are float32 even for bfloat16 hidden states, because bfloat16 rounds 20.05 to 20. Logit gradients are rounded to
 bfloat16, but gradients for hidden states and head are summed in float32.
@@ -34,7 +34,7 @@ from minivlmrl.kernels.selective_log_softmax import (
 # bytes of float32 logits per block on a CPU, with 32 to 256 rows
 CHUNK_BYTES = 16 * 2**20
 GPU_ROWS = 512  # maximum rows per block on a GPU without Triton
-# maximum rows per Triton block: 34 MB in float32 with 2,048 ids
+# maximum tokens per Triton block: 4,096 x 2,048 float32 logits take 34 MB
 TILE = 4096
 
 
@@ -54,7 +54,7 @@ class Pieces:
             size = max(min(TILE, len(hidden)), 1)
             width = tile_width(size, len(weight))
         self.rows = slices(len(hidden), size)
-        self.tiles = slices(len(weight), width)  # without Triton, one slice with the whole vocabulary
+        self.tiles = slices(len(weight), width)  # vocabulary slices; without Triton, only one
         self.hidden = hidden
         # PyTorch has no bfloat16 product with float32 result on a CPU
         self.weight = weight if weight.is_cuda else weight.to(sum_dtype)
@@ -133,7 +133,7 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
         return ids.new_empty(2, 0)
     counts, allowed = zip(*masks, strict=True)
     tokens = torch.arange(len(ids))
-    # also allow each token's own id: tokens from tools were not sampled, so the mask has no ids for them
+    # also allow each token's own id, because masks have no ids for tokens from tools
     return torch.stack([torch.cat([tokens, tokens.repeat_interleave(torch.cat(counts))]), torch.cat([ids, *allowed])])
 
 
@@ -178,8 +178,8 @@ def _linear_log_softmax_backward(
     """Return gradients for hidden states and head; the head gradient is empty if the head is frozen."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
-    # Skip tokens without gradient. On a GPU, nonzero() would block the CPU. Token indices in a sampling mask would
-    # become wrong.
+    # skip tokens without gradient, but not on a GPU (nonzero() would block the CPU), or with a sampling mask (its token
+    # indices would become wrong)
     if not hidden.is_cuda and not mask.numel():
         rows = has_gradient(g, e).nonzero()[:, 0]
     h = hidden[rows]
@@ -236,13 +236,13 @@ def linear_log_softmax(
         weight: (V, D) LM head, same dtype as `hidden`.
         ids: (M,) int64 tokens to score.
         temperature: logit divisor, above 0.
-        sampling_mask: (2, K) int64, pairs (token index 0..M-1, id that could be sampled there, for example after
-            top-k). The softmax for a token is over its ids in the mask, including the token itself. None = softmax
-            over the whole vocabulary.
+        sampling_mask: (2, K) int64, pairs (token index i = 0..M-1, id that the sampler could choose, for example
+            after top-k). The softmax for token i is over the ids paired with i, including ids[i]. None = whole
+            vocabulary.
     Returns:
         Log-probabilities and entropies, both (M,), in nats, float32 (float64 for float64 inputs), differentiable.
-    Source: TRL's selective_log_softmax and entropy_from_logits, applied to logits / temperature; the mask is
-        DeepSeek-V3.2's Keep Sampling Mask (arXiv 2512.02556) and vLLM's SamplingMask.
+    Source: see selective_log_softmax; the mask is DeepSeek-V3.2's Keep Sampling Mask (arXiv 2512.02556) and vLLM's
+        SamplingMask.
     """
     if hidden.shape[:-1] != ids.shape:
         raise ValueError(f"hidden has the shape {tuple(hidden.shape)}, which does not fit ids {tuple(ids.shape)}")

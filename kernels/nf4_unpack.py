@@ -12,7 +12,7 @@ from minivlmrl.kernels.backend import tl, triton
 
 BLOCK = 64  # number of values that share a scale
 GROUP = 256  # number of blocks that share group_scale
-# packed bytes per Triton program; each of 128 threads writes 16 bfloat16 values in two 16-byte stores
+# bytes of NF4 values per Triton program; each of 128 threads writes 16 bfloat16 values in two 16-byte stores
 BYTES = 1024
 constexpr = tl.constexpr
 
@@ -46,7 +46,7 @@ def nf4_unpack(packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, 
     """
     size = packed.numel()
     out = packed.new_empty(2 * size, dtype=dtype)
-    with torch.cuda.device_of(packed):  # Triton launches kernels on the current device
+    with torch.cuda.device_of(packed):  # Triton uses the current GPU: select the GPU of `packed`
         _kernel[(triton.cdiv(size, BYTES),)](
             packed, indices, scales, offset, *tables, out, size,
             BYTES=BYTES, GROUP=GROUP, num_warps=4, enable_fp_fusion=False,

@@ -4,8 +4,8 @@ Derivation. With r = (mean(x^2) + eps)^-1/2, n = x r, and upstream gradient g, t
 
     dweight = sum over rows of g n          dx = r (g weight - n mean(g weight n))
 
-Only x and one scale per row are saved for backward. With autograd's own backward, four tensors as large as x would be
-saved, and RMSNorm would take 1.5 times as long.
+Only x and one scale per row are saved for backward. Autograd would save four tensors as large as x, and take 1.5 times
+as long.
 """
 
 import torch
@@ -49,6 +49,6 @@ class _RMSNorm(torch.autograd.Function):
         g = g.to(r.dtype)
         wide_weight = weight.to(r.dtype)
         products = (g * n).flatten(0, -2)  # (rows, D) upstream gradient times normalized x
-        means = (products @ wide_weight / -len(weight)).view(r.shape)  # minus the row means of products * weight
+        means = (products @ wide_weight / -len(weight)).view(r.shape)  # -mean(g weight n) per row
         grad_x = n.mul_(means).addcmul_(g, wide_weight).mul_(r)
         return grad_x.to(x.dtype), products.sum(0).to(weight.dtype), None

@@ -7,8 +7,8 @@ Derivation. For one row's logits z (V,), chosen token y and temperature T, with 
     logp = log p_y = d_y - log s <= 0
     H = -sum_j p_j log p_j = -sum_j p_j (d_j - log s) = log s - t / s
 
-The logits can be read in two parts, with maxima top1 and top2, and sums s1, t1, s2 and t2. With top = max(top1, top2),
-c1 = (top1 - top) / T and c2 = (top2 - top) / T, the sums over all logits are
+For two parts of the logits, let top1 and top2 be the maxima, and s1, t1, s2 and t2 the sums s and t. With
+top = max(top1, top2), c1 = (top1 - top) / T and c2 = (top2 - top) / T, the sums over all logits are
 
     s = s1 exp c1 + s2 exp c2
     t = (t1 + c1 s1) exp c1 + (t2 + c2 s2) exp c2
@@ -68,7 +68,7 @@ def differentiate_rows_(
         d: (m, V), overwritten.
         ids: (m,) chosen tokens.
         saved: entropies, largest logits and sums of exponentials from score_rows_.
-        upstream: gradients (m,) of log-probabilities and entropies; None = no gradient of entropies.
+        upstream: gradients (m,) for log-probabilities and for entropies; the second may be None.
         scratch: (m, V) memory for the result, None = allocate.
     """
     (entropies, _, s), (g, e) = saved, upstream
@@ -101,7 +101,7 @@ def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[
 
 
 # Programs read a row in blocks of 8 x 1,024 logits. Each of the 1,024 columns has its own maximum and sums, combined
-# only after the loop, because combining columns makes threads wait.
+# after the loop, because combining makes threads wait.
 STEPS = tl.constexpr(8)
 COLUMNS = tl.constexpr(1024)
 FORWARD_WARPS = 4
@@ -192,7 +192,7 @@ def _score_kernel(
 def _differentiate_kernel(
     logits, ids, entropies, tops, totals, grad_logps, grad_entropies, out, stride, out_stride, width, first, k
 ):
-    """Compute a row's gradient; `out` may be `logits`."""
+    """Write a row's logit gradient to `out`, which may overwrite `logits`."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.load(totals + row)
     g = tl.load(grad_logps + row)
@@ -232,16 +232,16 @@ def score_part_(
     Args:
         z: (N, width) logits for ids first_id..first_id+width-1.
         ids: (N,) chosen tokens.
-        parts: (4, N) float32 memory for results between calls, None if z has the whole vocabulary.
-        last: whether z has the last ids in the vocabulary.
+        parts: (4, N) float32, kept between calls: maximum, s, t and chosen logit; None if z has the whole vocabulary.
+        last: whether this is the last part of the vocabulary.
     Returns:
-        List with log-probabilities, entropies, largest logits (base 2) and sums of exponentials, each (N,) float32.
-        Empty list if last is False.
+        List with log-probabilities, entropies, largest logits times log2(e) / temperature, and sums of exponentials,
+        each (N,) float32; empty if last is False.
     """
     rows, width = z.shape
     results = [z.new_empty(rows, dtype=torch.float32) for _ in range(4 if last else 0)]
     if rows:
-        with torch.cuda.device_of(z):  # Triton launches kernels on the current device
+        with torch.cuda.device_of(z):  # Triton uses the current GPU: select the GPU of `z`
             _score_kernel[(rows,)](
                 z, ids, parts, *(results or [None] * 4),
                 stride=z.stride(0), rows=rows, width=width, first=first_id, k=LOG2E / temperature,
@@ -259,7 +259,7 @@ def differentiate_part_(
     Args:
         z, first_id: as in score_part_.
         ids, saved, upstream: as in differentiate_rows_.
-        out: (N, width) result, possibly z.
+        out: (N, width) memory for the gradient; may be z.
     """
     rows, width = z.shape
     if rows:

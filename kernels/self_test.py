@@ -4,8 +4,8 @@
     python -m minivlmrl.kernels.self_test cuda:3 decode_attention
     python -m minivlmrl.kernels.self_test cuda:0 float32_matmul        # for GPUs without our Triton kernels: T4, V100
 
-Compilers can miscompile a kernel for one GPU: on Hopper, Triton 3.6 and 3.7 computed attention outputs that were wrong
-by 30 to 40 % (triton-lang/triton#11366).
+Compilers can miscompile a kernel for one GPU: on Hopper, Triton 3.6 and 3.7 computed attention outputs with
+errors of 30 to 40 % (triton-lang/triton#11366).
 """
 
 import os
@@ -71,8 +71,8 @@ def check_windows(device: str) -> list[float]:
 
 
 def check_decoding(device: str) -> list[float]:
-    """Check the decoding kernels with padded prompts, and with a KV cache that is not yet full."""
-    B, G, P, C = 2, 8, 300, 70  # prompts, completions per prompt, tokens in a prompt, tokens in a completion
+    """Check decoding with padded prompts and a KV cache that is not full."""
+    B, G, P, C = 2, 8, 300, 70  # prompts, completions per prompt, prompt tokens, completion tokens
     R = B * G
     prompt_bias = torch.zeros(B, P)
     prompt_bias[1, 200:] = float("-inf")
@@ -144,13 +144,13 @@ def largest_error(kernel: str, device: str) -> float:
 
 
 def main(device: str = "cuda:0", *kernels: str) -> int:
-    """Print the largest relative error per kernel; stop with an error message if a kernel fails."""
+    """Print the largest relative error per kernel; stop at the first exception."""
     # without MINIVLMRL_SELF_TEST=0, a kernel's first use would start self_test.py again
     os.environ |= {"MINIVLMRL_KERNELS": "triton", "MINIVLMRL_SELF_TEST": "0"}
     for kernel in kernels or CHECKS:
         try:
             print(kernel, largest_error(kernel, device), flush=True)
-        except Exception as error:  # catch any error, such as a CUDA error
+        except Exception as error:
             # drop three lines of advice after CUDA's messages
             message = str(error).partition("\n")[0]
             print(f"{type(error).__name__}: {message}", flush=True)

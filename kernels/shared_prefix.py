@@ -43,7 +43,7 @@ class PromptSlots:
         self.full = len(prompt_index) == prompts * self.slots
 
     def by_prompt(self, x: Tensor) -> Tensor:
-        """Concatenate up to `slots` completions per prompt, padded with 0: (R, K, h, X) -> (B, K, slots*h, X)."""
+        """Concatenate a prompt's completions, padded with 0 to `slots`: (R, K, h, X) -> (B, K, slots*h, X)."""
         if not self.full:
             x = x.new_zeros(self.prompts * self.slots, *x.shape[1:]).index_copy_(0, self.slot, x)
         return x.unflatten(0, (-1, self.slots)).transpose(1, 2).flatten(2, 3)
@@ -62,7 +62,7 @@ class PromptSlots:
 def completion_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
 ) -> Tensor:
-    """Compute attention from completions to their whole prompt, and causally to their own tokens.
+    """Compute attention (R, H, C, D) from completions to their whole prompt, and causally to their own tokens.
 
     Small inputs on a CPU use grouped_attention, others PyTorch's fused kernel. Without a fused kernel (float32 on a
     GPU), prompt keys are copied for every completion.
@@ -71,8 +71,6 @@ def completion_attention(
         q: (R, H, C, D) completion queries.
         k, v: (R, K, C, D) completion keys and values.
         prompt_k, prompt_v: (B, K, P, D) prompt keys and values.
-    Returns:
-        (R, H, C, D) attention outputs.
     """
     score_bytes = 4 * q[..., 0].numel() * (prompt_k.shape[2] + k.shape[2])  # float32 scores
     if q.is_cpu and score_bytes <= MAX_SCORE_BYTES:
@@ -88,8 +86,8 @@ def completion_attention(
 class JoinedAttention(torch.autograd.Function):
     """Compute completion attention in two calls to PyTorch's fused kernel, without copies or masks.
 
-    Call 1 attends to prompt keys, call 2 causally to completion keys. With outputs o_j and log-sum-exps e_j, attention
-    over all keys is
+    Call 1 attends to prompt keys, call 2 causally to completion keys. Outputs o_j and log-sum-exps e_j of call j give
+    attention over all keys:
 
         e = log(exp(e_1) + exp(e_2))        out = exp(e_1 - e) o_1 + exp(e_2 - e) o_2
 

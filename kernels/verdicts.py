@@ -1,7 +1,7 @@
 """Check the Triton kernels on a GPU before their first use, and store the results on disk.
 
-self_test.py checks each kernel in its own process, because a wrong kernel can break CUDA for the rest of a process.
-Results are files in Triton's cache folder, one per GPU model, driver, torch version, Triton version and kernel source.
+self_test.py checks each kernel in its own process, because a wrong kernel can break CUDA in its process.
+Check results are files in Triton's cache folder, one per GPU model, driver, torch, Triton and kernel source.
 One process per host runs the checks; others wait for its file lock.
 """
 
@@ -41,7 +41,7 @@ def rejected_kernels(index: int, kernels: tuple[str, ...]) -> dict[str, str]:
 
 
 def load_or_check(device: str, kernels: Sequence[str]) -> dict[str, float | str]:
-    """Return the largest relative error per kernel, or why its check failed, from disk or from new checks."""
+    """Load results from disk, or check all kernels: {kernel: largest relative error, or why the check failed}."""
     triton = import_module("triton")
     sources = sorted(Path(__file__).parent.glob("*.py"))
     setup = {

@@ -32,9 +32,8 @@ from minivlmrl.kernels.dense_attention import Reorder, dense_attention, has_flas
 MAX_TOKENS, MAX_HEAD_DIM = 64, 128
 TILE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]
 
-# Adjacent segments of equal length share an attention call, so sorting segments by length saves calls. On a CPU, an
-# attention call takes as long as sorting 128 tokens, so segments are sorted only if calls would have fewer than 128
-# tokens on average.
+# Adjacent segments of equal length share an attention call, so sorting segments by length saves calls. On a CPU,
+# sorting 128 tokens takes as long as a call, so sort only if calls would have fewer tokens on average.
 TOKENS_PER_CALL = 128
 
 
@@ -92,7 +91,7 @@ def _store_product(out, a, b, length, H: constexpr, D: constexpr):
 
 @triton.jit
 def _softmax(scores, length, D: constexpr, ROWS: constexpr):
-    """Compute attention weights (ROWS, ROWS) from scores."""
+    """Compute attention weights from scores, each (ROWS queries, ROWS keys)."""
     inside = tl.arange(0, ROWS)[None, :] < length
     scores = tl.where(inside, scores * (D**-0.5 * LOG2E), float("-inf"))
     weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
@@ -163,7 +162,7 @@ def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     _, H, D = q.shape
     rows, columns = block_sizes(longest, D)
-    with torch.cuda.device_of(q):  # Triton launches kernels on the current device
+    with torch.cuda.device_of(q):  # Triton uses the current GPU: select the GPU of `q`
         kernel[((len(cu_seqlens) - 1) * H,)](
             q, k, v, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cu_seqlens, **tensors,
             H=H, D=D, ROWS=rows, COLUMNS=columns,
@@ -210,16 +209,14 @@ _window_attention.register_autograd(
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-    """Compute attention inside segments, with scores scaled by D^-1/2.
+    """Compute attention (T, H, D) inside segments, with scores scaled by D^-1/2.
 
     The Triton kernel supports float16 and bfloat16, up to 64 tokens per segment and 128 elements per head. Without
-    Triton, an NVIDIA GPU computes segments of different lengths, up to 64 tokens, in one varlen_attn call. Other inputs
-    use one dense_attention call per series of adjacent segments with equal lengths.
+    Triton, segments of different lengths, up to 64 tokens, take one varlen_attn call on NVIDIA GPUs. Other inputs take
+    one dense_attention call per series of equally long segments.
 
     Args:
         q, k, v: (T, H, D), same dtype.
-    Returns:
-        (T, H, D) attention outputs.
     Source: transformers' Qwen2_5_VLVisionAttention with cu_seqlens.
     """
     is_short = segments.longest <= MAX_TOKENS
