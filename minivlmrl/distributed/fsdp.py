@@ -4,8 +4,8 @@ An FSDP unit gathers its weights before the forward pass and frees them afterwar
 layers, untied embedding and head, and the root with all other weights.
 
 Ranks gather weights together, so all ranks must run the same units in the same order. All ranks have equal numbers of
-prompts and micro-batches; in_lockstep makes their numbers of decode steps equal. A rank without images encodes a black
-image if other ranks have images (DummyVisionForward).
+prompts and micro-batches; in_lockstep makes their numbers of decode steps equal. With DummyVisionForward, a rank
+without images encodes a black image if other ranks have images.
 """
 
 from collections.abc import Callable
@@ -73,7 +73,7 @@ class Sharding:
         self.precision = MixedPrecisionPolicy(
             compute_dtype,
             at_least_float32(dtype),
-            cast_forward_inputs=False,  # False keeps inputs such as rotary angles in float32
+            cast_forward_inputs=False,  # keep inputs such as rotary angles in float32
         )
         self.offload = CPUOffloadPolicy(device_type == "cuda") if section.cpu_offload else OffloadPolicy()
 
@@ -109,8 +109,8 @@ class Sharding:
             communication_of(unit).all_reduces_once = True
         if untied:
             # The model reads the embedding and head weights without calling the modules, so forward hooks gather the
-            # weights. A single FSDP unit for embedding and head would need 4.4 GB for float32 gradients in a 7B model.
-            # FSDP's own hooks must run first, because they initialize FSDP.
+            # weights, after FSDP's own hooks, which initialize FSDP. One FSDP unit for embedding and head would need
+            # 4.4 GB for float32 gradients in a 7B model.
             embedding, head = untied
             model.register_forward_pre_hook(lambda *_: embedding.unshard())
             model.register_forward_hook(lambda *_: head.unshard())
@@ -146,7 +146,7 @@ class Sharding:
 
     @torch.no_grad()
     def gather(self, model: VisionLanguageModel) -> VisionLanguageModel:
-        """Gather all weights into an unsharded model. Until `reshard`, ranks can run it independently."""
+        """Gather all weights into an unsharded model, which ranks can run independently until `reshard`."""
         for unit in units(model):
             unit.unshard()
         unsharded = clone_architecture(model, self.compute_dtype)
@@ -191,7 +191,7 @@ class DummyVisionForward:
 
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
         """Add 0 times the vision tower output to the decoder input, so that backward runs the tower on all ranks."""
-        zero, self.zero = self.zero, None  # free the autograd graph of the black image
+        zero, self.zero = self.zero, None  # self.zero would keep its autograd graph in memory
         if zero is None:
             return None
         x, *others = arguments

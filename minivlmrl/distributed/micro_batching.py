@@ -30,7 +30,7 @@ def split_into_micro_batches(
         lengths: (prompt tokens, tokens per completion), for each prompt.
         max_prompts: maximum prompts per micro-batch.
         max_tokens: maximum tokens per micro-batch, counting each prompt once; None = no limit.
-        world: ranks, which must all call this function; None = a single process.
+        world: ranks, which must all call this; None = a single process.
     Returns:
         micro-batches as lists of (prompt index, completion index).
     """

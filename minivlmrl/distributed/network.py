@@ -22,9 +22,9 @@ CONNECT_SECONDS = 60.0  # timeout for connecting, after all ranks have started
 def attempt_store(limit: timedelta) -> Store:
     """Return the torch.distributed store in which ranks look up each other's addresses.
 
-    Store keys begin with torchrun's restart count, because keys from before a restart contain addresses of dead
-    processes (pytorch 135712). With several hosts, store keys always begin with 0, because a host may not know the
-    restart count (docs/many_gpus.md).
+    On a single host, store keys begin with torchrun's restart count, because older keys contain addresses of dead
+    processes (pytorch 135712). With several hosts, store keys begin with 0, because a host may not know the restart
+    count (docs/many_gpus.md).
     """
     try:
         store, _, _ = next(rendezvous("env://", timeout=limit))

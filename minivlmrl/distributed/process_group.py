@@ -103,14 +103,14 @@ class World:
     def barrier(self, work: str = "do its part"):
         """Wait for all ranks, which may take longer than World.timeout.
 
-        After a minute, a rank prints which ranks are late. If a rank is later than World.max_wait, others raise an
-        error, and the late process prints a traceback and exits with code 1.
+        After a minute, a waiting rank prints which ranks are late. After World.max_wait seconds, waiting ranks raise an
+        error, and a late process prints a traceback and exits with code 1.
 
         Args:
             work: what ranks do, for messages, such as "read images".
 
         Raises:
-            RuntimeError: a rank has ended, or is later than World.max_wait.
+            RuntimeError: a rank has ended, or is late.
         """
         if self.size > 1:
             with log_stragglers(self.store, self.rank, self.size, work):
@@ -118,13 +118,13 @@ class World:
         restart_watchdog(self.max_wait, self.size)
 
     def run_after_error(self, work: Callable[["World"], object], alone: bool) -> bool:
-        """Call `work` to save a checkpoint after an error; every rank that fails must call run_after_error.
+        """Save a checkpoint with `work` after an error; every rank that fails must call this method.
 
         If all ranks fail, they save the checkpoint together. If only some ranks fail, the first one saves alone. The
         other failed ranks wait, because torchrun kills all ranks when one exits.
 
         Args:
-            work: function that saves a checkpoint, called with a World of the saving ranks.
+            work: called with a World of the saving ranks.
             alone: whether a single rank can run `work`.
         """
         if self.size == 1:
@@ -136,9 +136,9 @@ class World:
         errors = [f"error of rank {rank}" for rank in range(self.size)]
         own = str(self.rank)
         store.set(errors[self.rank], "")
-        # shorter timeout on rank 0: the first rank to time out saves alone, and only rank 0 knows the log file lengths
+        # rank 0 times out first, and so saves alone, because only rank 0 knows the log file lengths
         limit = timedelta(seconds=LAST_ERRORS + min(self.rank, 1))
-        with suppress(dist.DistError):  # timeout: at least one rank has not failed
+        with suppress(dist.DistError):  # a timeout means that at least one rank has not failed
             store.wait(errors, limit)
             own = "all"
         # the first rank to set this key decides whether all ranks save, or only one
@@ -171,7 +171,7 @@ class World:
         return future.result()
 
     def run_on_rank_zero(self, work: Callable[[], Value], name: str = "do its part") -> Value | None:
-        """Run `work` on rank 0, and return None on other ranks; all ranks must call this, and errors reach all."""
+        """Run `work` on rank 0, raise its error on all ranks, and return None on other ranks; all must call this."""
         return self.run_on_all_ranks(work if self.is_main else lambda: None, name)
 
     def compute_on_rank_zero(self, work: Callable[[], Value], name: str = "do its part") -> Value:
@@ -206,9 +206,8 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
 
     Args:
         num_threads: CPU threads, None = OMP_NUM_THREADS or CPU cores per process.
-        timeout: timeout of collective operations, in seconds.
+        timeout, max_wait: as in World.
         sharded: whether weights are sharded, which needs a process group even for one process.
-        max_wait: timeout of World.barrier, in seconds, None = no limit.
     """
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
@@ -258,7 +257,7 @@ def monitored_barrier(limit: timedelta, names_all: bool = False):
         names_all: whether to wait until the timeout, and list all late ranks in the error.
 
     Raises:
-        RuntimeError: a rank has ended or is late; on rank 0, "Rank 1 failed to pass monitoredBarrier".
+        RuntimeError: a rank has ended, or is late.
     """
     if barrier_group:
         dist.monitored_barrier(barrier_group, limit, wait_all_ranks=names_all)

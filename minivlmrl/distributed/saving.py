@@ -55,7 +55,7 @@ def save_model(
         shapes = {name: on_meta(weight) for name, weight in weights.items()}
         sizes = {name: x.to(model.save_dtype or x.dtype).nbytes for name, x in shapes.items()}
         sizes |= {name: tensor.nbytes for name, tensor in unused.items()}
-        # only rank 0 knows the sizes of unused tensors, so rank 0 decides which file contains which tensors
+        # only rank 0 knows the sizes of unused tensors, so rank 0 assigns tensors to files
         files = world.gather_objects(divide(sizes, max_shard_size))[0]
         new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder)), f"open {folder}")
         new_folder = new_folder or Path(folder)

@@ -30,8 +30,7 @@ def save_value_model(
     """Save a value model folder, with the head in score.safetensors; all ranks must call this function.
 
     Args:
-        base: base model folder, for adapter_config.json.
-        merge: if False, save only adapters and head.
+        base, merge: as in save_model.
     """
     reshard(model.score)
     head = {"score.weight": gather_full_tensor(model.score.weight).cpu()}

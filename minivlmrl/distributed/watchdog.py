@@ -19,7 +19,7 @@ def log_stragglers(store: Store | None, rank: int, size: int, work: str) -> Iter
 
     Args:
         store: torch.distributed store that counts how often each rank has waited, None = print nothing.
-        work: what ranks do, for the message, such as "read images".
+        work: as in World.barrier.
     """
     if store is None:
         yield

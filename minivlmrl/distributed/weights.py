@@ -37,7 +37,7 @@ def num_shards(section: ShardingOptions, num_ranks: int) -> int:
 
 
 def units(module: nn.Module) -> "list[FSDPModule]":
-    """Return all FSDP units in a module, whose weights are gathered and freed together."""
+    """Return all FSDP units in a module."""
     return [part for part in module.modules() if hasattr(type(part), "unshard")]  # pyright: ignore[reportReturnType]
 
 
@@ -77,8 +77,8 @@ def communication_of(unit: "FSDPModule") -> Communication:
 def begin_micro_batch(module: nn.Module, is_last: bool):
     """Set whether FSDP gathers weights and reduces gradients in the next micro-batch.
 
-    With sharding.once_per_step, the first micro-batch gathers weights, and the last one reduces gradients. Without
-    once_per_step, every micro-batch gathers and reduces.
+    With sharding.once_per_step, weights are gathered in the first micro-batch, and gradients are reduced in the last
+    one, instead of in every micro-batch.
     """
     for unit in units(module):
         communication = communication_of(unit)
@@ -115,8 +115,8 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
     """Yield the model for sampling, without gradients.
 
     Args:
-        gather_weights: if True, gather all weights first, so that ranks can sample independently. If False, gather one
-            layer at a time, and run the same number of forward passes on all ranks (fsdp.in_lockstep).
+        gather_weights: whether to gather all weights first, so that ranks can sample independently. False: forward
+            passes gather one layer at a time, and all ranks must run the same number (fsdp.in_lockstep).
     """
     if not model.sharding:
         with adapter_copies(model), torch.inference_mode():
@@ -156,9 +156,6 @@ def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> Vi
 
 
 def recompute_blocks(model: VisionLanguageModel):
-    """Enable activation checkpointing for vision blocks and decoder layers.
-
-    Blocks keep only their inputs, and run again in the backward pass.
-    """
+    """Enable activation checkpointing for vision blocks and decoder layers."""
     for block in model.blocks():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)

@@ -2,7 +2,7 @@
 
 With 36 layers, a decode step launches over a thousand kernels, and the GPU waits for the CPU. A CUDA graph launches all
 kernels at once, but with fixed addresses: finished completions stay in the batch, and unused keys are masked. Random
-numbers are the same as without a graph; logits may differ by rounding.
+numbers are as without a graph; logits may differ by rounding.
 """
 
 from functools import cache
@@ -56,7 +56,7 @@ class StaticDecodeAttention(DecodeAttention):
 
 
 class CapturedDecode(Decode):
-    """Run decode steps as a CUDA graph on a GPU, and normally on a CPU."""
+    """Run decode steps as a CUDA graph on a GPU."""
 
     attention_type = StaticDecodeAttention
 
@@ -86,7 +86,7 @@ class CapturedDecode(Decode):
         self.logits = super().__call__(model, self.ids, attention)
 
     def capture(self, model, attention):
-        # do not use torch.cuda.graph, which takes up to 0.4 s to empty the memory cache
+        # not torch.cuda.graph, which takes up to 0.4 s to empty the memory cache
         if torch.cuda.mem_get_info()[0] < HEADROOM:
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()

@@ -3,7 +3,7 @@
 Call prefill once, then sample_token and decode for every new token:
 
     prefill: forward pass over all prompts; completions share the keys and values of their prompt.
-    sample_token: sample one token per row from softmax(logits / temperature); filters such as top_p are in filters.py.
+    sample_token: sample one token per row from softmax(logits / temperature); filters are in filters.py.
     decode: forward pass over the newest tokens, which attend to their prompt and completion.
 
 A row is one completion. Random numbers do not depend on the batch or number of GPUs (uniform_numbers in data/rows.py).
@@ -59,7 +59,7 @@ def generate(
 
     Args:
         sample_token: from make_token_sampler.
-        device: compute device, None = device of the LM head. Required if weights are offloaded.
+        device: compute device, required if weights are offloaded; None = device of the LM head.
     """
     decode = decode or Decode()
     device = device or model.lm_head.weight.device
@@ -114,12 +114,10 @@ def prefill(
 def to_completions(
     steps: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], num_generations: int
 ) -> list[list[Completion]]:
-    """Collect the tokens of all decode steps into completions.
+    """Collect the tokens of all decode steps into completions, num_generations per prompt.
 
     Args:
-        steps: (rows, ids, logps, whether finished) per step, each (r,); row -1 = already finished.
-    Returns:
-        num_generations completions per prompt.
+        steps: (row indices, ids, logps, whether finished) per step, each (r,); row index -1 = finished earlier.
     """
     rows, ids, logps, ends = (torch.cat(column).cpu() for column in zip(*steps, strict=True))
     sampled = (rows >= 0).nonzero()[:, 0]
@@ -148,8 +146,8 @@ def make_token_sampler(
     Args:
         temperature: logit divisor, 0 for greedy decoding.
         stop_ids: token ids that end a completion.
-        sample: (probabilities (r, V), rows, counts) -> ids (r,); see sample_by_uniforms.
-        logits_processor: (logits (r, V), rows, counts) -> scores (r, V) for the softmax, by default
+        sample: (probabilities (r, V), row indices, tokens so far) -> ids (r,); see sample_by_uniforms.
+        logits_processor: (logits (r, V), row indices, tokens so far) -> scores (r, V) for the softmax, by default
             logits / temperature. Filters set scores of removed tokens to -inf.
     """
     stop_index = to_device(torch.tensor(stop_ids, dtype=torch.long), device)
@@ -183,7 +181,7 @@ def sample_by_uniforms(uniforms: Tensor, device: torch.device | str = "cpu") -> 
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Return the first token whose cumulative probability exceeds the random number.
+    """Return the first token whose cumulative probability exceeds a random number: ids (r,).
 
     Probabilities are summed exactly, as integer multiples of 2^-52: tokens do not depend on device or batch, and never
     have probability 0.
@@ -191,11 +189,9 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     Args:
         probs: (r, V) float32.
         uniform: (r,) float64 in [0, 1).
-    Returns:
-        (r,) sampled ids.
     """
-    # (r, V) cumulative probabilities, in units of 2^-52
+    # (r, V) cumulative probabilities
     units = running_sum((probs * UNITS).long())
-    target = (uniform * units[:, -1]).long()  # rounding down keeps `target` below the sum of probabilities
+    target = (uniform * units[:, -1]).long()  # rounded down, below units[:, -1]
     chosen = torch.searchsorted(units, target[:, None], right=True)[:, 0]
     return chosen.clamp(max=units.shape[1] - 1)

@@ -36,9 +36,8 @@ def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes = b"") -> by
 class StopStrings:
     """Find rows that complete a stop string, like StopStringCriteria in transformers 5.23.
 
-    A token that contains the last byte of a stop string completes it, even if text follows in the token. Example:
-    "</answ" and "er>." complete </answer>, and the period stays in the completion. A stop string may begin in the
-    prompt.
+    Text after a stop string stays in the completion if it is part of the same token: the tokens "</answ" and "er>."
+    complete </answer>. A stop string may begin in the prompt.
 
     Args:
         prompts: (P,) int64 prompt token ids per row.
@@ -52,7 +51,7 @@ class StopStrings:
         self.before = [b"".join(map(self.bytes_of, ids[-self.longest :].tolist())) for ids in prompts]
 
     def completed(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Append a token per row; return True where it completes a stop string.
+        """Append a new token to each row, and check whether the token completes a stop string.
 
         Args:
             rows: (r,) row indices.

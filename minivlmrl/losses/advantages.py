@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-EPSILON = 1e-4  # added to standard deviations to avoid division by 0; same value as in TRL
+EPSILON = 1e-4  # added to standard deviations to avoid division by 0, as in TRL
 
 
 def combine(rewards: Tensor, weights: Tensor) -> Tensor:
@@ -24,8 +24,8 @@ def combine(rewards: Tensor, weights: Tensor) -> Tensor:
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
     """Compute GRPO's advantages: reward minus the group mean, divided by a standard deviation.
 
-    Example: with scale_rewards="group", rewards 1, 1, 0, 0 (mean 0.5, sample standard deviation 0.5774) give +0.8659,
-    +0.8659, -0.8659, -0.8659.
+    Example: with scale_rewards="group", rewards 1, 1, 0, 0 (mean 0.5, sample standard deviation 0.5774) give 0.8659,
+    0.8659, -0.8659, -0.8659.
 
     Args:
         rewards: (n,) float32, num_generations consecutive rewards per group, NaN for unscored completions.
@@ -52,7 +52,7 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
 
 
 def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
-    """Compute GDPO's advantages: normalize each reward within its group, sum with weights, normalize over the batch.
+    """Compute GDPO's advantages (n,): normalize rewards within groups, sum with weights, normalize over the batch.
 
     Example: completions with rewards (0, 0) and (1, 100) get (-0.71, -0.71) and (0.71, 0.71) before the sum, so the
     large reward does not dominate.
@@ -60,8 +60,6 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -
     Args:
         rewards: (n, K), num_generations consecutive rows per group.
         weights: (K,)
-    Returns:
-        (n,) advantages.
     Source: GDPO (arXiv 2601.05242); TRL's "normalize_then_sum".
     """
     columns = [group_advantages(column, num_generations) for column in rewards.unbind(1)]
@@ -71,15 +69,13 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -
 
 
 def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False) -> Tensor:
-    """Compute RLOO's advantages: reward minus the mean of the group's other rewards.
+    """Compute RLOO's advantages (n,): reward minus the mean of the group's other rewards.
 
     Example: rewards 1, 0, 0 give 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5.
 
     Args:
         rewards: (n,). NaN rewards are ignored in the means and get advantage 0.
         normalize: whether to normalize the batch to mean 0 and standard deviation 1.
-    Returns:
-        (n,) advantages.
     Source: RLOO eq. 6 (arXiv 2402.14740); TRL's RLOOTrainer, which handles NaN since TRL 1.6.
     """
     groups = to_groups(rewards, num_generations)

@@ -30,7 +30,7 @@ class LossNormalizer:
     sequences: float  # number of completions
     # number of tokens to train on, num_items_in_batch in TRL
     tokens: float | Tensor
-    max_completion_length: int | None = None  # maximum tokens per completion, a divisor for loss_type dr_grpo
+    max_completion_length: int | None = None  # maximum tokens per completion, for loss_type dr_grpo
 
 
 def grpo_loss(
@@ -60,19 +60,19 @@ def grpo_loss(
     Args:
         per_token_logps: (B, T) float, policy log-probabilities in nats, with gradient.
         advantages: (B,) or per token (B, T).
-        mask: (B, T), 1 for tokens to train on. A completion with only zeros still counts as a completion.
+        mask: (B, T), 1 for tokens to train on. Completions with mask 0 everywhere count in means over completions.
         loss_type: key in TERMS and AVERAGES.
         importance_sampling_level: key in RATIOS; "sequence" is GSPO.
         epsilon_low, epsilon_high: clip the ratio to [1 - epsilon_low, 1 + epsilon_high].
         beta: KL weight, at least 0.
         kl_estimator: see kl_term.
         use_bias_correction_kl: whether to multiply the KL by the ratio; see correct_kl.
-        old_per_token_logps: (B, T) log-probabilities at sampling time, or None if the policy has not changed (ratio 1).
+        old_per_token_logps: (B, T) log-probabilities at sampling time, None = policy unchanged since (ratio 1).
         ref_per_token_logps: (B, T) reference log-probabilities, required if beta is not 0.
         token_weights: (B, T) or (B, 1) factors for the policy term but not the KL, such as a mask for high-entropy
-            tokens, or importance ratios that correct for the sampler. With None, all factors are 1.
-        normalizer: totals for the whole optimizer step, or None if this batch is the whole step.
-        term_options: keyword arguments for the function from TERMS, such as delta.
+            tokens, or importance ratios that correct for the sampler. None = all 1.
+        normalizer: totals for the optimizer step, None = count this batch.
+        term_options: more arguments for the loss term TERMS[loss_type], such as delta.
     Returns:
         Scalar loss, and detached metrics: `kl` in nats per token, and metrics from TERMS, such as clip_ratio/low_mean.
     Raises:
@@ -135,7 +135,7 @@ RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass
 class TermInputs:
-    """Inputs for loss terms, such as PPO's clipped term."""
+    """Inputs for the functions in TERMS."""
 
     logps: Tensor  # (B, T) policy log-probabilities
     log_ratio: Tensor  # (B, T) log pi - log pi_old, always per token
@@ -216,7 +216,7 @@ def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
 
     The ratio also corrects for tokens sampled by an older policy.
     """
-    # detach the ratio: the KL estimators k2, k1+, k2+ and k3+ already have the gradient of KL(pi || pi_ref)
+    # k2, k1+, k2+ and k3+ already have the gradient of KL(pi || pi_ref), so the ratio must not add its own
     if kl_estimator == "k2" or kl_estimator.endswith("+"):
         return kl * ratio.detach()
     return kl * ratio

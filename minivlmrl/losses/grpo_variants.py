@@ -1,6 +1,6 @@
 """Variants of the GRPO loss: GSPO-token, RLOO, CISPO, SAPO, VESPO, LUSPO and BNPO.
 
-Importing grpo_variants.py adds the variants to the tables in grpo.py. grpo_variants.py needs only torch and grpo.py.
+grpo_variants.py imports only torch and grpo.py, and adds the variants to the tables in grpo.py.
 """
 
 import math
@@ -72,8 +72,8 @@ def vespo_term(
     W is the product of token ratios in a completion. Negative advantages use vespo_k_neg and vespo_lambda_neg.
 
     Args:
-        importance_sampling_ratio: (B, T) or (B, 1), trainer probability / sampler probability. VESPO multiplies W
-            by this ratio; other losses multiply the token loss by it.
+        importance_sampling_ratio: trainer probability / sampler probability, (B, T) or (B, 1); a factor of W, not of
+            the token loss as in other GRPO losses.
     Source: VESPO (arXiv 2602.10693).
     """
     advantages = inputs.advantages
@@ -123,7 +123,7 @@ def kept_tokens(
         entropies: (B, T), in nats; required if quantile < 1.
         mask: (B, T), 1 for tokens to train on.
         quantile: fraction of tokens to keep; 1 keeps all.
-        threshold: lowest entropy to keep, by default computed from this batch and `quantile`.
+        threshold: lowest entropy to keep, by default computed from this batch.
     Source: arXiv 2506.01939; TRL's top_entropy_quantile.
     """
     if quantile == 1:
@@ -139,7 +139,7 @@ def top_entropy_threshold(entropies: Tensor, quantile: float) -> Tensor:
     """Compute the lowest entropy among the top `quantile` of tokens: 0.2 is the top 20 %.
 
     Args:
-        entropies: (n,); an empty tensor gives infinity.
+        entropies: (n,) in nats; for n = 0, the result is infinity.
     """
     entropies = entropies.detach().float()
     if not len(entropies):

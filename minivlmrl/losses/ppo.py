@@ -7,15 +7,13 @@ from torch import Tensor
 def token_rewards(
     scores: Tensor, logps: Tensor, ref_logps: Tensor, mask: Tensor, kl_coef: float = 0.05, kl_estimator: str = "k1"
 ) -> Tensor:
-    """Compute PPO's token rewards: -kl_coef * KL(pi || pi_ref), plus the score at the last token.
+    """Compute PPO's token rewards (B, T): -kl_coef * KL(pi || pi_ref), plus the score at the last token.
 
     Args:
         scores: (B,) rewards for whole completions.
         logps, ref_logps: (B, T) policy and reference log-probabilities, in nats.
         mask: (B, T), 1 for completion tokens.
         kl_estimator: "k1", log pi - log pi_ref; or "k3", pi_ref/pi - 1 - log(pi_ref/pi).
-    Returns:
-        (B, T) rewards.
     Source: InstructGPT eq. 2 (arXiv 2203.02155); TRL 1.12's PPOTrainer, which adds the score one token later.
     """
     log_ref_ratio = (ref_logps - logps) * mask
@@ -92,8 +90,8 @@ def ppo_loss(
         policy   max(-A r, -A clip(r, 1 - eps, 1 + eps))             r = pi(o_t) / pi_old(o_t)
         value    max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) / 2
 
-    Example: ratio 1, advantage 2, value 1, old value 1 and return 3 give policy loss -2 and value loss 2; with vf_coef
-    0.1, the PPO loss is -1.8.
+    Example: ratio 1, advantage 2, value 1, old value 1 and return 3 give policy loss -2, value loss 2 and, with vf_coef
+    0.1, PPO loss -1.8.
 
     Args:
         per_token_logps, values: (B, T) policy log-probabilities in nats and critic predictions, with gradient.

@@ -1,13 +1,13 @@
 """Losses on preference pairs: DPO, its variants, and the reward model loss.
 
-preference.py needs only torch and grpo.py.
+preference.py imports only torch and grpo.py.
 
 B pairs, T tokens in the longest answer. In (B, 2, T), [:, 0] is the chosen and [:, 1] the rejected answer. Only
 `per_token_logps` has a gradient.
 
-Losses are divided by the number of pairs or tokens in the whole optimizer step, which `normalizer` contains. If
-`normalizer` is None, pairs and tokens are counted in the batch. `normalizer.sequences` counts both answers in a pair.
-Three losses depend on the micro-batch size: aot, aot_unpaired, and sft with use_weighting.
+Losses are divided by the number of pairs or tokens in the whole optimizer step, from `normalizer` (None = count the
+batch). `normalizer.sequences` counts both answers in a pair. Three losses depend on the micro-batch size: aot,
+aot_unpaired, and sft with use_weighting.
 """
 
 import math
@@ -78,10 +78,11 @@ DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     # unpaired AOT (arXiv 2406.05882): DPO after sorting chosen and rejected log-ratios over the batch
     "aot_unpaired": lambda pairs: smoothed(pairs.beta * (pairs.u.sort().values - pairs.v.sort().values), pairs.e),
     # APO-zero, eq. 7 (arXiv 2408.06266): 1 - sigmoid(beta chosen) + sigmoid(beta rejected), computed with sigmoid(-x),
-    # because 1 - sigmoid(20) and its gradient are 0 in float32. Chosen answers get likelier, rejected ones less likely.
+    # because 1 - sigmoid(20) and its gradient are 0 in float32. Training makes chosen answers more likely, and rejected
+    # answers less likely.
     "apo_zero": lambda pairs: (-pairs.beta * pairs.u).sigmoid() + (pairs.beta * pairs.v).sigmoid(),
-    # APO-down, eq. 8 (arXiv 2408.06266): sigmoid(beta chosen) + 1 - sigmoid(beta margin). Chosen answers get
-    # less likely, rejected ones even less.
+    # APO-down, eq. 8 (arXiv 2408.06266): sigmoid(beta chosen) + 1 - sigmoid(beta margin). Training makes chosen answers
+    # less likely, and rejected answers even less likely.
     "apo_down": lambda pairs: (pairs.beta * pairs.u).sigmoid() + (pairs.beta * (pairs.v - pairs.u)).sigmoid(),
     # DiscoPOP eq. 5 (arXiv 2406.08414): logistic and exponential loss, mixed by sigmoid(beta margin / discopop_tau)
     "discopop": lambda pairs: torch.lerp(
@@ -117,7 +118,7 @@ def dpo_loss(
     Example: if policy and reference are equal, `sigmoid` is 0.693, `hinge` 1, and `ipo` with beta 0.1 is 25.
 
     Args:
-        per_token_logps: (B, 2, T) float, policy log-probabilities in nats, with gradient.
+        per_token_logps: (B, 2, T) float, policy log-probabilities in nats.
         mask: (B, 2, T), 1 for answer tokens.
         loss_type: one or more keys in DPO_LOSSES.
         loss_weights: weight per loss_type, None = all 1. MPO: ["sigmoid", "bco_pair", "sft"] with [0.8, 0.2, 1.0].
@@ -128,10 +129,10 @@ def dpo_loss(
         ld_alpha: LD-DPO weight in [0, 1] for tokens beyond the shorter answer's length; None means 1.
         use_weighting: whether to weight pairs by their policy probability (WPO).
         discopop_tau: DiscoPOP temperature, > 0.
-        ref_per_token_logps: (B, 2, T) reference log-probabilities, without gradient.
+        ref_per_token_logps: (B, 2, T) reference log-probabilities.
         ref_logps: (B, 2) reference log-probabilities summed over tokens, instead of ref_per_token_logps.
-        log_sum_sq_probs: (B, 2, T) log sum_j p_j^2 over the vocabulary, without gradient; required by use_weighting.
-        normalizer: totals for the optimizer step, None for this batch. `tokens` counts chosen answers only.
+        log_sum_sq_probs: (B, 2, T) log sum_j p_j^2 over the vocabulary, required by use_weighting.
+        normalizer: totals for the optimizer step, None = count this batch. `tokens` counts only chosen answers.
     Returns:
         Loss, and metrics rewards/chosen and rewards/rejected (beta times log-ratio, nats), rewards/margins,
         rewards/accuracies (share of positive margins), logps/chosen and logps/rejected.
@@ -188,8 +189,8 @@ def dpo_loss(
 def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
     """Compute WPO's pair weights (B,), large if both answers are likely under the policy.
 
-    A weight is the product of exp(mean_t(logps - log_sum_sq_probs)) over both answers, where log_sum_sq_probs is
-    log sum_j p_j^2 over the vocabulary. Arguments are (B, 2, T).
+    A weight is the product of exp(mean_t(logps - log_sum_sq_probs)) over both answers. Arguments are (B, 2, T), as in
+    dpo_loss.
     """
     aligned = ((logps - log_sum_sq_probs) * mask).sum(-1) / mask.sum(-1)  # (B, 2)
     return aligned.sum(-1).exp()

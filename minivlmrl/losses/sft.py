@@ -1,4 +1,4 @@
-"""SFT loss; sft.py needs only torch and grpo.py."""
+"""SFT loss; sft.py imports only torch and grpo.py."""
 
 from typing import Literal, get_args
 

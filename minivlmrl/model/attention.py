@@ -1,11 +1,11 @@
 """Attention over a packed sequence, where completions share the tokens of their prompt.
 
 Prompt tokens attend causally to their prompt. Completion tokens attend to their whole prompt, and causally to their own
-completion. No token attends to another prompt or another completion.
+completion. No token attends to another prompt or completion.
 
-A prompt is computed once for all its completions. The results equal attention with one prompt copy per completion.
+Each prompt is encoded once, with the same results as if it were repeated before each of its completions.
 
-Dimensions: N packed tokens, B groups, R completions, M completion tokens, P tokens in a prompt, C tokens in a
+Dimensions: N packed tokens, B groups, R completions, M completion tokens, P tokens per prompt, C tokens per
 completion, H query heads, K key/value heads, D head_dim.
 """
 
@@ -25,13 +25,13 @@ class PackedLayout:
     """Positions of prompts and completions in a packed sequence.
 
     Order: prompt 0, its completions, prompt 1, its completions, ... The last token in a completion predicts nothing and
-    is left out, so a completion with 5 tokens has 4 positions.
+    is left out: of 5 completion tokens, 4 are packed.
 
     Args:
         prompt_lengths: (B,) tokens per prompt.
         completion_lengths: tokens per completion, for each prompt.
-        rows: row index of each completion in padded loss tensors; turns of a trajectory share a row. None gives each
-            completion its own row.
+        rows: row index of each completion in padded loss tensors; turns of a trajectory share a row. None = one row
+            per completion.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class PackedLayout:
 
         Returns:
             Token indices: two matrices per prompt length, (prompts, P) and (completions, C), with -1 at padding.
-            PromptSlots: one per prompt length; None for a prompt length without completions of two or more tokens.
+            One PromptSlots per prompt length, or None if all completions for these prompts are shorter than two tokens.
         """
         blocks = []
         slots = []
@@ -150,14 +150,14 @@ class DecodeAttention:
     """Attention for decoding; completions share the keys and values of their prompt.
 
     Args:
-        prompts: attention from the prefill, with the keys and values of all prompts (keep_keys=True).
+        prompts: GroupAttention from the prefill, with keep_keys=True.
         prompt_index: (R,) prompt index per completion, ascending, on the CPU.
         capacity: maximum new tokens per completion.
         start: (B,) first position id after the prompt.
     """
 
     check_every = 1  # decode steps between checks for finished rows
-    # (slice of rows, slice of their new tokens) per call to a recurrent layer; tool results need one call each
+    # (rows, new tokens) for each call to a recurrent layer; tool results differ in length and need one call each
     spans: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
 
     def __init__(self, prompts: GroupAttention, prompt_index: Tensor, capacity: int, start: Tensor):
@@ -195,7 +195,7 @@ class DecodeAttention:
         Args:
             unfinished: (R,) bool, on the CPU.
         Returns:
-            Indices of the rows that stay, None = all rows.
+            Indices of kept rows, None = all.
         """
         if unfinished.all():
             return None

@@ -55,8 +55,8 @@ def load_model(
 
     Args:
         dtype: parameter dtype, default: torch_dtype in config.json.
-        device: parameter device, ignored with sharding.
-        sharding: Sharding from distributed/fsdp.py, to load only this rank's shard; None = no sharding.
+        device: parameter device if `sharding` is None.
+        sharding: Sharding from distributed/fsdp.py, to load only this rank's shard.
         adapt: function that adds adapters on the meta device, before weights are read.
     """
     folder = find_folder(folder)
@@ -73,7 +73,7 @@ def load_model(
         # take_shard: (tensor in a file, parameter) -> this rank's shard
         take_shard = sharding.take_shard if sharding else lambda x, like: x.to(device, like.dtype, copy=True)
         assign(model, _read_weights(folder, files, model, take_shard, device))
-    model.folder = folder.resolve()  # save_model copies unused tensors from this folder
+    model.folder = folder.resolve()  # for save_model, which copies tensors that the model does not use
     return model
 
 

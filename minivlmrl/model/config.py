@@ -31,7 +31,7 @@ class VisionConfig:
     # unused keys in vision_config, written back unchanged
     extra: dict = field(default_factory=dict, hash=False)
 
-    # constants in Qwen2-VL; configs of other model families override them, or make them dataclass fields
+    # constants in Qwen2-VL; other families override them, or make them dataclass fields
     norm: ClassVar[Literal["rms_norm", "layer_norm"]] = "layer_norm"
     # attention window width and height in pixels, None = whole frame
     window_size: ClassVar[int | None] = None
@@ -75,7 +75,7 @@ class ModelConfig:
     torch_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     extra: dict = field(default_factory=dict)  # unused keys in config.json, written back unchanged
 
-    # constants in Qwen2; configs of other model families override them, or make them dataclass fields
+    # constants in Qwen2; other families override them, or make them dataclass fields
     attention_bias: ClassVar[bool] = True  # whether q, k and v projections have biases
     qk_norm: ClassVar[bool] = False  # whether q and k are normalized per head
     mrope_interleaved: ClassVar[bool] = False  # whether rotary frequencies alternate between time, height and width

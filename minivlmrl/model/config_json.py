@@ -49,7 +49,7 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
             value,
             f"{supported[0]!r}; no other value is supported",
         )
-    flat.pop("mrope_section", None)  # ignore mrope_section outside rope_scaling
+    flat.pop("mrope_section", None)  # mrope_section is valid only in rope_scaling
     names = {field.name for field in fields(family.config_type)}
     flat = _merge(family.read_text(flat), {name: x for name, x in rope.items() if name in names})
     flat["torch_dtype"] = config.get("torch_dtype") or config.get("dtype") or flat.get("dtype")

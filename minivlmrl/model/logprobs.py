@@ -1,4 +1,4 @@
-"""Log-probabilities of completion tokens under the policy, the old policy or the reference."""
+"""Log-probabilities of completion tokens under a model."""
 
 from torch import Tensor
 

@@ -40,7 +40,7 @@ def inject_adapters(model: VisionLanguageModel, options: LoRAOptions):
     model.requires_grad_(not options.r)
     if not options.r:
         return
-    # two targets may match the same layer
+    # two adapter.target entries may match the same layer
     for name in dict.fromkeys(chain(*(target_layers(model, target) for target in options.target))):
         add_lora(model, name, options.r, options.alpha / options.r, options.dropout)
     if options.quantize:
@@ -93,8 +93,8 @@ class LoRALinear(ReplacedLinear):
 class AdapterSum(torch.autograd.Function):
     """Compute base_result + scaling * x A^T B^T.
 
-    If the base weights are 16-bit and on a GPU, matrix products use TF32. TF32 products round inputs to 11 significant
-    bits, so bfloat16 inputs (8 bits) stay exact; sums are float32.
+    With 16-bit base weights on a GPU, matrix products use TF32, which rounds inputs to 11 significant bits, so bfloat16
+    inputs (8 bits) stay exact. TF32 sums are float32.
 
     Shapes: base_result (N, out_features), x (N, in_features), A (r, in_features), B (out_features, r).
     """
@@ -133,7 +133,7 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
 
 @contextmanager
 def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
-    """Apply dropout inside a `with` block. As in PEFT, only adapter inputs have dropout, not base layer inputs.
+    """Apply dropout inside a `with` block, only to adapter inputs, as in PEFT.
 
     The mask depends only on `key` and layer name, so activation checkpointing recomputes the same mask.
     """
@@ -200,8 +200,8 @@ def copy_adapter_layout(model: nn.Module, other: nn.Module):
 
 
 def quantize_base(model: VisionLanguageModel):
-    """Quantize decoder layers and adapter bases to NF4, except the family's not_quantized layers."""
-    # names, not modules, because a kept module would keep its 16-bit weights in memory
+    """Quantize decoder layers, and all layers with adapters, to NF4, except Family.not_quantized."""
+    # list names, because a list of modules would keep all 16-bit weights in memory
     for name in [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]:
         keeps_dtype = name.removesuffix(".base").endswith(family_of(model).not_quantized)
         if not keeps_dtype and (name.startswith(PARTS["language"]) or name.endswith(".base")):

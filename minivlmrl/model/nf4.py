@@ -1,8 +1,8 @@
 """Quantize frozen weights to NF4, 4 bits per value, as in QLoRA (arXiv 2305.14314).
 
-Each block of 64 values has a scale, its largest absolute value. A value is divided by the scale, and stored as the
-index of the nearest of 16 normal quantiles. Scales minus their mean are quantized to 8 bits ("double quantization"). A
-value takes 4.13 bits, including scales.
+A block of 64 values is divided by its scale, the largest absolute value. A divided value is stored as the index of the
+nearest of 16 normal quantiles. Scales minus their mean are quantized to 8 bits ("double quantization"). A value takes
+4.13 bits, including scales.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, 
 
     Args:
         values: (rows, n) float32.
-        code: (k,) ascending values in [-1, 1], k <= 256.
+        code: (k,) quantization levels in [-1, 1], ascending, k <= 256.
         block: values per scale.
     Returns:
         indices: (rows, n) uint8 indices into `code`.
@@ -93,7 +93,7 @@ def unpack_nf4(
     if backend_for(offset, "nf4_unpack") == "triton":
         return nf4_unpack(packed, scale_indices, scale_scales, offset, (scale_code, value_table), dtype)
     scales = dequantize(scale_indices[None], scale_scales[None], scale_code)[0] + offset
-    # 4096 blocks at a time fit into CPU caches: 3 times faster than all at once
+    # 4,096 blocks of 64 values fit into CPU caches: 3 times faster than all at once
     piece_blocks = 4096 if packed.is_cpu else len(scales)
     # (256,) lookup table from a packed byte to its two NF4 values: two float32 numbers, viewed as one int64
     value_pairs = torch.cartesian_prod(value_table, value_table).view(torch.int64)
@@ -132,8 +132,8 @@ class NF4Linear(PackedLinear):
 
     @property
     def weight(self) -> Tensor:
-        """Gather and unpack the weight (out_features, in_features), in its original dtype."""
-        # with CPU offload, values are on the CPU, but scales on the GPU
+        """Gather and unpack the weight."""
+        # with CPU offload, NF4 values are on the CPU, but their scales on the GPU
         packed = gather(self.packed).to(self.offset.device)
         values = unpack_nf4(packed, self.scale_indices, self.scale_scales, self.offset, self.dtype)
         return values[: self.shape.numel()].view(self.shape)

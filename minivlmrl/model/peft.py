@@ -23,7 +23,7 @@ from minivlmrl.model.lora import LoRALinear, adapters, add_lora, set_parameters
 from minivlmrl.model.plain_weights import PackedLinear, gather_full_tensor, is_adapter
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# paths of the adapter inside a PEFT folder, a checkpoint, and a run folder, in this order
+# paths of the adapter inside a PEFT folder, a checkpoint, and a run folder
 INNER_FOLDERS = "", "adapter", "checkpoint/adapter"
 TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
 MERGE = "Merge the adapter into its base model with PEFT, and load the merged model."

@@ -16,11 +16,11 @@ from minivlmrl.model.config import ModelConfig, VisionConfig
 def get_rope_index(
     input_ids: Tensor, image_grid_thw: Tensor, model_config: ModelConfig, second_per_grid_ts: Tensor | None = None
 ) -> Tensor:
-    """Compute M-RoPE positions (time, height, width) for prompt tokens.
+    """Compute M-RoPE positions in time, height and width for prompt tokens: (3, N) int64.
 
-    Text tokens have three equal positions, which rise by 1 per token. In an image, the time position is constant, and
-    height and width positions count rows and columns in the merged grid. In a video, the time position is proportional
-    to seconds. Text after an image or video continues at the largest position plus 1.
+    A text token has three equal positions. In an image, the time position is constant, and height and width positions
+    count rows and columns of merged tokens. In a video, the time position is proportional to seconds. Text after an
+    image or video continues at the largest position plus 1.
 
     Example: 2 text tokens, an image with 2 x 3 merged tokens, 1 text token:
         time   0 1 | 2 2 2 2 2 2 | 5
@@ -33,8 +33,6 @@ def get_rope_index(
         input_ids: (N,) int64, one prompt with expanded placeholders.
         image_grid_thw: (images and videos, 3) int64, patches in time, height, width.
         second_per_grid_ts: (images and videos,) float32, seconds per time step. None = 1.
-    Returns:
-        position_ids: (3, N) int64.
     Source: Qwen2.5-VL report, "Multimodal Rotary Position Embedding Aligned to Absolute Time"; transformers 4.49 to
         4.51 and vLLM. Later transformers releases compute different video positions; see docs/results.md.
     """
@@ -59,7 +57,7 @@ def get_rope_index(
         # Qwen2-VL has no tokens_per_second: one position per time step
         if tokens_per_second is not None:
             seconds = 1.0 if second_per_grid_ts is None else second_per_grid_ts[index].item()
-            # float32 as in the model's training: float64 sometimes rounds to another position
+            # in float32, as in Qwen's training: in float64, some products round to another integer
             time = (time * seconds * tokens_per_second).long()
         # (3, merged tokens)
         grid = torch.cartesian_prod(time, torch.arange(h // merge), torch.arange(w // merge)).T
@@ -97,7 +95,7 @@ def vision_rotary(
     ordered as in pixel_values.
 
     Args:
-        image_grid_thw: (images and videos, 3) int64, patches in time, height, width.
+        image_grid_thw: as in get_rope_index.
     Returns:
         cos, sin: (P, 1, D) float32 each.
     """

@@ -22,7 +22,7 @@ from minivlmrl.kernels.window_attention import Segments, window_attention
 from minivlmrl.model.config import VisionConfig
 from minivlmrl.model.rope import apply_rotary, vision_rotary
 
-ALIGNED = 8  # matrix products are fast if rows are multiples of 16 bytes, that is, of eight 16-bit values
+ALIGNED = 8  # matrix products are fast if rows are multiples of eight 16-bit values (16 bytes)
 
 
 class MLP(nn.Module):
@@ -42,7 +42,7 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
     def forward_padded(self, x: Tensor, missing: int) -> Tensor:
-        """Compute the MLP with `missing` zeros appended to the intermediate dimension."""
+        """Compute the MLP with `missing` zeros appended to the intermediate dimension, to align rows."""
 
         # weights are not padded in advance, so that checkpoints and shards keep the shapes in config.json
         def padded(layer: nn.Linear) -> Tensor:
@@ -65,7 +65,7 @@ def window_order(image_grid_thw: Tensor, vision_config: VisionConfig) -> tuple[T
         order 0 1 2 3 5 6 7 8 10 11 12 13 | 4 9 14
 
     Args:
-        image_grid_thw: (images and videos, 3) int64, patches in time, height, width.
+        image_grid_thw: as in get_rope_index.
     Returns:
         order: (M,) int64 raster indices in window order.
         window_lengths: patches per window.

@@ -115,7 +115,7 @@ class Step:
 
     micro_batches: Sequence[MicroBatch]
     metrics: dict[str, float] = field(default_factory=dict)  # {metric: value}, identical on all ranks
-    ends_rollout: bool = True  # only after a rollout's last step can a checkpoint be saved
+    ends_rollout: bool = True  # checkpoints are saved only between rollouts
     rollout: Rollout | None = None
     groups: Sequence[list[Sample]] = ()  # groups sampled on this rank; rebalancing may send them to other ranks
 
@@ -168,7 +168,7 @@ class Trainer:
 
     @staticmethod
     def columns(options) -> tuple[str, ...]:
-        """Return dataset columns that the stage reads if present."""
+        """Return optional dataset columns that the stage reads."""
         return ()
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:

@@ -15,7 +15,7 @@ from minivlmrl.trainers.rebalancing import SerializedGroup, load_groups
 def sample_until_groups_differ(trainer: Any, rows: Sequence[Row]) -> Rollout:
     """Sample until enough groups (completions for one prompt) have different rewards.
 
-    After max_num_gen_batches batches, stop sampling, and fill the rollout with groups that have equal rewards.
+    After max_num_gen_batches batches, fill the rollout with groups that have equal rewards.
 
     Args:
         trainer: GRPOTrainer.

@@ -107,7 +107,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether the KL penalty is in the reward, as in RLOO, instead of in the loss."""
+        """Whether the KL penalty is in the reward (RLOO), not in the loss."""
         return self.options.loss_type == "rloo" and self.options.beta > 0
 
     def compute_advantages(self, totals: Tensor, rewards: Tensor) -> Tensor:
@@ -228,9 +228,9 @@ class GRPOTrainer(RolloutTrainer):
             num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
             loss = loss - options.entropy_coef * mean_entropy(padded_entropies, kept, batch.normalizer, num_tokens)
         old_logps = padded_logps.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
-        # Clip ratios are means over the tokens in an optimizer step, as in TRL; with GSPO and RLOO, over completions.
-        # So weight clip ratios by this micro-batch's share, and sum them. Completions that kept_samples drops have
-        # advantage 0, and are never clipped.
+        # Clip ratios are means over tokens in an optimizer step, as in TRL; with GSPO and RLOO, over completions. So
+        # multiply by this micro-batch's share of tokens or completions, and sum over micro-batches. Completions that
+        # kept_samples drops have advantage 0, and are never clipped.
         share = batch.loss_mask.sum().double() / batch.normalizer.tokens  # float64: sums over batches must be exact
         if options.importance_sampling_level == "sequence" or options.loss_type == "rloo":
             share = len(batch.loss_mask) / batch.normalizer.sequences

@@ -32,12 +32,12 @@ class AnswerBatch(MicroBatch):
 class OfflineTrainer(Trainer):
     """Base class for stages with dataset answers; each batch is one optimizer step.
 
-    Subclasses define `loss` and the Row fields with answers, such as ("chosen", "rejected").
+    Subclasses define `loss` and the Row fields with answers.
     """
 
     batch_type: type[MicroBatch] = AnswerBatch
     answers = ("completion",)
-    counted_rows = slice(None)  # the loss is divided by these answers' token count
+    counted_rows = slice(None)  # loss mask rows whose tokens count in the loss denominator
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
@@ -66,7 +66,7 @@ class OfflineTrainer(Trainer):
         return self.batch_type(group, mask, batch_normalizer(mask), ref_logps)
 
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
-        """Select this rank's share of the rows with all required answers, such as `chosen` and `rejected`.
+        """Select this rank's share of the rows with all required answers.
 
         A rank with fewer rows repeats another rank's row, because all ranks must run a sharded model equally often.
 

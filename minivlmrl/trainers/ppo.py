@@ -78,7 +78,7 @@ class PPOTrainer(RolloutTrainer):
         self.trained = nn.ModuleDict({"policy": self.policy, "critic": self.critic})
 
     def shares_vision_tower(self) -> bool:
-        # a separate critic encodes the images again, with its own vision tower
+        # a separate critic encodes images with its own vision tower
         return self.options.critic == "shared" and super().shares_vision_tower()
 
     def save(self, folder: Path, merge: bool = True):

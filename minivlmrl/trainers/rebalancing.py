@@ -1,8 +1,8 @@
 """Balance completion lengths between ranks, so that no rank waits long.
 
 A group is a prompt with its completions. Ranks exchange token ids, rewards and image embeddings, but not image patches,
-which can take 10 MB. A rank that receives a group must read the image files again, so a group is sent to another rank
-only if ranks then wait much less for each other.
+which can take 10 MB. The receiving rank reads the image files again, so a group moves to another rank only if this
+saves much waiting time.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class SerializedGroup:
     """Completions and rewards of a prompt, to send to other ranks."""
 
     index: int  # row index in the dataset
-    key: str  # seed key for sampling
+    key: str  # seed for sampling, such as "0/grpo/3/17"
     completions: list[Completion]
     rewards: Tensor  # (G, K)
     first_sample: int  # index of the first sample over all ranks
@@ -60,7 +60,7 @@ def load_groups(batches: Batches, groups: Sequence[SerializedGroup]) -> list[lis
 
 
 def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequence[int]) -> list[list[Sample]]:
-    """Exchange groups between ranks; return this rank's new groups, longest first.
+    """Exchange groups between ranks to balance tokens; return this rank's new groups, longest first.
 
     Args:
         groups: this rank's groups, the same number on all ranks.
@@ -85,9 +85,9 @@ def rebalance(batches: Batches, groups: Sequence[list[Sample]], lengths: Sequenc
 def assign_groups(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Assign groups to ranks: equal group counts, nearly equal token counts.
 
-    Groups are assigned longest first, each to the rank with the fewest tokens so far. A group leaves its rank only if
-    the rank has enough groups, or another rank has fewer tokens by more than 5 % of the mean per rank (WORTH_MOVING).
-    If no rank has over 5 % more tokens than the mean, no group moves.
+    Groups are assigned longest first, each to the rank with the fewest tokens so far. A group stays on its rank, unless
+    this rank has no room, or another rank has fewer tokens by more than 5 % of the mean per rank (WORTH_MOVING). If no
+    rank has over 5 % more tokens than the mean, no group moves.
 
     Example, tokens per group:
         before    rank 0: 9, 5, 1    rank 1: 8, 7, 2
@@ -96,7 +96,7 @@ def assign_groups(lengths: Sequence[Sequence[int]]) -> list[list[tuple[int, int]
     Args:
         lengths: tokens per group, for each rank.
     Returns:
-        groups per rank, longest first, as (current rank, index on the current rank)
+        new groups per rank, longest first, as (old rank, index on the old rank)
     """
     ranks = range(len(lengths))
     room = len(lengths[0])

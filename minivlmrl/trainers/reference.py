@@ -35,7 +35,7 @@ class Reference:
         elif has_adapters(policy):
             model = SwappedParameters(policy, [name for name, p in policy.named_parameters() if p.requires_grad])
         elif policy.sharding is not None:
-            # a moving reference has the policy's dtype, because 16 bits would lose its small updates
+            # sync_ref_model updates the reference in small steps, which 16 bits would lose: keep the policy's dtype
             model = copy_model(policy, in_compute_dtype=not options.sync_ref_model)
         else:
             frozen = {id(parameter): parameter for parameter in policy.parameters() if not parameter.requires_grad}

@@ -2,15 +2,15 @@
 
 RolloutTrainer methods, in order:
 
-    sample_and_score: Sample G completions per prompt, and compute rewards (n, K).
-    rebalance: Exchange groups between ranks, to balance token counts.
-    split: Split samples into micro-batches, by number of prompts or tokens.
-    pack: Pack each micro-batch into one sequence.
+    sample_and_score: sample G completions per prompt, and compute rewards (n, K).
+    rebalance: exchange groups between ranks, to balance token counts.
+    split: split samples into micro-batches, by prompts or tokens.
+    pack: pack a micro-batch into one sequence.
 
 A rank has B prompts, n = B * G samples in prompt order, and K reward functions. A micro-batch has R samples, T tokens
-in the longest completion, and M tokens in all completions.
+in the longest completion, and M completion tokens.
 
-GRPOTrainer and PPOTrainer define `build_micro_batches`, with advantages, and `loss`.
+GRPOTrainer and PPOTrainer define `build_micro_batches` and `loss`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -18,7 +18,7 @@ CLIP_RATIOS = "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_
 
 
 def reward_metrics(rewards: Tensor, total: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Compute the mean weighted reward sum, and mean and standard deviation per reward function.
+    """Compute the mean total reward, and mean and standard deviation per reward function.
 
     Args:
         rewards: (n, K) on all ranks, NaN where a reward function returned None.

@@ -14,7 +14,7 @@ from minivlmrl.trainers.offline import OfflineTrainer
 
 
 class SFTTrainer(OfflineTrainer):
-    """Trainer for SFT on one demonstration per prompt; conversations train only assistant turns."""
+    """Trainer for SFT on one demonstration per prompt; in conversations, only assistant turns are trained."""
 
     stage = "sft"
     config_type = SFTOptions
