@@ -39,11 +39,19 @@ def test_lines_agree_with_the_metrics_of_the_step(run):
     for number, step in enumerate(steps):
         both = [c for line in lines[2 * number : 2 * number + 2] for c in line["completions"]]
         assert len(both) == 8
-        assert step["reward"] == approx(sum(c["reward"] for c in both) / 8)
+        totals = torch.tensor([c["reward"] for c in both])
+        assert step["reward"] == approx(totals.mean().item()) and step["reward_std"] == approx(totals.std().item())
+        assert step["group_reward_std"] == approx(totals.view(2, 4).std(1).mean().item())
         for name in ("letters", "format", "accuracy"):
-            assert step[f"rewards/{name}/mean"] == approx(sum(c["rewards"][name] for c in both) / 8)
-        assert step["completions/mean_length"] == approx(sum(len(c["tokens"]) for c in both) / 8)
-        assert step["completions/clipped_ratio"] == sum(not c["stopped"] for c in both) / 8
+            values = torch.tensor([c["rewards"][name] for c in both])
+            assert step[f"rewards/{name}/mean"] == approx(values.mean().item())
+            assert step[f"rewards/{name}/std"] == approx(values.std().item())
+        lengths = [len(c["tokens"]) for c in both]
+        terminated = [len(c["tokens"]) for c in both if c["stopped"]]
+        for kind, some in (("length", lengths), ("terminated_length", terminated)):
+            found = [step[f"completions/{of}_{kind}"] for of in ("mean", "min", "max")]
+            assert found == approx([sum(some) / len(some), min(some), max(some)])
+        assert step["completions/clipped_ratio"] == approx(1 - len(terminated) / 8)
     for line in lines:
         earned = torch.tensor([c["reward"] for c in line["completions"]])
         expected = (earned - earned.mean()) / (earned.std() + 1e-4)

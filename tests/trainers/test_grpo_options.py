@@ -110,7 +110,8 @@ def test_a_step_with_only_truncated_completions_changes_nothing(stage, monkeypat
     run = stage("grpo", "--grpo.mask_truncated_completions=true", "--grpo.top_entropy_quantile=0.5")
     before = snapshot(run.model)
     [line] = run.go()
-    assert line["completions/clipped_ratio"] == 1 and line["grad_norm"] == 0
+    assert line["completions/clipped_ratio"] == 1 and line["completions/max_terminated_length"] == 0  # as in TRL
+    assert line["grad_norm"] == line["entropy"] == line["rollout/logp_mismatch_rms"] == 0
     torch.testing.assert_close(snapshot(run.model), before, rtol=0, atol=0)
 
 
@@ -156,7 +157,7 @@ def test_a_drifting_sampler_is_corrected_by_its_own_logps(stage, loss_calls, sam
     """The weight of a trained token is pi / pi_sampler, the ratio of trainer and sampler probabilities."""
     run = stage("grpo", "--grpo.rollout_correction=token_truncate", "--grpo.rollout_correction_bounds=[null, 1.5]",
                 "--grpo.micro_batch_size=4", f"--grpo.top_entropy_quantile={quantile}",
-                "--rollout.max_logp_mismatch=2")  # fmt: skip
+                "--grpo.mask_truncated_completions=true", "--rollout.max_logp_mismatch=2")  # fmt: skip
     original = run.trainer.sample_and_score
 
     def drift(rows):
@@ -170,12 +171,15 @@ def test_a_drifting_sampler_is_corrected_by_its_own_logps(stage, loss_calls, sam
     with torch.no_grad():
         entropies = batch.group.pad(run.trainer.logps(batch.group)[1])
     kept = entropies >= (batch.entropy_threshold or 0)
-    run.update()
+    line = run.update()
     [given] = loss_calls
-    drifted = torch.cat([c.logps for c in completions_of(samples[0])])
+    drifted = torch.cat([c.logps for c in completions_of(samples[0]) if c.stopped])
     real = given.mask.bool()
     ratio = given.token_weights
-    expected = (given.logps.detach()[real] - drifted).exp().clamp(max=1.5) * kept[real]
+    difference = given.logps.detach()[real] - drifted
+    assert line["rollout/logp_mismatch_rms"] == pytest.approx(difference.square().mean().sqrt().item())
+    assert line["rollout/logp_mismatch"] >= difference.abs().max()
+    expected = difference.exp().clamp(max=1.5) * kept[real]
     torch.testing.assert_close(ratio[real], expected, rtol=1e-9, atol=1e-9)
     assert (ratio[~real] == 0).all() and kept[real].all() == (quantile == 1)
 

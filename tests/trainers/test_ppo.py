@@ -66,8 +66,11 @@ def test_completions_without_a_reward_are_masked(stage, samples, script, monkeyp
     lengths = [len(c.ids) for c in completions_of(samples[0])]
     assert batch.normalizer.tokens == sum(n for n, kept in zip(lengths, batch.loss_mask.any(1), strict=True) if kept)
     assert not batch.advantages[~batch.loss_mask.bool()].any()
+    means = [row[:n].mean().item() for row, n in zip(batch.advantages, lengths, strict=True)]  # 0 without a reward
+    assert batch.completion_advantages() == pytest.approx(means)
     line = run.update()
     assert line["reward"] == 0.5 and math.isfinite(line["loss"])
+    assert (line["rewards/other/mean"], line["rewards/other/std"]) == pytest.approx((0.5 / 6, 0.5 / 6**0.5))
 
 
 def test_the_critic_is_a_head_on_the_policy(stage):
