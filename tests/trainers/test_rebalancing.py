@@ -8,26 +8,12 @@ import torch
 
 from minivlmrl.data.loader import Batches
 from minivlmrl.run.rollout_log import groups
-from minivlmrl.trainers.rebalancing import assign_groups
 from tests.distributed.test_process_group import REFERENCE, prepare
 from tests.helpers.links import ROOT
 from tests.helpers.on_ranks import Uneven, launch, trainer_on_rank
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from rebalancing import draw_lengths, imbalance, rebalance
-
-
-@pytest.mark.parametrize(
-    ("lengths", "expected"),
-    [
-        ([[9, 5, 1], [8, 7, 2]], [[(0, 0), (0, 1), (1, 2)], [(1, 0), (1, 1), (0, 2)]]),
-        ([[1, 9], [2, 8]], [[(0, 1), (0, 0)], [(1, 1), (1, 0)]]),
-        ([[9, 8], [2, 1]], [[(0, 0), (1, 1)], [(0, 1), (1, 0)]]),
-        ([[5, 5, 5], [5, 5, 5]], [[(0, 0), (0, 1), (0, 2)], [(1, 0), (1, 1), (1, 2)]]),  # no group moves
-    ],
-)
-def test_examples(lengths, expected):
-    assert assign_groups(lengths) == expected
 
 
 @pytest.mark.parametrize(("ranks", "slowest"), [(8, 1.05), (64, 1.11)])
