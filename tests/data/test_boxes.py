@@ -1,16 +1,12 @@
 """Test coordinate spaces and parsing of boxes; test_properties.py tests the overlap and the matching of valid boxes."""
 
 import math
-import random
 import sys
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 
 from minivlmrl.data.boxes import Box, iou, match, parse_boxes
-from minivlmrl.data.image import smart_resize
-from minivlmrl.rewards.columns import box_scale
 
 IMAGE = (100.0, 80.0)
 
@@ -19,41 +15,18 @@ def box(*numbers):
     return Box(*numbers, IMAGE)
 
 
-@pytest.mark.parametrize("corner", range(4))
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 1e100, -1e308])
-def test_boxes_that_are_not_finite_overlap_nothing(corner, number):
-    numbers = [1.0, 2.0, 5.0, 6.0]
-    numbers[corner] = number
-    absurd = box(*numbers)
-    assert not absurd.valid
-    for other in (absurd, box(1, 2, 5, 6)):
-        assert iou(absurd, other) == iou(other, absurd) == 0
-
-
 @pytest.mark.parametrize(("numbers", "valid", "inside"), [
     ((0, 0, 100, 80), True, True), ((0, 0, 100.00001, 80), True, True), ((0, 0, 100.001, 80), True, False),
     ((-0.001, 0, 5, 5), True, False), ((0, 0, 80, 100), True, False), ((5, 6, 1, 2), False, True),
-    ((1, 2, 1, 6), False, True), ((101, 2, 1, 6), False, False),
+    ((1, 2, 1, 6), False, True), ((101, 2, 1, 6), False, False), ((1, math.nan, 5, 6), False, False),
+    ((1, 2, 5, math.inf), False, False), ((1, 2, 1e100, 6), False, False), ((1, -1e308, 5, 6), False, False),
 ])  # fmt: skip
 def test_valid_and_inside(numbers, valid, inside):
     assert (box(*numbers).valid, box(*numbers).inside()) == (valid, inside)
 
 
-@pytest.mark.parametrize("space", ["resized", "thousandths", "unit"])
-def test_round_trip_of_a_thousand_sizes(space):
-    draw = random.Random(1)
-    for _ in range(1000):
-        original = (draw.randint(100, 5000), draw.randint(100, 5000))
-        height, width = smart_resize(original[1], original[0], 28, 56 * 56, draw.choice([56 * 56, 10**6, 10**7]))
-        there = box_scale(space, original, (width, height))
-        start = Box(*(float(draw.randint(0, side)) for side in original * 2), original)
-        moved = start.to(there)
-        returned = moved.to(original)
-        assert (moved.extent, returned.extent) == (there, original)
-        for i, name in enumerate(("x1", "y1", "x2", "y2")):
-            before = Fraction(getattr(start, name))
-            assert getattr(moved, name) == float(before * Fraction(there[i % 2]) / Fraction(original[i % 2]))
-            assert abs(Fraction(getattr(returned, name)) - before) <= before / 2**51
+def test_a_box_around_an_image_stays_around_it():
+    assert Box(0, 0, 49, 49, (49, 49)).to((1, 1)).numbers == (0, 0, 1, 1)  # although 49 * (1 / 49) < 1
 
 
 def test_several_boxes_need_scipy_and_one_does_not(monkeypatch):

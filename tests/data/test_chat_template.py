@@ -7,10 +7,9 @@ import re
 
 import pytest
 
-from minivlmrl.data.chat_template import DEFAULT, SANDBOX, WITH_TOOLS, ChatTemplate, with_values
-from minivlmrl.data.messages import part_kind
+from minivlmrl.data.chat_template import DEFAULT, WITH_TOOLS, ChatTemplate, with_values
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE, SpecialToken
-from tests.helpers.talk import CHATML, assistant, bracketed, renders_as_transformers
+from tests.helpers.talk import CHATML, assistant, renders_as_transformers
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -26,14 +25,6 @@ def load(published):
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"x": "<b> é"}}}]}
 TOOL_TALK = [*HI, CALL, {"role": "tool", "content": "4"}, assistant("four"), {"role": "user", "content": "And?"}]
-
-
-def test_tojson_takes_no_other_arguments():
-    """A chat template must not choose the class that json.dumps uses."""
-    assert SANDBOX.from_string("{{ x | tojson(indent=1) }}").render(x=["ä"]) == '[\n "ä"\n]'
-    for argument in ("default=x", "cls=x", "skipkeys=true"):
-        with pytest.raises(TypeError, match="unexpected keyword"):
-            SANDBOX.from_string("{{ x | tojson(" + argument + ") }}").render(x=["ä"])
 
 
 THINK, OFF = "<think>\n", {"enable_thinking": False}
@@ -54,16 +45,6 @@ def test_template_options_work_as_in_transformers(published, transformers, tmp_p
     options = {"chat_template": published(name), "add_generation_prompt": True}
     assert "".join(template.render(CONVERSATION)) == render_jinja_template([CONVERSATION], **options, **values)[0][0]
     assert template.generation_prefix == opened
-
-
-@pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"])
-def test_a_demonstrated_thought_continues_the_opened_thought(load, name):
-    """If the prompt has opened a thought, an answer without a thought gets an empty thought."""
-    thinks, no = with_values(load(name), {"enable_thinking": True}), with_values(load(name), OFF)
-    bare, told = assistant("<answer>b</answer>"), assistant("<think>\na\n</think>\n<answer>b</answer>")
-    for answer, thought in ((told, "a\n</think>\n\n"), (bare, "\n</think>\n\n")):
-        assert bracketed(thinks.render_completion(HI, [answer])) == f"[{thought}<answer>b</answer><|im_end|>]"
-    assert bracketed(no.render_completion(HI, [bare])) == "[<answer>b</answer><|im_end|>]"
 
 
 LOOK = [{"function": {"name": "look", "arguments": {"at": "left", "times": 2}}}]
@@ -201,7 +182,7 @@ GENERATION = "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
 
 def with_content(change):
     """Return a chat template in which the Jinja code `change` writes the variable `content` of each message."""
-    return ChatTemplate(TEXTS.replace("CONTENT", change) + GENERATION, "t")
+    return TEXTS.replace("CONTENT", change) + GENERATION
 
 
 def with_calls(name, value):
@@ -217,8 +198,6 @@ FIRST_PART = "{{ message.content if message.content is string else message.conte
 LOST = [  # (template, conversation, number of the lost message and its text in the error)
     (with_content("{{ content if message.role != 'system' }}"), SYSTEM_TALK, "0 completely: the text 'Answer in Fren"),
     (with_content("{{ content if message.role != 'assistant' }}"), SYSTEM_TALK, "2 completely: the text '4'"),
-    (with_content("{{ content if loop.last }}"), SYSTEM_TALK, "0 completely: the text 'Answer in French.'"),
-    (with_content("{{ content[:10] }}"), SYSTEM_TALK, "0 completely: the text 'Answer in French.'"),
     (with_content("{{ content | upper }}"), SYSTEM_TALK, "0 completely: the text 'Answer in French.'"),
     (with_content("{{ content | replace('+', '&#43;') }}"), SYSTEM_TALK, "1 completely: the text '  2 + 2?\\n'"),
     (with_content(FIRST_PART), SYSTEM_TALK, "3 completely: the text 'Think.'"),
@@ -229,27 +208,20 @@ LOST = [  # (template, conversation, number of the lost message and its text in 
 ]
 
 
-@pytest.mark.parametrize("number", range(len(LOST)))
-def test_a_text_that_a_template_loses_is_named(number):
-    template, talk, sentence = LOST[number]
-    message = "t: chat template: the template does not render message "
-    with pytest.raises(ValueError, match="^" + re.escape(message + sentence)):
-        template.render(talk)
-
-
 HM = "<think>hm</think>four"
+NO_THOUGHT = with_content("{{ content.split('</think>')[-1] }}")
 
 
 def test_what_a_template_may_change():
     """A chat template may change whitespace and order, write tool calls as JSON, and drop earlier thoughts."""
     for change in ("{{ content | trim }}", "{{ content.split() | join('\n') }}"):
         reverse = TEXTS.replace("in messages", "in messages | reverse").replace("CONTENT", change)
-        for template in (with_content(change), ChatTemplate(reverse, "t")):
-            template.render(SYSTEM_TALK)
+        for template in (with_content(change), reverse):
+            ChatTemplate(template, "t").render(SYSTEM_TALK)
     for value in ("arguments", "arguments | tojson", "arguments | tojson | tojson"):
-        with_calls("name", value).render(CITY_CALL)
+        ChatTemplate(with_calls("name", value), "t").render(CITY_CALL)
     for earlier in (assistant(HM), assistant(f"<think>a</think>\n{HM}"), assistant(HM) | {"reasoning_content": "a"}):
-        with_content("{{ content.split('</think>')[-1] }}").render([*HI, earlier, *HI])
+        ChatTemplate(NO_THOUGHT, "t").render([*HI, earlier, *HI])
 
 
 ONE_TEXT = "{{ messages[0].content[0].text }}"
@@ -261,13 +233,11 @@ FAILS = "the template fails"
 REFUSED = [
     (NO_SYSTEM, SYSTEM_TALK[:2], None, "the template fails: TemplateError: no system"),
     (ONE_TEXT, user({"type": "image"}), None, r"the template renders .* \[\], but the messages contain \['image'\]"),
-    (ONE_TEXT, user({"video": "a.mp4"}), None, r"the template renders .* \[\], but the messages contain \['video'\]"),
-    (CHATML, [*HI, CALL], None, "the template does not render message 1 completely: the tool call with 'add'"),
+    *((lost, talk, None, "the template does not render message " + re.escape(text)) for lost, talk, text in LOST),
     (CHATML, [*HI, CALL], "a", "the template does not render message 1 completely: the tool call with 'add'"),
     (CHATML.replace("<|im_end|>", ""), HI, "a",
      "SFT and training on pairs require a template that .*; replace the template with the"),
-    (TEXTS.replace("CONTENT", "{{ content.split('</think>')[-1] }}") + GENERATION, HI, HM,
-     f"the template does not render message 1 completely: the text '{HM}' of the role"),
+    (NO_THOUGHT, HI, HM, f"the template does not render message 1 completely: the text '{HM}' of the role"),
     ("qwen3_5_think", HI, TWO_THOUGHTS.format("b"), SEVERAL),
     ("qwen3_6", HI, TWO_THOUGHTS.format("\n"), SEVERAL),
     ("qwen3", HI, f"<think>\nhm\n</think>\n\n{HM}", "the template renders the first 2 messages .* only appends .*, or "
@@ -277,6 +247,8 @@ REFUSED = [
     ("{{ ''.__class__.__mro__ }}", HI, None, FAILS + r": SecurityError"),
     ("{% include '/etc/passwd' %}", HI, None, FAILS + r": TypeError: no loader"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", HI, None, FAILS + r": RecursionError"),
+    ("{{ messages | tojson(default=x) }}", HI, None, FAILS + ": TypeError: .*unexpected keyword"),
+    ("{{ messages | tojson(cls=x) }}", HI, None, FAILS + ": TypeError: .*unexpected keyword"),
     # prompts must not depend on the date of the run
     ("{{ strftime_now('%Y') }}", HI, None, FAILS + r": .*'strftime_now' is undefined"),
 ]  # fmt: skip
@@ -290,17 +262,9 @@ def test_what_is_refused(published, text, prompt, answer, sentence):
         template.render(prompt) if answer is None else template.render_completion(prompt, turns)
 
 
-@pytest.mark.parametrize("part", [{"type": "audio", "text": "a"}, {"type": "text", "text": 3}, {}, "a"])
-def test_unknown_parts_are_refused_by_the_default_template(part):
-    assert part_kind(part) is None
-    with pytest.raises(ValueError, match="message 0 has a part that is neither text, image nor video: "):
-        ChatTemplate(DEFAULT, "t").render(user(part))
-
-
 def test_other_refusals(tmp_path):
-    for message in ({"role": "user"}, "hi", {"role": "user", "content": [{"type": "audio"}]}):
-        with pytest.raises(ValueError, match=r"message 1 (must have a role|has a part that)"):
-            ChatTemplate(CHATML, "t").render([*HI, message])
+    with pytest.raises(ValueError, match="message 1 must have a role"):
+        ChatTemplate(CHATML, "t").render([*HI, {"role": "user"}])
     with pytest.raises(ValueError, match=r"^t: chat template: the template cannot render tools; set declare_tools = F"):
         ChatTemplate(DEFAULT, "t").with_tools([])
     with pytest.raises(ValueError, match=r"no variable 'enable_thinkin' .*; its variables are: .*add_vision_id"):
@@ -382,14 +346,6 @@ def test_the_template_sees_plain_data_and_changes_nothing():
     [content, _] = ChatTemplate("{{ messages[0].content | tojson }}<|image_pad|>", "t").render(messages)
     assert json.loads(content) == [{"type": "image", "image": "<Picture>", "max_pixels": 3.5}, {"text": "hi"}]
     assert messages == before
-
-
-def test_nulls_in_a_tool_call_are_left_out():
-    """Parquet fills the arguments that only other rows have with null."""
-    calls = [{"function": {"name": "f", "arguments": {"at": "left", "unit": None}}}]
-    text = "{{ (messages | last).tool_calls | tojson }}"
-    [content] = ChatTemplate(text, "t").render([{**CALL, "tool_calls": calls}])
-    assert json.loads(content)[0]["function"]["arguments"] == {"at": "left"}
 
 
 TRAINING = ("2_5", "3", "3_vl", "3_instruct_2507", "3_8", "3_5_think", "3_5_nothink", "3_6")

@@ -1,7 +1,5 @@
 """Short functions for messages, parts of messages and a chat template in row tests."""
 
-import itertools
-
 import pytest
 
 IMAGE_PART = {"type": "image"}
@@ -39,10 +37,3 @@ def renders_as_transformers(template, messages):
     given = {"chat_template": template.text, "add_generation_prompt": True, **template.token_names}
     (theirs,), _ = render_jinja_template([messages], **given)
     assert "".join(template.render(messages)) == theirs
-
-
-def bracketed(pieces):
-    """Return a completion as text, with trained pieces in [brackets]."""
-    groups = itertools.groupby(pieces, key=lambda piece: piece[1])
-    texts = ((flag, "".join(piece for piece, _ in group)) for flag, group in groups)
-    return "".join(f"[{text}]" if trained else text for trained, text in texts)
