@@ -94,42 +94,17 @@ def test_every_declared_bound_and_choice_holds(write, path, wrong):
         load_config(write(recipe))
 
 
-def example(hint, number):
-    """Return a value of the type `hint` that contains `number`, or None if the type has no float."""
-    inside = [part for part in typing.get_args(hint) if part is not type(None)]
-    kind = typing.get_origin(hint)
-    if hint is float:
-        return number
-    if kind in (list, tuple):
-        values = [example(part, number) for part in inside]
-        return None if None in values else values
-    if kind is dict:
-        value = example(inside[1], number)
-        return None if value is None else {"accuracy": value}
-    values = [example(part, number) for part in inside if kind is not typing.Literal]
-    return next((value for value in values if value is not None), None)
-
-
-FLOATS = [  # (path, type) of every option that contains a float
-    (option.path, option.hint)
-    for cls in (RunConfig, Settings, FileOptions, VideoOptions)
-    for option in options_of(cls)
-    if example(option.hint, 0.0) is not None
-]
 # options that accept infinity, which disables a clip or a check
 INFINITE = {
     "optimizer.max_grad_norm", "rollout.max_logp_mismatch", "grpo.epsilon_low", "grpo.epsilon_high", "ppo.cliprange"
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "hint"), FLOATS)
-def test_only_a_few_options_take_an_infinite_number_and_none_takes_nan(path, hint):
-    for number in (math.nan, -math.inf, math.inf):
-        if number == math.inf and path in INFINITE:
-            assert read_value(hint, number, path, json=False) == number
-            continue
-        with pytest.raises(ValueError, match=rf"^{path}(\.accuracy)? is .*(nan|inf).*, but it must be "):
-            read_value(hint, example(hint, number), path, json=False)
+def test_only_a_few_options_take_an_infinite_number():
+    options = [option for cls in (RunConfig, Settings, FileOptions, VideoOptions) for option in options_of(cls)]
+    found = {option.path: option.hint for option in options if "inf]" in str(option.hint)}
+    assert found.keys() == INFINITE
+    assert all(read_value(hint, math.inf, path, json=False) == math.inf for path, hint in found.items())
 
 
 @pytest.mark.parametrize("text", ["{problem}", "{problem} Think.", "[a", "3", "yes", "'{problem}'", "null", "a: b"])

@@ -123,11 +123,6 @@ def test_an_unknown_option_gets_a_suggestion(override, meant):
         load_config("shapes.yaml", [f"--{override}"])
 
 
-def test_a_key_that_occurs_twice_has_its_line():
-    with pytest.raises(ValueError, match=r"the key 'b' occurs twice\s+in .*, line 4, column 3"):
-        parse_yaml("x: 1\na:\n  b: 1\n  b: 2\n")
-
-
 def test_many_keys_and_values_are_read_in_one_pass(monkeypatch):
     """Parsing must not take quadratic time in the number of keys, or build error texts for valid values."""
     assert len(parse_yaml("\n".join(f"k{i}: 1" for i in range(5_000)))) == 5_000

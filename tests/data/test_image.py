@@ -118,21 +118,3 @@ def test_pixels_without_a_known_white_are_refused(mode):
     for image in (in_memory(mode, 1), in_file(in_memory(mode, 1), "TIFF")):
         with pytest.raises(ValueError, match=rf"32-bit numbers \(mode {mode}\), .*; save the image with 8 bits per"):
             load(image)
-
-
-@pytest.mark.parametrize(("options", "grid"), [
-    ({}, (1, 4, 6)),
-    ({"max_pixels": 28 * 28}, (1, 2, 2)),
-    ({"min_pixels": 112 * 168}, (1, 8, 12)),
-    ({"resized_height": 100, "resized_width": 30}, (1, 8, 2)),
-    ({"resized_height": 1, "resized_width": 1}, (1, 2, 2)),  # the bounds of the processor still apply
-    # a fixed size of an image has precedence over bounds of the image
-    ({"resized_height": 28, "resized_width": 56, "min_pixels": 10**5}, (1, 2, 4)),
-], ids=str)  # fmt: skip
-def test_options_of_one_image(options, grid):
-    """Without options, an image of 56 x 84 pixels has 2 x 3 tokens of 28 x 28 pixels."""
-    processor = ImageProcessor(min_pixels=28 * 28)
-    patches, found = processor(PIL.Image.new("RGB", (84, 56)), **options)
-    assert found == grid
-    assert patches.shape == (4 * processor.num_tokens(grid), processor.patch_dim)
-    assert processor.patch_dim == 1176

@@ -32,16 +32,6 @@ PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=28 
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-def test_rotated_grayscale_tiff_files_are_read_as_others(tmp_path, dtype):
-    gray = np.arange(5 * 9, dtype=dtype).reshape(5, 9) * np.iinfo(dtype).max // 44
-    exif = PIL.Image.Exif()
-    exif[0x0112] = 6  # rotate clockwise
-    PIL.Image.fromarray(gray.astype(dtype)).save(tmp_path / "a.tif", exif=exif)
-    pixels = np.asarray(fetch_image(tmp_path / "a.tif"))[..., 0]
-    assert (pixels == np.rot90(gray // (1 if dtype == np.uint8 else 256), -1)).all()
-
-
 @pytest.fixture
 def folder(tmp_path):
     for name, color in COLORS.items():
