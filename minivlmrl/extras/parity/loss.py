@@ -52,7 +52,8 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
             float32 losses.
         kind: grpo, dpo or sft.
         framework: "torch", "jax" or "mlx"; JAX and MLX losses get float64 arrays.
-        only: options that select test cases, such as loss_type="dapo"; delta=3.0 selects TRL's dual clip.
+        only: options that select test cases, such as loss_type="dapo"; delta=3.0 selects TRL's dual clip. Without a
+            loss_type, a loss that does not read options["loss_type"] may be any loss in TRL.
 
     Raises:
         ValueError: no recorded test case has these options; the message lists recorded values.
@@ -76,6 +77,7 @@ class Verdict:
 
     cases: int
     differences: list[str]  # one line per differing case
+    of: str = ""  # TRL loss chosen for a loss that reads no loss_type, such as " of loss_type=dapo"
     kinds: Sequence[str] = ()  # "mistake" or "design" (deliberate) per cause found
     names: Sequence[str] = ()  # lines that describe the causes
     broken: Sequence[str] = ()  # missing properties of correct losses
@@ -87,7 +89,7 @@ class Verdict:
 
     def __str__(self) -> str:
         differing = len(self.differences)
-        lines = [f"all {self.cases} cases agree with TRL in value and gradient"]
+        lines = [f"all {self.cases} cases{self.of} agree with TRL in value and gradient"]
         if differing:
             lines = [f"{differing} of {self.cases} cases differ from TRL", *self.differences[:SHOWN]]
         if differing > SHOWN:
@@ -104,6 +106,12 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
     first = results[0].options
     varied = [name for name in first if any(result.options.get(name) != first[name] for result in results)]
     verdict = Verdict(len(results), [result.says(varied) for result in results if result.error > tolerance])
+    settings = [name for name in SETTINGS if name in varied or name in only]
+    closest = closest_losses(results, settings, tolerance)[0]
+    if verdict.differences and not closest.share and not results[0].step.reads("loss_type"):
+        # the loss is one TRL loss, such as DAPO, and cannot agree in test cases of others
+        only = only | closest.only
+        verdict = Verdict(len(closest.cases), [], f" of {closest}")
     if not verdict.differences:
         report = laws_of(my_loss, tolerance, kind, only)  # TRL's test cases may miss mistakes that laws find
         verdict.broken, verdict.untested = report.sentences("broken"), report.sentences("not tested")
@@ -111,8 +119,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
     verdict.kinds, verdict.names = names_without_search(results, tolerance)
     steps = [result.step for result in results]
     if not verdict.kinds:
-        settings = [name for name in SETTINGS if name in varied or name in only]
-        verdict.kinds, verdict.names = find_names_by_loss(steps, closest_losses(results, settings, tolerance)[0])
+        verdict.kinds, verdict.names = find_names_by_loss(steps, closest)
     if NO_NAME in verdict.names:
         report = laws_of(my_loss, tolerance, kind, only)
         verdict.broken = report.sentences("broken")
@@ -198,9 +205,12 @@ def closest_losses(results: list[Comparison], settings: list[str], tolerance: fl
         close.append(CloseLoss(dict(zip(names, values, strict=True)), group, share))
 
     def difference(loss: CloseLoss) -> tuple:
-        # best agreement first; among losses with similar agreement, TRL's default dapo
-        share = round(loss.share, 1) if loss.share else -1.0
-        return share, loss.only["loss_type"] != "dapo", -len(loss.cases)
+        # best agreement first; among losses with similar agreement, TRL's defaults
+        corrected = {"use_bias_correction_kl": True}  # only these losses have cases without a KL, in which more agree
+        pair = [other for other in close if other.only | corrected == loss.only | corrected]
+        wrong = sum(other.share * len(other.cases) for other in pair) / sum(len(other.cases) for other in pair)
+        is_default = loss.only["loss_type"] == "dapo", not loss.only.get("use_bias_correction_kl")
+        return loss.share > 0, round(wrong, 1), [not x for x in is_default], -len(loss.cases)
 
     return sorted(close, key=difference)
 

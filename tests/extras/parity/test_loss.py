@@ -466,7 +466,7 @@ def test_a_loss_that_was_compared_with_many_losses_gets_their_options(without_se
     def loss(batch, options):
         return usual(batch, options).sin() + 1e-3 * batch["per_token_logps"].sum()
 
-    phrase = "  Your loss is closest to the 25 cases of --only kind=grpo loss_type=dapo importance_sampling_level=token"
+    phrase = "  Your loss is closest to the 12 cases of --only kind=grpo loss_type=dapo importance_sampling_level=token"
     hint = "  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft"
     first, closest, last = judge(loss).names
     assert first.startswith("no name: ") and closest.startswith(phrase) and last == hint
@@ -477,6 +477,24 @@ def test_a_loss_that_was_compared_with_many_losses_gets_their_options(without_se
     right_for_one = judge(lambda batch, options: usual(batch, options | DAPO), **of_dapo)
     phrase = "  Your loss agrees in all 9 cases of --only kind=grpo loss_type=dapo importance_sampling_level=token"
     assert right_for_one.names == [phrase]
+
+
+def test_a_loss_that_reads_no_loss_type_may_be_any_loss_of_trl():
+    """README's command checks a loss without naming it."""
+
+    def dapo(batch, options, kl=lambda logps, ref: k3(ref - logps)):
+        q = SimpleNamespace(
+            advantages=batch["advantages"][:, None], low=options["epsilon_low"], high=options["epsilon_high"]
+        )
+        logps = batch["per_token_logps"]
+        terms = surrogate(q, (logps - batch["old_per_token_logps"]).exp())
+        terms = terms + options["beta"] * kl(logps, batch["ref_per_token_logps"])
+        return (terms * batch["mask"]).sum() / options["tokens"]
+
+    of = "loss_type=dapo importance_sampling_level=token use_bias_correction_kl=False"
+    assert str(judge(dapo)) == f"all 12 cases of {of} agree with TRL in value and gradient"
+    names = judge(partial(dapo, kl=lambda logps, ref: k3(logps - ref))).names
+    assert names[0] == f"mistake: {SWAPPED}" and names[-1].endswith(of)
 
 
 def test_a_loss_that_reads_no_loss_type_is_searched_in_its_closest_cases():
