@@ -97,7 +97,8 @@ def check_clone(folder: Path, name: str) -> int:
     if not found:
         raise UserError(
             f"{folder} is not a recorded step, because it does not contain step.json, and none of its Python files has "
-            "a function that takes log-probabilities and advantages. docs/numerical_parity.md explains both."
+            "a function that takes log-probabilities and advantages. To check a function of (batch, options), add its "
+            "file and name, as in my_loss.py:my_loss; see docs/numerical_parity.md"
         )
     print(summary(folder, found))
     results = {audited.result for audited in found}
