@@ -42,6 +42,8 @@ def test_lines_agree_with_the_metrics_of_the_step(run):
         totals = torch.tensor([c["reward"] for c in both])
         assert step["reward"] == approx(totals.mean().item()) and step["reward_std"] == approx(totals.std().item())
         assert step["group_reward_std"] == approx(totals.view(2, 4).std(1).mean().item())
+        for c in both:  # the penalty is 0 up to 2 tokens, and then -1/4 for each further token
+            assert c["reward"] == approx(c["rewards"]["letters"] + min(0, 2 - len(c["tokens"])) / 4)
         for name in ("letters", "format", "accuracy"):
             values = torch.tensor([c["rewards"][name] for c in both])
             assert step[f"rewards/{name}/mean"] == approx(values.mean().item())

@@ -10,26 +10,12 @@ import torch
 
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.model.build import random_model
-from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
-from tests.helpers.stages import snapshot
 
 WEIGHTS = {"dpo": "beta", "grpo": "beta", "ppo": "kl_coef"}  # the option that weights the KL
 # the reference model copies all parameters, or only adapters
 FORMS = {"all": [], "adapters": ["--adapter.r=2"]}
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_the_reference_does_not_change_and_shares_nothing(stage, name):
-    run = stage(name, f"--{name}.{WEIGHTS[name]}=0.1")
-    theirs = dict(run.trainer.reference.model.named_parameters())
-    before = snapshot(run.model)
-    run.go(3)
-    for parameter, value in run.model.named_parameters():
-        assert theirs[parameter].data_ptr() != value.data_ptr() and not theirs[parameter].requires_grad
-        assert torch.equal(theirs[parameter], before[parameter]), parameter
-    assert not torch.equal(run.model.lm_head.weight, before["lm_head.weight"])
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -40,6 +26,7 @@ def test_the_reference_shares_exactly_the_frozen_parameters(stage, name):
     theirs = dict(run.trainer.reference.model.named_parameters())
     shared = {key for key, value in run.model.named_parameters() if theirs[key].data_ptr() == value.data_ptr()}
     assert shared == {key for key, value in run.model.named_parameters() if not value.requires_grad}
+    assert not any(value.requires_grad for value in theirs.values())
     run.go(3)
     copied = stage(name, frozen, f"--{name}.{WEIGHTS[name]}=0.1")
     copied.trainer.reference.model = copy.deepcopy(copied.model).requires_grad_(False)
@@ -53,15 +40,6 @@ def test_without_kl_there_is_no_reference(stage, name, options):
     run = stage(name, *options)
     run.go(2)
     assert run.trainer.reference is None and "reference" not in run.trainer.modules()
-
-
-def test_it_scores_at_the_temperature_of_the_draws(stage):
-    run = stage("grpo", "--grpo.beta=0.1", "--sampling.temperature=0.7")
-    run.go(1)
-    for batch in run.next():
-        with torch.no_grad():
-            logps, _ = per_token_logps(run.trainer.reference.model, batch.group, 0.7)
-        torch.testing.assert_close(batch.ref_per_token_logps, batch.group.pad(logps), rtol=1e-12, atol=1e-12)
 
 
 @pytest.fixture
@@ -103,9 +81,10 @@ def test_a_reference_from_a_folder_matches_transformers(stage, other, name, opti
     theirs = oracle.CLASSES["qwen2_5_vl"].from_pretrained(folder, attn_implementation="eager").double()
     theirs.save_pretrained(tmp_path / "theirs")
     shutil.copy(folder / "tokenizer.json", tmp_path / "theirs")
-    run = stage(name, f"--reference.path={tmp_path / 'theirs'}", f"--{name}.{WEIGHTS[name]}=0.1", *options)
+    options = [*options, "--sampling.temperature=0.7", f"--{name}.{WEIGHTS[name]}=0.1"]
+    run = stage(name, f"--reference.path={tmp_path / 'theirs'}", *options)
     run.go()
-    temperature = run.trainer.config.sampling.temperature if name in ("grpo", "ppo") else 1.0
+    temperature = 1.0 if name == "dpo" else 0.7
     for batch in run.next():
         with torch.no_grad():
             expected = their_logps(theirs, batch.group, temperature)
