@@ -11,7 +11,6 @@ import torch
 from minivlmrl.config.loading import load_config
 from minivlmrl.distributed import network as network_file
 from minivlmrl.distributed import process_group
-from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.value_models import save_value_model
 from minivlmrl.model.build import random_model
 from minivlmrl.model.value_head import ValueModel
@@ -166,23 +165,6 @@ def test_two_ranks_evaluate_like_one(results, case):
     alone, ranks = results
     for rank in ranks:
         assert repr(rank[case]) == repr(alone[case])  # repr, because NaN is not equal to itself
-
-
-def test_equal_shares():
-    process_group = [World(rank, 3, torch.device("cpu")) for rank in range(3)]
-    found = [rank.shard_evenly([*range(7)]) for rank in process_group]
-    assert found == [([0, 3, 6], 3), ([1, 4, 0], 2), ([2, 5, 0], 2)]
-    assert [rank.shard_evenly([8, 9]) for rank in process_group] == [([8], 1), ([9], 1), ([8], 0)]
-    assert [rank.shard_evenly([]) for rank in process_group] == [([], 0)] * 3
-
-
-def test_shares_of_ranks_differ_by_at_most_one():
-    def shares(items, size):
-        return [World(rank, size, torch.device("cpu")).share(items) for rank in range(size)]
-
-    assert shares([1, 2, 3, 4], 2) == [[1, 2], [3, 4]]
-    assert shares([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4, 5]]
-    assert shares(range(2), 4) == [range(0), range(1), range(1, 1), range(1, 2)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there it is called lo")
