@@ -2,9 +2,9 @@
 
 The checks need no reference implementation. Error messages show the smallest batch on which the loss fails.
 
-    common_laws.py: NaN, masked tokens, padding, row order and micro-batches, for all losses
-    policy_laws.py: advantages, importance ratios, clipping, averages and KL, for policy losses
-    preference_laws.py: chosen and rejected answers, label smoothing and averages, for DPO and SFT
+    common_laws.py: all losses (NaN, masked tokens, padding, row order, micro-batches)
+    policy_laws.py: policy losses (advantages, importance ratios, clipping, averages, KL)
+    preference_laws.py: DPO losses (gradient signs, beta, label smoothing, averages) and SFT losses (average)
 """
 
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
 def examine(
     my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options
 ) -> LawReport:
-    """Check a loss for properties of correct losses; return a report instead of raising AssertionError (see `laws`)."""
+    """Check a loss for the properties that `laws` tests; return a report instead of raising AssertionError."""
     if kind not in LAWS:
         raise UserError(f"kind is {kind!r}, but it must be one of {', '.join(LAWS)}")
     for name in options:

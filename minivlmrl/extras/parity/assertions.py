@@ -90,9 +90,7 @@ def accumulated(gradient: Callable, batch: dict[str, torch.Tensor], parts: list[
 
 
 def assert_step_split_invariant(folder, my_loss: Callable, tolerance: float = 1e-6):
-    """Assert that loss gradients do not depend on how a recorded GRPO step is split into micro-batches.
-
-    The sum of micro-batch gradients, or their mean weighted by rows, must be the same in every split.
+    """Assert equal sums or row-weighted means of micro-batch gradients for every split of a recorded GRPO step.
 
     Args:
         my_loss: see `check`; gets the options whole_step=False and `tokens`, the token count of the whole step.

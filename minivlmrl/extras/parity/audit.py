@@ -92,7 +92,7 @@ def audit(d: Dump, seconds: float = math.inf) -> list[Finding]:
         finding.groups = count_groups(name, answer, d)
         look_for_bugs(finding, d, differing, seconds)
         if name == "tokens":
-            d.sampled = None  # sampled ids cannot be aligned with wrong token ids
+            d.sampled = None  # input_ids differ from sampled ids: later stages must ignore sampled ids
     return findings
 
 

@@ -38,7 +38,7 @@ class Arguments(dict):
         return super().items()
 
     def __or__(self, other: dict) -> "Arguments":
-        return Arguments(dict(super().items()) | other, self.read)  # super(): copying must not count as reading
+        return Arguments(dict(super().items()) | other, self.read)  # super(): a copy must not mark arguments as read
 
 
 def loss_and_gradient(

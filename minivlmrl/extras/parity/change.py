@@ -9,9 +9,9 @@ from minivlmrl.extras.parity.names import SCOPES
 
 
 class Values:
-    """Argument `s` of functions that simulate a bug, such as `lambda s: s.x / 2`, which halves the correct value s.x.
+    """Argument `s` of functions that simulate a bug: `lambda s: s.x / 2` halves the correct value s.x.
 
-    Attributes are looked up in `values`, `place` (loss tensors), `place.options` and `step`, in this order.
+    Attributes, such as s.beta, are searched in order: keyword arguments, loss tensors, loss options, recorded step.
     """
 
     def __init__(self, step, place=None, **values):
@@ -36,11 +36,11 @@ class Change(dict):
     def __call__(self, name: str, x: Any, place=None, **values) -> Any:
         """Return what a trainer with this bug uses instead of `x`, the correct tensor or option called `name`.
 
-        Examples of replacements, the values of this dict:
-            0.0: constant
-            lambda s: s.x / 2: function of the correct value s.x
-            ("rows", "the next row in its group", None): values of other rows; "columns": of other tokens
-            ("regions", "the prompt", function): function that reads the mask of prompt tokens as s.region
+        self[name] may be, for example:
+            0.0: always 0
+            lambda s: s.x / 2: half the correct value
+            ("rows", "the next row in its group", None): value of the next row ("columns": of another token)
+            ("regions", "the prompt", function): function that reads a mask of prompt tokens as s.region
         """
         if name not in self:
             return x
@@ -54,7 +54,7 @@ class Change(dict):
         return deviation(Values(self.d, place, x=x, **values)) if callable(deviation) else deviation
 
     def inside(self, use: str) -> "Change":
-        """Return this bug for the loss term `use`, such as "the KL"; or no bug (empty) if only other terms have it."""
+        """Return the bug to simulate in one loss part, such as "the KL": empty if only other parts are wrong."""
         other_uses = {*self.get("inside", ())} - {use}
         for _, uses, _ in SCOPES:
             if use in uses and not other_uses.isdisjoint(uses):

@@ -99,7 +99,7 @@ class Case:
     def by_name(self, name: str, logps: str = "old"):
         """Return the test value for an argument name, None if unknown.
 
-        logps: log-probs for an argument named "log_probs": "logps" (current policy) or "old".
+        logps: whose log-probs an argument called "log_probs" gets: "logps" (current policy) or "old" (old policy).
         """
         tensor = meaning(name, TENSORS)
         if tensor:

@@ -1,9 +1,7 @@
 """`minivlmrl parity TARGET`: check a loss, a recorded step or the losses in a code folder, and name mistakes.
 
-Exit status:
-    0: all numbers agree, and the loss has all tested properties (laws)
-    1: a number differs, or a loss lacks a property; in a code folder, differences of unknown cause are allowed
-    2: nothing could be compared
+The exit status is 0 if all numbers agree and a loss has all tested properties (laws), 2 if nothing could be compared,
+else 1. In a code folder, differences of unknown cause do not change the exit status.
 """
 
 import argparse

@@ -80,11 +80,10 @@ def in_reverse(batch: dict) -> Iterator[tuple]:
 def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
     """Require the sum or mean of micro-batch gradients to equal the gradient of the whole batch.
 
-    Micro-batch gradients are summed if the loss divides by a count over the whole step, such as all tokens, and
-    averaged if the loss divides by the rows of its micro-batch.
+    The sum is right for losses divided by a whole-step count, such as all tokens, the mean for other losses.
     """
     if loss.given.get("whole_step"):
-        return  # with the user's option whole_step=True, micro-batches are not tested
+        return  # the user asked with whole_step=True to test only whole steps
     rows = [mask for mask in MASKS if len(mask) > 1]
     for batch, options in loss.batches([*rows, 2 * rows[-1]]):
         step = {"whole_step": False, "tokens": int(batch["mask"].sum())} if loss.kind == "grpo" else {}
@@ -92,8 +91,7 @@ def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
         if not error:
             continue
         says = f"micro-batches change the gradient. Smallest batch: {described(batch, options)}; {error}"
-        # an error only for DAPO and losses that read `tokens` or whole_step: with other losses, a trainer may correct
-        # the weights of micro-batches
+        # only a note for losses (except DAPO) that ignore `tokens` and whole_step: a trainer may weight micro-batches
         parts = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(len(batch["mask"]))]
         reads_totals = any(
             loss.differ(loss.gradient(part, **options), loss.gradient(part, **options, **step)) for part in parts

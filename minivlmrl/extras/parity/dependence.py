@@ -117,9 +117,9 @@ class Forward:
         return [f"{says} ({pluralize(len(where), 'time')}; first: {where[0]})" for says, where in self.faults.items()]
 
     def allowed_moves(self, place: Place, says: str, *inputs: Tensor) -> list[Place]:
-        """Run inputs changed at the token `place`; return positions of log-probs that may change and do.
+        """Run inputs changed at token `place`; return changed log-probs from this token to the end of its document.
 
-        Other changed log-probs are recorded as faults.
+        Log-probs that change elsewhere are recorded as faults.
         """
         row, token = place
         number = int(self.document[place])
@@ -141,7 +141,7 @@ class Forward:
         return allowed
 
     def judge_token(self, place: Place, values: list[int]):
-        """Change one token id; record wrong changes of log-probs, or no change of the next one."""
+        """Change one token id; record a fault if unrelated log-probs change, or the next token's log-prob does not."""
         row, token = place
         says = f"token {token} of row {row}"
         ids = self.ids.clone()
@@ -152,7 +152,7 @@ class Forward:
             self.add("a token does not move the log-probability of the next token", says)
 
     def judge_image(self, image: int, place: tuple[int, int, int]):
-        """Negate all pixels in one image; record wrong changes of log-probs, or no change."""
+        """Negate all pixels in one image; record a fault if unrelated log-probs change, or no later one does."""
         row, first, last = place
         says = f"image {image} in row {row}"
         pixel_values, grids = self.pictures

@@ -9,7 +9,7 @@ from torch import Tensor
 from minivlmrl.extras.parity.calling import loss_and_gradient
 
 SHOWN_NUMBERS = 12  # larger tensors: only the shape is shown
-# masks for test batches, from small to large; 0 = padding, or another masked token
+# masks of test batches, smallest batch first; 0 = masked token, such as padding
 MASKS = (
     [[1]],
     [[1, 0]],
@@ -93,7 +93,7 @@ def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[st
     """Return a random batch with the tensors listed in `check` (loss.py).
 
     Args:
-        rows: (B, T) mask, 1 for trained tokens; in DPO, rejected answers get the columns in reverse.
+        rows: (B, T) mask, 1 for trained tokens; in DPO, mask of chosen answers, mirrored for rejected answers.
         off_policy: standard deviation of log pi - log pi_old, in nats.
     """
     generator = torch.Generator().manual_seed(0)

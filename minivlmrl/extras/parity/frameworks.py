@@ -48,7 +48,6 @@ def differentiable(my_loss: Callable, batch, options, array: Callable, value_and
 
     Args:
         array: function that converts a NumPy array to JAX or MLX.
-        value_and_grad: such as jax.value_and_grad.
     """
     values = {name: array(x.detach().numpy()) for name, x in dict.items(batch)}
     arrays = Arguments(values, batch.read)

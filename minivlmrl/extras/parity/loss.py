@@ -52,8 +52,8 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
             float32 losses.
         kind: grpo, dpo or sft.
         framework: "torch", "jax" or "mlx"; JAX and MLX losses get float64 arrays.
-        only: options that select test cases, such as loss_type="dapo"; delta=3.0 selects TRL's dual clip. Without a
-            loss_type, a loss that does not read options["loss_type"] may be any loss in TRL.
+        only: options of the test cases to compare, such as loss_type="dapo", or delta=3.0 for TRL's dual clip. Without
+            loss_type, a loss that ignores options["loss_type"] passes if it equals one of TRL's losses.
 
     Raises:
         ValueError: no recorded test case has these options; the message lists recorded values.
@@ -77,9 +77,9 @@ class Verdict:
 
     cases: int
     differences: list[str]  # one line per differing case
-    of: str = ""  # TRL loss chosen for a loss that reads no loss_type, such as " of loss_type=dapo"
+    of: str = ""  # TRL loss that equals the user's loss, if that ignores loss_type: " of loss_type=dapo"
     kinds: Sequence[str] = ()  # "mistake" or "design" (deliberate) per cause found
-    names: Sequence[str] = ()  # lines that describe the causes
+    names: Sequence[str] = ()  # report lines about causes of differences from TRL
     broken: Sequence[str] = ()  # missing properties of correct losses
     untested: Sequence[str] = ()  # properties that could not be tested
 
@@ -109,7 +109,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
     settings = [name for name in SETTINGS if name in varied or name in only]
     closest = closest_losses(results, settings, tolerance)[0]
     if verdict.differences and not closest.share and not results[0].step.reads("loss_type"):
-        # the loss is one TRL loss, such as DAPO, and cannot agree in test cases of others
+        # the loss equals one TRL loss, such as DAPO: drop test cases of TRL's other losses
         only = only | closest.only
         verdict = Verdict(len(closest.cases), [], f" of {closest}")
     if not verdict.differences:
@@ -163,7 +163,7 @@ def compare(
 
 
 def names_without_search(results: list[Comparison], tolerance: float) -> tuple[list[str], list[str]]:
-    """Return ["mistake"] without any gradient, ["design"] if only loss values differ, else []; and lines to print."""
+    """Return (kinds, report lines): kinds are ["mistake"] without gradients, ["design"] if only values differ."""
     if all(result.gradient_error <= tolerance for result in results):
         constants = [result.constant for result in results]
         says = "the values differ, but the gradients are equal in all cases"
@@ -206,7 +206,8 @@ def closest_losses(results: list[Comparison], settings: list[str], tolerance: fl
 
     def difference(loss: CloseLoss) -> tuple:
         # best agreement first; among losses with similar agreement, TRL's defaults
-        corrected = {"use_bias_correction_kl": True}  # only these losses have cases without a KL, in which more agree
+        # all test cases with beta=0 have use_bias_correction_kl=True and would favor it: average over both settings
+        corrected = {"use_bias_correction_kl": True}
         pair = [other for other in close if other.only | corrected == loss.only | corrected]
         wrong = sum(other.share * len(other.cases) for other in pair) / sum(len(other.cases) for other in pair)
         is_default = loss.only["loss_type"] == "dapo", not loss.only.get("use_bias_correction_kl")
@@ -218,7 +219,7 @@ def closest_losses(results: list[Comparison], settings: list[str], tolerance: fl
 def find_names_by_loss(steps: list[Dump], closest: CloseLoss) -> tuple[list[str], list[str]]:
     """Find known causes of differences from TRL; return "mistake" or "design" for each cause, and lines to print.
 
-    If the loss ignores loss_type, or no cause explains all test cases, use only test cases of the closest TRL loss.
+    If the loss reads loss_type, search in all test cases first; then only in cases of the TRL loss that agrees most.
     """
     kinds, names = [], []
     is_all = len(closest.cases) == len(steps)

@@ -54,14 +54,14 @@ def as_step(
     mask = rows.pop("mask")
     zeros = torch.zeros_like(mask, dtype=torch.long)
     tensors = {**rows, "completion_mask": mask, "input_ids": zeros, "prompt_mask": zeros, "loss": value.view(1)}
-    if options["kind"] == "dpo":  # only DPO has answer pairs
+    if options["kind"] == "dpo":
         number = torch.arange(len(mask))
         tensors |= {"pair": number // 2, "chosen": 1 - number % 2}
     about = {**options, "loss": options_of(options["kind"], options), "rollout_tokens": options.get("tokens")}
     d = Dump(about, tensors)
     d.case_tolerance = tolerance
     d.read = read
-    d.row_sets = {}  # no bugs limited to some rows: a loss function treats all rows alike
+    d.row_sets = {}  # skip bugs in only some rows: a loss function treats all rows alike
     return d
 
 
@@ -95,7 +95,7 @@ def is_finite(step: Dump) -> bool:
 
 
 def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iterator[tuple[dict, dict]]:
-    """Yield variants of a test case, simplest first; every variant reveals another kind of bug."""
+    """Yield variants of a test case, simplest first."""
     logps = batch["per_token_logps"]
     if options["kind"] == "grpo":
         without_kl = options | {"beta": 0.0} if can_leave_out_kl else options
@@ -155,7 +155,7 @@ class Combination:
     """Search for several bugs that together reproduce a user's loss.
 
     Args:
-        steps: test cases in which TRL's loss with the bugs must equal the user's loss.
+        steps: test cases; the search ends if TRL's loss with simulated bugs equals the user's loss in all.
         variants: simplified test cases, simplest first, in which fewer bugs change the loss.
     """
 
@@ -184,14 +184,14 @@ class Combination:
         return bug is part[0] or self.are_explained(self.agreements(change))
 
     def are_explained(self, agrees: list[bool]) -> bool:
-        """Return whether all test cases agree; simplified variants do not count."""
+        """Return whether all recorded test cases agree; simplified test cases may differ."""
         return all(agrees[self.num_variants :])
 
     def agreements(self, change: dict | None) -> list[bool]:
         return [explains(step, change) for step in self.steps]
 
     def next_part(self) -> list[Bug]:
-        """Search for one more bug; return the best candidates, see `best_of`."""
+        """Search for one more bug; return the best candidates."""
         left = [
             Search("loss", d, self.deviation) for d, agrees in zip(self.steps, self.agrees, strict=True) if not agrees
         ]
@@ -204,12 +204,11 @@ class Combination:
         def plain_bugs(searches: Iterable[Search]) -> Iterator[Iterable[Bug]]:
             return ([*search.tried(plain), *search.factors()] for search in searches)
 
-        # bugs with an unknown constant, such as a clip bound, are slow to fit: try them second, in few test cases
+        # bugs with an unknown constant are slow to fit: try them second, in few test cases
         phases = (
             plain_bugs(chosen),
             (search.fitted(fitted) for search in chosen),
             [most.tried(scoped)],
-            # then try the remaining test cases
             plain_bugs(search for search in left if search not in chosen),
         )
         return next(filter(None, map(self.best_of, phases)), [])
@@ -250,5 +249,5 @@ def find_names(steps: list[Dump]) -> tuple[list[str], list[str]]:
 
 
 def examples(steps: list[Dump]) -> list[str]:
-    """Describe the test case with the most wrong numbers."""
+    """Describe the test case with the largest count of wrong values."""
     return [f"  {text}" for text in where(max((computed("loss", step, {}) for step in steps), key=count_wrong))]

@@ -20,8 +20,7 @@ from minivlmrl.extras.parity.step import Dump
 if TYPE_CHECKING:
     from minivlmrl.model.packing import GroupBatch
 
-# tolerance factor for float32 model outputs
-THROUGH_A_MODEL = 50.0
+THROUGH_A_MODEL = 50.0  # tolerance factor for float32 model outputs
 HALF = 100.0  # further tolerance factor for bfloat16, float16 or an unknown dtype
 # values that simulated bugs change without a new forward pass
 AFTER_FORWARD = {"logps", "mode"}
@@ -248,7 +247,7 @@ def schedule(d: Dump, change: Change) -> Answer:
 
 
 def rate_at(step: int, options: dict, change: Change) -> float:
-    """Compute the learning rate in a step, counted from 0, as transformers does."""
+    """Compute the learning rate at a step, counted from 0, as transformers does."""
     kind = change("type", options["type"])
     t = max(0, change("step", step))
     configured = 0 if options["type"] == "constant" else options.get("warmup_steps", 0)

@@ -1,11 +1,11 @@
 """Known bugs in training steps, sorted by the wrong tensor or option, such as the mask.
 
-bugs.json lists wrong constants, such as the KL estimator k1. FORMULAS has functions that simulate other bugs:
-`lambda s: s.x / 2` for "rewards" halves rewards. Attributes of s:
+bugs.json lists simple bugs, such as the KL estimator k1 instead of k3. FORMULAS has other bugs, as functions of an
+object s: `lambda s: s.x / 2` under "rewards" halves rewards. A function may read:
 
-    s.x: correct value
-    s.c: unknown constant in the bug, such as a clip bound
-    s.region: mask of tokens with the bug, such as the prompt
+    s.x: correct tensor or option
+    s.c: number that the search fits, such as an unknown clip bound
+    s.region: mask of the tokens to change, such as prompt tokens
     s.advantages, s.beta and others: tensors and loss options of the recorded step
 """
 
@@ -27,9 +27,9 @@ from minivlmrl.losses.preference import DPO_LOSSES
 
 
 class Scoped(NamedTuple):
-    """Simulated bug that affects only some tokens, such as the prompt, or uses wrong rows, such as the next row."""
+    """Simulated bug in only some tokens, such as the prompt, or with wrong row or token indices."""
 
-    # which tokens are affected ("regions"), or which are used instead ("rows", "rollout_rows", "columns" = tokens)
+    # what to try (units.py): "regions" (tokens to change), or "rows", "rollout_rows", "columns" (wrong indices)
     kinds: str
     formula: Callable | None = None
 
@@ -106,7 +106,7 @@ GENERAL: dict[str, dict[str, Callable]] = {
 }
 GENERAL_FORMULAS = {formula for table in GENERAL.values() for formula in table.values()}
 
-# a tensor may be wrong in only one part of the loss: (loss kinds, loss parts to try, tensor, "" = any)
+# a mask, for example, may be wrong in only the token count: (loss kinds, loss parts, wrong tensor or "" = any)
 SCOPES = [("grpo", ["the policy's term", "the KL"], ""), ("grpo, sft", ["the sum", "the count", "the ratio"], "mask")]
 
 # keys: wrong tensor or option, and effect on training; values: {bug description: function that simulates the bug}
@@ -449,20 +449,20 @@ class Target:
     """Entry in bugs.json: known mistakes in a tensor or option, such as rewards."""
 
     name: str
-    effect: str  # effect of the mistakes on training
+    effect: str  # effect on training
     stages: str = ""  # stages and loss kinds that may have the mistakes, such as "mask, grpo"
-    source: str = ""  # code, paper, issue or pull request with the mistakes
+    source: str = ""  # code, paper, issue or pull request
     about: str = ""  # topic: "clipping", "padding" or ""
     needs: str = "input_ids"  # tensor without which the mistakes are not tested
     used_by: str = ""  # projects that differ from TRL like this on purpose, with their option
     threshold: float = 0.0  # smallest deliberate clip bound; smaller bounds are mistakes
-    unread: str = ""  # in losses that read this option or tensor, used_by does not apply
-    read: str = ""  # only losses that read this option or tensor can have the mistakes
-    values: dict = field(default_factory=dict)  # {bug description: wrong constant, "{c}" = unknown}
+    unread: str = ""  # a loss that reads this option or tensor differs by mistake, whatever used_by says
+    read: str = ""  # bugs are tried only in losses that read this option or tensor
+    values: dict = field(default_factory=dict)  # {bug description: wrong value; "{c}" = number to fit}
     instead: dict[str, dict] = field(default_factory=dict)  # {bug description: {tensor: tensor used instead}}
     # {bug description: what is indexed wrongly, "rows", "rollout_rows" or "columns" (tokens)}
     orders: dict[str, str] = field(default_factory=dict)
-    general: dict[str, str] = field(default_factory=dict)  # {tensor: keys of general bugs, such as "signed scaled"}
+    general: dict[str, str] = field(default_factory=dict)  # {tensor: "signed scaled" = wrong sign or scale (GENERAL)}
 
     def stage_names(self) -> set[str]:
         return set(self.stages.split(", "))

@@ -250,7 +250,7 @@ def misfits(factor: GradientFactor, tokens: Tensor, tolerance: float) -> list[li
 
 
 def right_and_fitting_factor(loss: Examined) -> tuple[GradientFactor, GradientFactor | None, Tensor]:
-    """Return the gradient formula of loss_type, a known formula that fits the loss or None, and measured gradients."""
+    """Return the correct gradient formula, the known formula that fits the loss (or None), and measured gradients."""
     tokens = measured_tokens(loss)
     factors = known_factors(loss, tokens)
     right = next(factor for factor in factors if (asked_type(loss) or "grpo") in factor.loss_types)
@@ -263,7 +263,7 @@ def the_ratio_acts_within_its_bounds(loss: Examined) -> Iterator[Finding]:
     right, fitting, tokens = right_and_fitting_factor(loss)
     asked = asked_type(loss)
     if fitting is None:
-        # report errors relative to the closer formula: with both clip bounds, or with epsilon_low as both
+        # the upper clip bound may use epsilon_high or epsilon_low: show errors for the better fit
         one_bound = replace(right, weight=clip(1 - loss.options["epsilon_low"], 1 + loss.options["epsilon_low"]))
         factors = [right, one_bound] if right.loss_types == CLIPPED else [right]
         wrong = [(factor, misfits(factor, tokens, loss.tolerance)) for factor in factors]
@@ -444,7 +444,7 @@ def the_kl_acts_apart_from_the_advantage(loss: Examined) -> Iterator[Finding]:
 
 
 def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[Finding]:
-    """Require that the expected KL over a vocabulary has the value or the gradient of KL(policy || reference)."""
+    """Require that the expected KL over a vocabulary equals KL(policy || reference) in value, in gradient or both."""
     generator = torch.Generator().manual_seed(3)
     logits, ref_logits = torch.randn(2, 7, generator=generator, dtype=torch.float64)
     logps, ref = logits.log_softmax(0), ref_logits.log_softmax(0)

@@ -15,7 +15,7 @@ TWO_TOKENS = "Smallest batch: two answers of one token, with the log-ratios"
 
 
 def pair(chosen: float, rejected: float, tokens: int = 1) -> dict[str, Tensor]:
-    """Return a batch with one answer pair. The arguments are summed log-ratios, in nats, spread evenly over tokens."""
+    """Return a batch with one answer pair, whose tokens share the summed log-ratios, in nats, equally."""
     log_ratios = torch.tensor([[[chosen], [rejected]]], dtype=torch.float64) / tokens
     ref = torch.full((1, 2, tokens), -1.5, dtype=torch.float64)
     return {"per_token_logps": ref + log_ratios, "ref_per_token_logps": ref, "mask": torch.ones_like(ref)}

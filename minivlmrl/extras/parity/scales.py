@@ -6,7 +6,7 @@ OF_FORWARD = ("logps", "logps of old", "logps of sampler", "logps of reference",
 
 
 def known_numbers(d, stage: str) -> dict[str, float]:
-    """Return numbers that may wrongly scale a stage, such as {"beta": 0.04} for "loss"."""
+    """Return factors or divisors that a trainer may apply by mistake: {"beta": 0.04, ...} for the loss."""
     about = d.about
     result = {"the number of ranks": about.get("world_size")}
     if stage in ("advantages", "loss"):

@@ -50,12 +50,12 @@ STAGES = {
 THROUGH_A_MODEL = (*LOGPS, "gradients")
 BY_PARAMETER = ("gradients", "clip", "update")
 SHOWN = 4  # maximum number of bugs to print
-IDS = ("tokens", "pictures", "mask")  # stages with integers, such as token ids, which have no scale
+IDS = ("tokens", "pictures", "mask")  # stages with integers, such as token ids: no search for wrong factors
 # start values for an unknown constant, such as a clip bound
 NUMBERS = [digit * 10.0**k for k in range(-10, 6) for digit in (1, 2, 5)] + [0.9, 0.95, 0.99, 0.999]
 FEW_NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
-REFINED = 16  # number of bugs with the smallest errors, whose constant is fitted precisely
-CASE_REFINED = 4  # REFINED for a test case of a loss
+REFINED = 16  # maximum number of bugs whose unknown constant is fitted to all digits
+CASE_REFINED = 4  # maximum number of bugs fitted to all digits in a loss test case
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class Bug:
     of: table.Target  # entry in bugs.json, with effect and source
     error: float = 0.0  # largest relative error if this bug is simulated
     parts: int = 1  # 2 = bug in only some rows, which is less likely
-    number: float = 0.0  # constant in the bug, such as a clip bound; 0 = none
+    number: float = 0.0  # fitted constant in the bug; 0 = none
 
     @property
     def kind(self) -> str:
@@ -75,7 +75,7 @@ class Bug:
 
     @property
     def is_scoped(self) -> bool:
-        """True if the bug affects only some tokens, or uses wrong rows or tokens."""
+        """True for a bug with wrong rows or tokens."""
         return any(isinstance(x, tuple) for x in self.change.values())
 
     @property
@@ -90,7 +90,7 @@ class Bug:
 
     def may_be_inside(self, target: str) -> bool:
         """Return whether to test the bug in only one part of the loss, such as the token count."""
-        # bugs that use wrong rows in only one part of the loss would often match by chance
+        # wrong rows in only one part of the loss would often reproduce the recorded numbers by chance
         may_be = "mask" in self.change or not self.is_scoped
         return may_be and target in (*self.change, "") and not self.is_fitted
 
@@ -111,7 +111,7 @@ OWN_LENGTH = replace(FACTOR, of=replace(RATE, used_by="Dr. GRPO losses with a co
 
 
 def names_of(name: str, d: Dump) -> set[str]:
-    """Return stage names used in bugs.json: {"loss", "dpo"} for the stage "loss" of a DPO step."""
+    """Return names that bugs.json has for a stage: {"loss", "dpo"} for the loss in a DPO step."""
     return {name, d.about["kind"] if name == "loss" else "logps" if name in LOGPS else name}
 
 
@@ -121,7 +121,7 @@ def possible_bugs(name: str, d: Dump) -> list[Bug]:
     result = []
     for key, target in table.TARGETS.items():
         if target.about == "clipping" and d.about.get("loss", {}).get("loss_type") in ("sapo", "vespo"):
-            continue  # SAPO and VESPO do not clip
+            continue
         if names & target.stage_names() and target.needs in d and (not target.read or d.reads(target.read)):
             if target.unread and d.reads(target.unread):
                 target = replace(target, used_by="")
@@ -129,7 +129,6 @@ def possible_bugs(name: str, d: Dump) -> list[Bug]:
                 change = change if isinstance(change, dict) else {target.name: change}
                 for text, pieces in for_each_part(says, change, d, "mask" in names):
                     result.append(Bug(text, pieces, target))
-    # general bugs, such as a wrong sign, come last
     result.sort(key=lambda bug: (bug.is_general, not (names - {"loss", "logps"}) & bug.of.stage_names()))
     for of_stages, uses, target in table.SCOPES:
         if names & set(of_stages.split(", ")):
@@ -139,7 +138,7 @@ def possible_bugs(name: str, d: Dump) -> list[Bug]:
 
 
 def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[tuple[str, dict]]:
-    """Yield (description, change) of a bug for each set of rows or tokens it may affect, such as "the prompt"."""
+    """Yield (description, bug) with each row or token set for "{}", as in "the mask also counts {}"."""
     pieces = [name for name, x in change.items() if isinstance(x, table.Scoped)]
     if not pieces:
         yield says, change
@@ -147,7 +146,7 @@ def for_each_part(says: str, change: dict, d: Dump, in_mask: bool) -> Iterator[t
         kinds, formula = change[name]
         for kind in kinds.split():
             for part in getattr(d, kind):
-                # skip "counted" tokens for a wrong mask: the mask itself decides which tokens are counted
+                # skip mask bugs in "the last counted tokens": the mask decides which tokens are counted
                 if not (in_mask and "counted" in part):
                     yield says.replace("{}", part), change | {name: (kind, part, formula)}
 
@@ -168,9 +167,9 @@ def computed(name: str, d: Dump, change: dict | None) -> Any:
         d.usual_answers[name] = answer
     for key, (theirs, ours, unit) in (answer or {}).items():
         ours = ours * factor
-        if d.case_tolerance:  # test case of a loss: errors are relative to max(1, largest number)
+        if d.case_tolerance:  # in a loss test case, errors are relative to max(1, largest recomputed number)
             unit = ours.nan_to_num().abs().max().clamp(min=1) * d.case_tolerance / TOLERANCE
-        else:  # limit the divisor of errors: a simulated bug with huge numbers would hide wrong numbers
+        else:  # limit the divisor `unit`: huge numbers from a simulated bug would make all relative errors small
             _, _, usual_unit = d.usual_answers.get(name, answer)[key]
             limit = 3 * usual_unit + theirs.abs().nan_to_num().max() if theirs.numel() else math.inf
             unit = torch.minimum(torch.as_tensor(unit), torch.as_tensor(limit))
@@ -216,11 +215,11 @@ class Region(NamedTuple):
     """Set of rows that may have a bug, such as all truncated completions."""
 
     says: str  # description of the rows, "" = all rows
-    inside: dict[str, Tensor]  # {tensor name: mask of numbers in the row set}
+    inside: dict[str, Tensor]  # {tensor name: mask, True in the set's rows}
     rows: Tensor | None = None  # mask (n,), None = all rows
 
     def of(self, answer: dict | None) -> Any:
-        """Ignore errors in other rows: replace the trainer's numbers by recomputed numbers there."""
+        """Make errors outside the row set 0: replace the trainer's numbers by recomputed ones there."""
         if answer is None:
             return None
         result = {}
@@ -231,9 +230,9 @@ class Region(NamedTuple):
 
 
 def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
-    """List sets of rows, such as truncated completions, that include every row with a wrong number."""
+    """List row sets that include every row with a wrong number."""
     regions = [Region("", {key: torch.tensor(True) for key in answer})]
-    if name in ("advantages", *BY_PARAMETER):  # stages without numbers per row
+    if name in ("advantages", *BY_PARAMETER):  # the stage compares rollout completions or parameters, not rows
         return regions
     for says, rows in d.row_sets.items():
         masks = {}
@@ -250,11 +249,11 @@ def find_regions(name: str, answer: dict, d: Dump) -> list[Region]:
 class Search:
     """Search for bugs that explain wrong numbers in one stage, such as "loss".
 
-    If all wrong numbers are in one set of rows, such as truncated completions, bugs in only these rows are also tried.
+    If all wrong numbers are in one row set, such as truncated completions, bugs in only these rows are also tried.
 
     Args:
         name: stage.
-        deviation: bugs already found, to be simulated together with each candidate.
+        deviation: bugs found earlier; every bug tried is simulated together with them.
     """
 
     def __init__(self, name: str, d: Dump, deviation: dict | None = None):
@@ -304,7 +303,7 @@ class Search:
         return explained
 
     def factors(self) -> list[Bug]:
-        """Return wrong scales, such as "all values are divided by the number of rows"."""
+        """Find bugs that scale all numbers in a stage, such as "all values are divided by the number of rows"."""
         if self.name in IDS:
             return []
         d = self.d
@@ -314,7 +313,7 @@ class Search:
         has_own_length = d.about.get("loss_type") == "dr_grpo" and not d.reads("max_completion_length")
         for region in self.regions:
             if count_wrong(region.of(self.base)) <= 2:
-                continue  # two opposite advantages, such as 1 and -1, always match if scaled
+                continue  # one factor fits two numbers by chance, such as advantages a and -a in a group of two
             product = square = 0.0
             for key, mask in region.inside.items():
                 theirs, ours, unit = self.base[key]
@@ -374,13 +373,13 @@ def by_kind(bugs: list[Bug]) -> tuple[list[Bug], list[Bug], list[Bug]]:
 
 
 def find_bugs(name: str, d: Dump, seconds: float = math.inf) -> Search:
-    """Find the simplest bugs that give the recorded numbers, in at most `seconds` of CPU time."""
+    """Find the simplest known bugs whose simulation gives a stage's recorded numbers, within `seconds` of CPU time."""
     search = Search(name, d)
     answer = search.base
     # skip the search: a single wrong learning rate would match many bugs by chance
     if name == "schedule" and len(all_gaps(answer)) < 2:
         return search
-    # allowed error with a simulated bug: 1 % of the error without bug, from 1e-5 to 3e-5
+    # allowed error with a simulated bug: 1 % of the error without the bug, clamped to 1e-5 and 3e-5
     d.tolerance = min(max(error(answer) / 100, TOLERANCE), 3 * TOLERANCE)
     # forward passes are slow: search in the row with the largest error, then check all rows
     if name in LOGPS:

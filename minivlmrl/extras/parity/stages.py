@@ -1,10 +1,7 @@
 """Recompute advantages, token ids, masks, loss and loss gradient in a recorded step.
 
-Functions such as `loss` return None if the recorded step lacks a tensor, else {tensor name: (theirs, ours, unit)}:
-
-    theirs: trainer's tensor
-    ours: recomputed tensor
-    unit: divisor of errors; the relative error is (theirs - ours) / unit
+Functions such as `loss` return None if the recorded step lacks a tensor, else {tensor name: (theirs, ours, unit)}: the
+trainer's tensor, the recomputed tensor, and the divisor in the relative error (theirs - ours) / unit.
 
 `change` is a simulated bug: change("mask", x) returns a wrong mask if the bug is in the mask, else the correct mask x.
 """
@@ -93,7 +90,7 @@ def moments(change: Change, x: Tensor, group: Tensor, center: str, scale: str) -
 
 
 def rows(d: Dump, change: Change) -> Answer:
-    """Check that each row of the step has the advantage of its completion in the rollout."""
+    """Check that completions kept their advantages when the rollout was shuffled and split into steps."""
     if not d.has("rollout_advantages", "advantages", "row") or d["advantages"].dim() != 1:
         return None
     rollout = d["rollout_advantages"]
@@ -119,7 +116,7 @@ def tokens(d: Dump, change: Change) -> Answer:
     is_used = (attention_mask & sampled_mask).any(1, keepdim=True)
     attended = (sampled_mask & is_used) | (attention_mask & in_prompt & d["prompt_mask"].bool())
     attended = change("attended", attended)
-    # skip sampled tokens outside completion_mask, which mask() compares
+    # skip sampled tokens outside completion_mask: mask() compares completion_mask
     is_compared = in_prompt | (sampled_mask & ~((flags[:, : d.width] == 1) & (d["completion_mask"] == 0)))
     return {
         "input_ids": (their_ids.double(), ours.double(), 1.0),
@@ -145,7 +142,7 @@ def pictures(d: Dump, change: Change) -> Answer:
 
 
 def shown(d: Dump, kind: str = "") -> list[list[tuple[Tensor, Tensor]]]:
-    """Return images used in training, or with kind="sampler_" in sampling: one list of (patches, grid) per row."""
+    """Return a list of images (patches, grid) per row, from training (kind="") or sampling (kind="sampler_")."""
     grids = d.get(f"{kind}image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
     patches = d.get(f"{kind}pixel_values", torch.zeros(0, 0)).split(grids.prod(1).tolist())
     all_pictures = list(zip(patches, grids, strict=True))
@@ -342,7 +339,7 @@ def preferences(logps: Tensor, change: Change) -> Tensor:
 
 
 def preference(part: Tensor, logps: Tensor, change: Change) -> Tensor:
-    """Return (2,): DPO loss of a micro-batch, and the divisor for its relative error."""
+    """Return (2,): DPO loss of a micro-batch, and |loss| + 0.01, by which errors are divided."""
     d = change.d
     order = part[(d["pair"][part] * 2 + 1 - d["chosen"][part].long()).argsort()]
     index = change("index", order.view(-1, 2))  # (pairs, 2): chosen and rejected row

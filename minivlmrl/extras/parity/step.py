@@ -28,7 +28,7 @@ OTHER_STEP = "../{}/"  # folder of the step that sampled a row; {} = step number
 
 
 class SearchEndedError(Exception):
-    """The bug search reached its time limit."""
+    """The search for known bugs in a step reached its time limit."""
 
 
 class Dump(dict):
@@ -77,7 +77,7 @@ class Dump(dict):
         if about.get("stop_token_ids"):
             self["ended"] = (self.is_stop(self["input_ids"]) & self.within_limit).any(1)
 
-    # rows and tokens that simulated bugs use (rows, rollout_rows, columns) or affect (row_sets, regions)
+    # wrong row and token indices, and masks, for simulated bugs (units.py)
     rows = cached_property(units.row_orders)
     rollout_rows = cached_property(lambda self: units.row_orders(self, of_rollout=True))
     row_sets = cached_property(units.row_sets)
@@ -119,7 +119,8 @@ class Dump(dict):
     def sampled(self) -> Tensor | None:
         """Token ids from the sampler, aligned with input_ids, and flags: 1 = sampled, 0 = tool response, -1 = padding.
 
-        Shape (2, n, S + L); L is the width of sampler_ids. None if sampler_ids is missing, or input_ids are wrong.
+        Shape (2, n, S + L) if input_ids are (n, S) and sampler_ids have L columns. None if sampler_ids is missing, or
+        input_ids are wrong.
         """
         if "sampler_ids" not in self:
             return None
@@ -191,7 +192,7 @@ def read(folder: str | Path) -> Dump:
 
 
 def write(folder: str | Path, about: dict, tensors: dict[str, Tensor]):
-    """Write a step into a folder; raises ValueError if the step is not valid."""
+    """Write step.json and step.safetensors into a folder; raises ValueError if a tensor or field is wrong."""
     copies = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}
     Dump(about, copies)
     folder = Path(folder)

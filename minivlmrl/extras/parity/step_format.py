@@ -23,7 +23,7 @@ BY_TOKEN = NEEDED + names(
 BY_ROW = BY_TOKEN + names(
     "advantages micro_batch row pair chosen importance_sampling_ratio rollout_step rollout_tokens"
 )
-MODELS = names("model old_model ref_model")  # step.json fields with model folders
+MODELS = names("model old_model ref_model")  # step.json fields that name model folders
 # step.json fields with the names of options in TRL's GRPOConfig
 OPTIONS_OF_A_ROLLOUT = names(
     "num_generations scale_rewards reward_weights multi_objective_aggregation temperature max_completion_length "
@@ -128,7 +128,7 @@ class StepFields:
     mean_over: Literal["step", "micro_batch"] | None = None
     optimizer: OptimizerFields = field(default_factory=OptimizerFields)
     schedule: ScheduleFields = field(default_factory=ScheduleFields)
-    # model folders, relative to the step folder; "../{}/model": in the folder of the step that sampled a row
+    # model folders, relative to the step folder; {} in "../{}/model" = number of the step that sampled a row
     model: str | None = None
     old_model: str | None = None
     ref_model: str | None = None

@@ -1,7 +1,7 @@
-"""List the rows and tokens that simulated bugs use or affect.
+"""List rows and tokens for simulated bugs, such as "a row has the advantage of the next row in its group".
 
-Orders are indices that a bug uses instead of the right ones. Row sets and token regions are masks of affected rows or
-tokens.
+Row and token orders are wrong indices: [1, 2, 0] if each of three rows reads the next row. Row sets and token regions
+are masks for bugs in only some rows or tokens, such as truncated completions or the prompt.
 """
 
 from collections.abc import Callable
@@ -12,19 +12,19 @@ from torch.nn.functional import pad
 
 from minivlmrl.extras.parity.formulas import first, last
 
-# {description of wrong indices: function of the right row or token indices}
+# {description: function from correct to wrong row or token indices}
 WITHIN = {
     "the next {} in {}": lambda x: x.roll(-1),
     "the previous {} in {}": lambda x: x.roll(1),
     "the first {} in {}": lambda x: x[:1].expand_as(x),
     "the {} at the mirrored position in {}": lambda x: x.flip(0),
 }
-# index -1 stands for the value 0: in a row of three tokens, "the next token" is 1, 2, -1
+# index -1 reads the value 0: "the next token and 0 for the last" is [1, 2, -1] in a row of three
 TOKENS = {
     "the next {} in {} and 0 for the last": lambda x: pad(x[1:], (0, 1), value=-1)[: len(x)],
     "the previous {} in {} and 0 for the first": lambda x: pad(x, (1, 0), value=-1)[: len(x)],
 }
-# functions of row indices (groups, rows per group), for groups of equal size
+# functions from correct to wrong row indices, which have shape (groups, rows per group)
 BLOCKS = {
     "the next {1}": lambda x: x.roll(-1, 0),
     "the row that repeat gives instead of repeat_interleave, by {1}": lambda x: x.T,
@@ -113,7 +113,7 @@ def row_sets(d) -> dict[str, Tensor]:
     place = (number == number[:, None]).tril(-1).sum(1)  # row index in its micro-batch
     sets |= ends(place, "row", " of each micro-batch")
     sets |= ends(number - number.min(), "micro-batch")
-    sets = {says: mask for says, mask in sets.items() if mask.sum() > 1}  # sets of one row may match by chance
+    sets = {says: mask for says, mask in sets.items() if mask.sum() > 1}  # a bug in one row may fit by chance
     return different(sets, torch.tensor(False))
 
 

@@ -1,6 +1,7 @@
-"""Read losses and gradients recorded from TRL. Copy this folder into a project in any framework.
+"""Read losses and gradients recorded from TRL.
 
-This file imports NumPy and safetensors. README.md describes the tensors and options of a test case.
+Copy this folder into a project in any framework; it needs only NumPy and safetensors. README.md describes the tensors
+and options of a test case.
 """
 
 import json
