@@ -1037,7 +1037,7 @@ def draw_row(wrong=0.0) -> dict:
     image = draw_object(*label.split())
     right = tagged(label)
     completion = tagged(random.choice(LABELS)) if random.random() < wrong else right
-    # rejected: another object in <think> and <answer> or only in <answer>, or 1 to 4 characters cut
+    # rejected: wrong in <think> and <answer>, wrong only in <answer>, or with 1 to 4 characters missing
     cut = random.randrange(1, len(right))
     damaged = right[:cut] + right[cut + 4 :]
     rejected = random.choice([tagged(other), right.replace(label, other), damaged])

@@ -128,5 +128,5 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_half_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True for 16-bit dtypes on a GPU, or on the meta device, a GPU in memory estimates."""
+    """Check for 16-bit dtypes on a GPU, or on the meta device, which simulates a GPU in memory estimates."""
     return device.type in ("cuda", "meta") and dtype in (torch.float16, torch.bfloat16)

@@ -7,7 +7,7 @@ scores s_i = q k_i D^-1/2 log2 e and values v_i of its keys,
 
     m_j = max s_i        l_j = sum 2^(s_i - m_j)        o_j = sum 2^(s_i - m_j) v_i / l_j
 
-A second kernel joins the parts. With e_j = m_j + log2 l_j, attention over all keys is
+A second kernel combines the outputs o_j. With e_j = m_j + log2 l_j, attention over all keys is
 
     out = sum 2^(e_j - max e) o_j / sum 2^(e_j - max e)
 
@@ -26,7 +26,7 @@ from minivlmrl.kernels.window_attention import TILE_DTYPES
 
 # target number of Triton programs, about one per GPU multiprocessor
 PROGRAMS = 128
-MAX_PARTS = 32  # maximum number of parts of the keys
+MAX_PARTS = 32  # maximum parts that a key sequence is split into
 TILE = 64  # maximum queries per program
 KEY_BLOCK = 32  # keys per loop iteration
 WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # {head_dim: warps per program}
@@ -184,7 +184,7 @@ def decode_attention(
     log_sums = torch.empty(parts, lines, dtype=torch.float32, device=q.device)
     outs = log_sums.new_empty(parts, lines, D)
     out = q.new_empty(q.shape)
-    with torch.cuda.device_of(q):  # Triton uses the current GPU: select the GPU of `q`
+    with torch.cuda.device_of(q):  # Triton uses the current GPU
         _parts_kernel[(prompt_programs + own_programs,)](
             q.contiguous(), k, v, prompt_bias, own_k, own_v, own_bias, own_bias.stride(0), outs, log_sums, lines,
             prompt_programs=prompt_programs, prompt_rows=prompt_rows, prompt_keys=P, prompt_part=prompt_part,

@@ -39,8 +39,8 @@ class Reorder(torch.autograd.Function):
     Args:
         x: (N, ...)
         index: row indices, possibly repeated.
-        back: (N,) positions in `index`: row i of x gets the gradient of x[index][back[i]], so gradients of its other
-            copies must be 0. None if `index` has no repeats.
+        back: (N,) output row whose gradient x[i] gets; other copies of x[i] must have zero gradients. None if `index`
+            has no repeats.
     """
 
     @staticmethod
@@ -72,7 +72,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     _, K, T, _ = k.shape
     flash = is_causal and q.is_cuda and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # not F.scaled_dot_product_attention: its causal mask lets only query T - 1 attend to all T keys
+        # not F.scaled_dot_product_attention, whose causal mask lets query i attend to keys 0..i, not 0..T-L+i
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     is_small = q.is_cpu and T <= MAX_KEYS and D <= MAX_HEAD_DIM
     if is_causal and L == T and not is_small:
@@ -110,7 +110,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     """Compute attention and log-sum-exps with PyTorch's fused kernel, outside autograd.
 
     Args:
-        q, k, v: as in dense_attention, if has_flash_attention.
+        q: (S, H, L, D); k, v: (S, K, T, D). has_flash_attention(q, k, v) must be True.
         is_causal: whether query i attends only to keys 0..i, only with L = T.
     Returns:
         Attention outputs (S, H, L, D), on a CPU at least float32.
@@ -140,7 +140,7 @@ def flash_attention_backward(
     exp(score - log-sum-exp).
 
     With attention weight w and upstream gradient g, an attention score has the gradient w (g . value - g . output). If
-    one key has nearly all the weight, the products are nearly equal, and a 16-bit output makes the difference inexact.
+    one key has nearly all the weight, g . value and g . output nearly cancel, so a 16-bit output is too inexact.
 
     Args:
         grad: (S, H, L, D) upstream gradient, with contiguous last axis.

@@ -8,7 +8,7 @@ def lock_file(file: IO, wait: bool) -> None:
     """Lock an open file until it is closed.
 
     Args:
-        wait: whether to wait for other processes (not implemented on Windows: no lock).
+        wait: whether to wait for other processes. On Windows, wait=True does not lock the file.
     Raises:
         BlockingIOError: another process has the lock, and `wait` is False.
     """

@@ -61,7 +61,7 @@ class Pieces:
         self.ids = ids
         self.mask = mask
         self.temperature = temperature
-        # shared by all blocks, because allocations cause page faults
+        # logits of any block; allocated once, to avoid page faults
         self.memory = hidden.new_empty(size * width, dtype=sum_dtype)
         self.scratch = self.memory.new_empty(0 if self.is_triton else size, width)
 
@@ -108,8 +108,8 @@ class Pieces:
 
 def tile_width(rows: int, vocab: int) -> int:
     """Return the number of vocabulary ids per Triton block: 2,048 for 4,096 rows, 8,192 for at most 1,024 rows."""
-    # Small matrix products do not keep a GPU busy. With more than 8,192 ids, a float32 LM head gradient takes too much
-    # memory.
+    # Small matrix products do not keep a GPU busy. With more than 8,192 vocabulary ids per block, the float32 LM head
+    # gradient takes too much memory.
     step = TILE // 4  # 1,024, a multiple of GPU tile sizes
     ids = TILE**2 // 2 // max(rows, step)
     return min(ids // step * step, vocab)
@@ -237,8 +237,8 @@ def linear_log_softmax(
         ids: (M,) int64 tokens to score.
         temperature: logit divisor, above 0.
         sampling_mask: (2, K) int64, pairs (token index i = 0..M-1, id that the sampler could choose, for example
-            after top-k). The softmax for token i is over the ids paired with i, including ids[i]. None = whole
-            vocabulary.
+            after top-k). The softmax for token i is over the ids in pairs (i, id), which must include ids[i]. None =
+            whole vocabulary.
     Returns:
         Log-probabilities and entropies, both (M,), in nats, float32 (float64 for float64 inputs), differentiable.
     Source: see selective_log_softmax; the mask is DeepSeek-V3.2's Keep Sampling Mask (arXiv 2512.02556) and vLLM's

@@ -18,7 +18,7 @@ from minivlmrl.kernels.backend import at_least_float32
 class RMSNorm(nn.RMSNorm):
     """RMSNorm with a faster backward than torch.nn.RMSNorm on a CPU; on a GPU, torch's fused kernel."""
 
-    eps: float  # torch.nn.RMSNorm also allows None
+    eps: float  # torch.nn.RMSNorm also allows eps=None
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:

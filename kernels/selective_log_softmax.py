@@ -7,7 +7,7 @@ Derivation. For one row's logits z (V,), chosen token y and temperature T, with 
     logp = log p_y = d_y - log s <= 0
     H = -sum_j p_j log p_j = -sum_j p_j (d_j - log s) = log s - t / s
 
-For two parts of the logits, let top1 and top2 be the maxima, and s1, t1, s2 and t2 the sums s and t. With
+Let two parts of the logits have the maxima top1 and top2, and the sums s1, t1, s2 and t2 as defined above. With
 top = max(top1, top2), c1 = (top1 - top) / T and c2 = (top2 - top) / T, the sums over all logits are
 
     s = s1 exp c1 + s2 exp c2
@@ -100,8 +100,8 @@ def select_rows(tensors: Sequence[Tensor | None], rows: slice | Tensor) -> list[
     return [x if x is None else x[rows].contiguous() for x in tensors]
 
 
-# Programs read a row in blocks of 8 x 1,024 logits. Each of the 1,024 columns has its own maximum and sums, combined
-# after the loop, because combining makes threads wait.
+# Programs read a row in blocks of 8 x 1,024 logits. Maxima and sums per block column are combined only after the loop,
+# because combining makes threads wait.
 STEPS = tl.constexpr(8)
 COLUMNS = tl.constexpr(1024)
 FORWARD_WARPS = 4
@@ -165,7 +165,7 @@ def _score_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
     top, s, t = _describe_row(row_logits, width, k)
-    column = tl.load(ids + row) - first  # column of the chosen token, maybe outside this part of the vocabulary
+    column = tl.load(ids + row) - first  # chosen token, maybe in another part of the vocabulary
     inside = (column >= 0) & (column < width)
     chosen = tl.load(row_logits + column, mask=inside, other=float("nan")).to(tl.float32) * k
     if not FIRST:
@@ -232,16 +232,17 @@ def score_part_(
     Args:
         z: (N, width) logits for ids first_id..first_id+width-1.
         ids: (N,) chosen tokens.
-        parts: (4, N) float32, kept between calls: maximum, s, t and chosen logit; None if z has the whole vocabulary.
+        parts: (4, N) float32, kept between calls: largest logit, sums s and t as in the derivation, chosen logit. None
+            if z has the whole vocabulary.
         last: whether this is the last part of the vocabulary.
     Returns:
-        List with log-probabilities, entropies, largest logits times log2(e) / temperature, and sums of exponentials,
-        each (N,) float32; empty if last is False.
+        (N,) float32 tensors: log-probabilities, entropies, largest logits times log2(e) / temperature, sums of
+        exponentials. Empty list before the last part of the vocabulary.
     """
     rows, width = z.shape
     results = [z.new_empty(rows, dtype=torch.float32) for _ in range(4 if last else 0)]
     if rows:
-        with torch.cuda.device_of(z):  # Triton uses the current GPU: select the GPU of `z`
+        with torch.cuda.device_of(z):  # Triton uses the current GPU
             _score_kernel[(rows,)](
                 z, ids, parts, *(results or [None] * 4),
                 stride=z.stride(0), rows=rows, width=width, first=first_id, k=LOG2E / temperature,
@@ -258,7 +259,9 @@ def differentiate_part_(
 
     Args:
         z, first_id: as in score_part_.
-        ids, saved, upstream: as in differentiate_rows_.
+        ids: (N,) chosen tokens.
+        saved: results of score_part_ except log-probabilities.
+        upstream: gradients (N,) for log-probabilities and entropies; the second may be None.
         out: (N, width) memory for the gradient; may be z.
     """
     rows, width = z.shape

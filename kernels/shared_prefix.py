@@ -49,7 +49,7 @@ class PromptSlots:
         return x.unflatten(0, (-1, self.slots)).transpose(1, 2).flatten(2, 3)
 
     def by_row(self, x: Tensor) -> Tensor:
-        """Undo by_prompt: (B, K, slots*h, X) -> (R, K, h, X)."""
+        """Split prompts into completions: (B, K, slots*h, X) -> (R, K, h, X)."""
         x = x.unflatten(2, (self.slots, -1)).transpose(1, 2).flatten(0, 1)
         return x if self.full else x[self.slot]
 

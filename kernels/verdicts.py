@@ -1,7 +1,7 @@
 """Check the Triton kernels on a GPU before their first use, and store the results on disk.
 
-self_test.py checks each kernel in its own process, because a wrong kernel can break CUDA in its process.
-Check results are files in Triton's cache folder, one per GPU model, driver, torch, Triton and kernel source.
+self_test.py checks each kernel in its own process, because a wrong kernel can break CUDA.
+Results are files in Triton's cache folder, one per GPU model, kernel source, and version of driver, torch and Triton.
 One process per host runs the checks; others wait for its file lock.
 """
 

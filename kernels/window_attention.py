@@ -56,7 +56,7 @@ class Segments:
             self.inverse = self.order.argsort()
 
 
-# segments are padded to ROWS tokens, and heads to COLUMNS elements, both powers of two
+# segments are padded to ROWS tokens, and heads to COLUMNS elements
 constexpr = tl.constexpr
 LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -162,7 +162,7 @@ def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     _, H, D = q.shape
     rows, columns = block_sizes(longest, D)
-    with torch.cuda.device_of(q):  # Triton uses the current GPU: select the GPU of `q`
+    with torch.cuda.device_of(q):  # Triton uses the current GPU
         kernel[((len(cu_seqlens) - 1) * H,)](
             q, k, v, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cu_seqlens, **tensors,
             H=H, D=D, ROWS=rows, COLUMNS=columns,
@@ -212,8 +212,8 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     """Compute attention (T, H, D) inside segments, with scores scaled by D^-1/2.
 
     The Triton kernel supports float16 and bfloat16, up to 64 tokens per segment and 128 elements per head. Without
-    Triton, segments of different lengths, up to 64 tokens, take one varlen_attn call on NVIDIA GPUs. Other inputs take
-    one dense_attention call per series of equally long segments.
+    Triton, segments of different lengths, up to 64 tokens, take one varlen_attn call on NVIDIA GPUs. If neither
+    supports the inputs, each series of equally long segments takes one dense_attention call.
 
     Args:
         q, k, v: (T, H, D), same dtype.

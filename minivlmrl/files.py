@@ -151,7 +151,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     Raises:
         UserError: the old folder contains files but no checkpoint.
     """
-    folder = Path(folder).resolve()  # follow symbolic links
+    folder = Path(folder).resolve()
     new = Path(f"{folder}.partial")
     replaced = Path(f"{folder}.replaced")
     is_empty = folder.is_dir() and not any(folder.iterdir())
@@ -172,7 +172,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
             folder.rename(replaced)
         new.rename(folder)
     except BaseException as error:
-        remove(new)  # free disk space: the disk may be full
+        remove(new)  # delete incomplete files: the disk may be full
         if replaced.is_dir() and not folder.exists():
             replaced.rename(folder)
         if isinstance(error, OSError | SafetensorError):

@@ -18,7 +18,7 @@ def load_extra(target: str, user: str) -> Any:
         target: "package.module" or "package.module:name", usually in minivlmrl.extras.
         user: what needs the module, such as "the command chat", for the error message.
     Raises:
-        UserError: extras/ was deleted.
+        UserError: the module was deleted with extras/.
     """
     if target.startswith("minivlmrl.extras.") and not has_extras():
         raise UserError(f"{user} needs minivlmrl/extras, which this copy lacks")

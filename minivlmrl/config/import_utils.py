@@ -66,7 +66,7 @@ def recipes_folder() -> Path:
 
 def run_file(path: str) -> ModuleType:
     """Execute a Python file once, as a module, and return the module."""
-    # the module name is the path, so pickle finds the module on all ranks; dots would separate packages
+    # named by its path, so pickle finds the module on all ranks; a dot would mean a submodule
     name = path.removesuffix(".py").replace(".", "%2e")
     if name in sys.modules:
         return sys.modules[name]
@@ -173,7 +173,7 @@ def with_arguments(
     """Wrap `function` to ignore unknown keyword arguments.
 
     Args:
-        positional: names of positional arguments; the parameters of `function` may have other names.
+        positional: names of arguments passed by position; `function` may name its parameters differently.
         names: names of keyword arguments.
         options: {name: value} for parameters that callers do not pass.
     Raises:

@@ -98,7 +98,7 @@ def _find_recipe(recipe: str | Path) -> Path:
 
 
 def _stages(values: dict, where: str | Path) -> list[str]:
-    """Read the option `stages` before all others, because your own stages add sections."""
+    """Read the option `stages` first, because stages in user files add sections to the recipe."""
     with error_context(where):
         return read_value(list[Code], values.get("stages", []), "stages", json=False)
 
@@ -172,7 +172,7 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
         text = "true"
     if not override.startswith("--") or not separator:
         raise UserError(f"{override!r}: an override must have the form --section.name=value")
-    # string options keep values such as 007 as strings
+    # for an option of type str, 007 stays a string
     is_text = type_text(hint).removesuffix(" or null") in ("str", "file.py:name")
     value = text
     with suppress(ValueError) if is_text else error_context(f"command line: quote the value of {path}"):

@@ -103,7 +103,7 @@ class ChatTemplate:
             with suppress(ValueError):  # a template may reject roles, such as tool
                 written.append(self._render([{"role": role, "content": ""} for role in roles], True))
         for name in special_tokens:
-            # exclude single characters such as "#", because messages may contain them
+            # exclude single-character tokens such as "#": messages may contain them
             is_written = len(name) > 1 and any(name in text for text in written)
             if name in STRUCTURE or (is_written and name not in TAGS):
                 names.add(name)

@@ -121,7 +121,7 @@ class Media:
     kind: str
     # path, data URI or bytes; list of frames for some videos
     source: str | bytes | list[str]
-    options: dict[str, float]  # image or video options, such as max_pixels
+    options: dict[str, float]
     column: str | None = None  # data column that lists the file, None = listed in a message part
 
     @property
@@ -136,12 +136,11 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
     An entry is a path or other source, or a dict with options: {"image": "cat.jpg", "max_pixels": 200704}.
 
     Returns:
-        {"image": images in column order, "video": videos}. Missing kinds have no key.
+        {"image": images in column order, "video": videos}. A row without videos has no key "video".
     """
     row_media = {}
     for name, kind in MEDIA.items():
         entries = columns.get(name)
-        # "" and [null] = no image
         if entries in EMPTY or (isinstance(entries, list) and all(entry in EMPTY for entry in entries)):
             continue
         if kind in row_media:
@@ -165,7 +164,7 @@ def place_media(
         turns: prompt messages, followed by answer messages if they contain images.
         row_media: {"image" or "video": media from columns}. Options such as max_pixels in a message part override
             those in a column.
-        options: options for all rows.
+        options: recipe options for images and videos.
     Returns:
         Messages with one part per image and video, and the media in order.
     """

@@ -56,7 +56,7 @@ def split_answers(columns: dict, template: str) -> tuple[str, list[dict], Answer
     """
     texts = {name: without_nulls(columns[name]) for name in PROMPTS if columns.get(name) is not None}
     answers = {name: without_nulls(columns[name]) for name in ANSWERS if columns.get(name) is not None}
-    if "{problem}" not in template:  # data.prompt_template is the question in all rows
+    if "{problem}" not in template:  # a template without {problem} is the question for all rows
         texts = {"problem": template}
         template = "{problem}"
     if not texts:

@@ -226,7 +226,7 @@ def check_call(call: dict, turn_name: str):
 
 
 def check_texts(columns: dict):
-    """Raise LayoutError for a list or conversation written as a string, or tags from other projects."""
+    """Raise LayoutError for a list or conversation written as a string, or tags of other projects, such as <img>."""
     texts = {name: columns[name] for name in TEXTS if columns.get(name) is not None}
     for name in (*texts, *MEDIA):
         value = columns.get(name)
@@ -265,7 +265,7 @@ def parse_literal(text: str) -> Plain:
 
 
 def is_list_text(text: str, column: str) -> bool:
-    """Return True for a string with a list of turns, of images, or with one question, such as '["What is it?"]'."""
+    """Check whether a string contains a list of turns or images, or a list with one question: '["What is it?"]'."""
     items = literal_list(text)
     if column in MEDIA:
         return items is not None

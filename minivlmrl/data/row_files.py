@@ -76,7 +76,7 @@ def convert_advice(path: str | Path, format: str | None = None, columns: Mapping
 
 def _for_shell(text: str) -> str:
     quoted = shlex.quote(text)
-    # escape long arguments with backslashes, because error messages shorten long strings in quotes
+    # write a long shell argument with backslashes: error messages would shorten it in quotes
     return quoted if len(quoted) < 80 else re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
 

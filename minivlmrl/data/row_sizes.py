@@ -107,7 +107,7 @@ def measure(rows: Dataset, index: int, processor: Processor, answers: Sequence[s
         file.sizes = {}
     sizes = file.sizes.setdefault(facts.line, {})
     key = tuple(answers)
-    if not answers and sizes:  # the prompt was measured in an earlier call, together with answers
+    if not answers and sizes:  # an earlier call counted prompt and answer tokens
         size = next(iter(sizes.values()))
         return replace(size, answer_tokens=None, longest=size.prompt_tokens)
     if key not in sizes:

@@ -34,7 +34,7 @@ class Prompt:
 
 @dataclass
 class ToolUse:
-    """Tool calls in a sampled completion: counts and environment."""
+    """Environment of a sampled completion, with numbers of tool calls."""
 
     environment: Any = None  # an Environment; see extras/agents/environment.py
     num_calls: int = 0

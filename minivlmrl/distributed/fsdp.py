@@ -108,9 +108,9 @@ class Sharding:
             unit.set_reshard_after_forward(False)  # keep embedding and head gathered for the next decode step
             communication_of(unit).all_reduces_once = True
         if untied:
-            # The model reads the embedding and head weights without calling the modules, so forward hooks gather the
-            # weights, after FSDP's own hooks, which initialize FSDP. One FSDP unit for embedding and head would need
-            # 4.4 GB for float32 gradients in a 7B model.
+            # The model reads embedding and head weights without calling the modules, so hooks on the model gather the
+            # weights. FSDP's own hooks, registered earlier, initialize FSDP. One FSDP unit for embedding and head would
+            # need 4.4 GB for float32 gradients in a 7B model.
             embedding, head = untied
             model.register_forward_pre_hook(lambda *_: embedding.unshard())
             model.register_forward_hook(lambda *_: head.unshard())
@@ -191,7 +191,7 @@ class DummyVisionForward:
 
     def before_decoder(self, decoder: nn.Module, arguments: tuple) -> tuple | None:
         """Add 0 times the vision tower output to the decoder input, so that backward runs the tower on all ranks."""
-        zero, self.zero = self.zero, None  # self.zero would keep its autograd graph in memory
+        zero, self.zero = self.zero, None  # clear self.zero, to free its autograd graph
         if zero is None:
             return None
         x, *others = arguments

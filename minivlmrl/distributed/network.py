@@ -23,8 +23,8 @@ def attempt_store(limit: timedelta) -> Store:
     """Return the torch.distributed store in which ranks look up each other's addresses.
 
     On a single host, store keys begin with torchrun's restart count, because older keys contain addresses of dead
-    processes (pytorch 135712). With several hosts, store keys begin with 0, because a host may not know the restart
-    count (docs/many_gpus.md).
+    processes (pytorch 135712). With several hosts, all keys begin with 0, because restart counts can differ between
+    hosts (docs/many_gpus.md).
     """
     try:
         store, _, _ = next(rendezvous("env://", timeout=limit))

@@ -120,11 +120,11 @@ class World:
     def run_after_error(self, work: Callable[["World"], object], alone: bool) -> bool:
         """Save a checkpoint with `work` after an error; every rank that fails must call this method.
 
-        If all ranks fail, they save the checkpoint together. If only some ranks fail, the first one saves alone. The
-        other failed ranks wait, because torchrun kills all ranks when one exits.
+        If all ranks fail, they save together. If only some ranks fail, the first failed rank saves alone. The other
+        failed ranks wait, because torchrun kills all ranks when one exits.
 
         Args:
-            work: called with a World of the saving ranks.
+            work: saves the checkpoint, given a World of all ranks or one rank.
             alone: whether a single rank can run `work`.
         """
         if self.size == 1:
@@ -138,7 +138,7 @@ class World:
         store.set(errors[self.rank], "")
         # rank 0 times out first, and so saves alone, because only rank 0 knows the log file lengths
         limit = timedelta(seconds=LAST_ERRORS + min(self.rank, 1))
-        with suppress(dist.DistError):  # a timeout means that at least one rank has not failed
+        with suppress(dist.DistError):  # times out if a rank has not failed, and so sets no key
             store.wait(errors, limit)
             own = "all"
         # the first rank to set this key decides whether all ranks save, or only one

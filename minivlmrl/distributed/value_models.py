@@ -27,10 +27,11 @@ def save_value_model(
     base: str | None = None,
     merge: bool = True,
 ):
-    """Save a value model folder, with the head in score.safetensors; all ranks must call this function.
+    """Save a value model folder, with the head in score.safetensors; all ranks must call this.
 
     Args:
-        base, merge: as in save_model.
+        base: base model, for adapter_config.json.
+        merge: if False, save only adapters and head.
     """
     reshard(model.score)
     head = {"score.weight": gather_full_tensor(model.score.weight).cpu()}

@@ -18,8 +18,8 @@ def log_stragglers(store: Store | None, rank: int, size: int, work: str) -> Iter
     """Print which ranks are late if a `with` block takes longer than a minute.
 
     Args:
-        store: torch.distributed store that counts how often each rank has waited, None = print nothing.
-        work: as in World.barrier.
+        store: torch.distributed store that counts entered `with` blocks per rank, None = print nothing.
+        work: what ranks do, such as "read images".
     """
     if store is None:
         yield

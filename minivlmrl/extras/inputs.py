@@ -52,8 +52,8 @@ class InputCheck(Watcher):
 def check_inputs(trainer: Trainer, step: Step) -> list[str]:
     """Return one warning per input problem, such as an image that does not affect the loss.
 
-    Input tokens and image patches are compared with the rows of the data file. Without FSDP, the loss gradients at each
-    text and image must also be mostly nonzero.
+    Tokens and image patches are compared with the data file. Without FSDP, the loss must also have nonzero gradients
+    for most tokens of a text and most patches of an image.
     """
     found: dict[str, list[str]] = defaultdict(list)
     for batch in step.micro_batches:

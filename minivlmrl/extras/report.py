@@ -99,11 +99,11 @@ class ReportPage(Callback):
         begin = clock()
         if self.is_main and self.seconds and begin >= self.next_time:
             self.write(self.seconds)
-            # updates take at most 1 % of the training time
+            # page updates take at most 1 % of the training time
             self.next_time = clock() + max(self.seconds, 100 * (clock() - begin))
 
     def write(self, seconds: float = 0):
-        """Write report.html; errors, such as a full disk, do not end the run."""
+        """Write report.html; errors do not end the run."""
         try:
             write_page([self.folder], self.folder / PAGE, seconds)
         except Exception as error:
@@ -114,7 +114,7 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
     """Write an HTML page about runs; browsers reload it every `seconds`, 0 = never."""
     runs: list[dict] = [collect_run(folder) | {"reload": seconds} for folder in folders]
     text = json_text(runs)
-    for run in runs:  # hide folder names such as /home/ann/: users may share the page
+    for run in runs:  # hide folder names such as /home/ann/: users may publish the report
         places = [line.get("where") for line in run["completions"]]
         warnings = [line["warning"] for line in run["warnings"]]
         found = FOLDERS.findall("\n".join(filter(None, [run["config"], *places, *warnings])))
@@ -152,7 +152,7 @@ def collect_run(folder: Path) -> dict:
     for line in (*completions, *metrics, *timings, *warnings):
         line["step"] += 1  # log files count steps from 0, report.html from 1
     last_timings = [lines[-1] | {"speed": describe_speed(lines[-SPEED_STEPS:])} for lines in by_stage(timings).values()]
-    # average adjacent steps, to at most 500 points per curve and stage
+    # average adjacent steps
     points = []
     steps_per_point = {}
     for stage, lines in by_stage(metrics).items():

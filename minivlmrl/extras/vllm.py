@@ -276,8 +276,8 @@ class VLLMSampler(Sampler):
     ):
         """Compare log-probabilities of vLLM and policy in the first rollout.
 
-        In float32, the maximum difference per token is max_logp_mismatch * 1e-3 nats. In 16 bits, the maximum root
-        mean square difference over the completions of a prompt is max_logp_mismatch * 0.5 nats.
+        In float32, a token may differ by max_logp_mismatch * 1e-3 nats. In float16 or bfloat16, a prompt's completions
+        may have a root mean square difference of max_logp_mismatch * 0.5 nats.
         """
         if self.is_verified:
             return

@@ -192,6 +192,6 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """
     # (r, V) cumulative probabilities
     units = running_sum((probs * UNITS).long())
-    target = (uniform * units[:, -1]).long()  # rounded down, below units[:, -1]
+    target = (uniform * units[:, -1]).long()  # rounded down, so below the total
     chosen = torch.searchsorted(units, target[:, None], right=True)[:, 0]
     return chosen.clamp(max=units.shape[1] - 1)

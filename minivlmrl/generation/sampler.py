@@ -206,7 +206,7 @@ class Sampler:
 
         Args:
             rows: dataset row per prompt, for error messages.
-            max_logp_mismatch: factor for the largest difference that the engine allows.
+            max_logp_mismatch: factor for the sampling engine's default limit.
         """
 
 

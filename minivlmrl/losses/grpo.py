@@ -27,7 +27,7 @@ LossType = Literal["grpo", "dapo", "dr_grpo", "bnpo", "luspo", "rloo", "cispo", 
 class LossNormalizer:
     """Loss denominators: completions and tokens in a whole optimizer step."""
 
-    sequences: float  # number of completions
+    sequences: float
     # number of tokens to train on, num_items_in_batch in TRL
     tokens: float | Tensor
     max_completion_length: int | None = None  # maximum tokens per completion, for loss_type dr_grpo
@@ -119,7 +119,7 @@ def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 
     Args:
         log_ratio: (B, T), log pi - log pi_old, in nats.
-        level: key in RATIOS.
+        level: "token", "sequence" or another key in RATIOS.
     """
     check_known("importance_sampling_level", level, RATIOS)
     return RATIOS[level](log_ratio, mask)

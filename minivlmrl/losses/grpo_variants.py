@@ -72,8 +72,8 @@ def vespo_term(
     W is the product of token ratios in a completion. Negative advantages use vespo_k_neg and vespo_lambda_neg.
 
     Args:
-        importance_sampling_ratio: trainer probability / sampler probability, (B, T) or (B, 1); a factor of W, not of
-            the token loss as in other GRPO losses.
+        importance_sampling_ratio: trainer probability / sampler probability, (B, T) or (B, 1); multiplied into the
+            product W, while other GRPO losses multiply the token loss.
     Source: VESPO (arXiv 2602.10693).
     """
     advantages = inputs.advantages

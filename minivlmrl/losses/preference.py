@@ -44,7 +44,7 @@ class Pairs:
 
 
 # {loss_type: function from Pairs to losses (B,)}. In the formulas, chosen and rejected are log-ratios
-# log(pi / pi_ref), and margin is f_score(chosen) - f_score(rejected), by default chosen - rejected.
+# log(pi / pi_ref), and margin is chosen - rejected for reverse KL, else f_score(chosen) - f_score(rejected).
 DPO_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     # DPO eq. 7 (arXiv 2305.18290): -log sigmoid(beta margin); label smoothing: ericmitchell.ai/cdpo.pdf eq. 3
     "sigmoid": lambda pairs: smoothed(pairs.z, pairs.e),

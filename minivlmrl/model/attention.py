@@ -24,8 +24,8 @@ from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention
 class PackedLayout:
     """Positions of prompts and completions in a packed sequence.
 
-    Order: prompt 0, its completions, prompt 1, its completions, ... The last token in a completion predicts nothing and
-    is left out: of 5 completion tokens, 4 are packed.
+    Order: prompt 0, its completions, prompt 1, its completions, ... The last token in a completion predicts nothing:
+    only 4 of 5 completion tokens are packed.
 
     Args:
         prompt_lengths: (B,) tokens per prompt.
@@ -86,7 +86,7 @@ class PackedLayout:
 
         Returns:
             Token indices: two matrices per prompt length, (prompts, P) and (completions, C), with -1 at padding.
-            One PromptSlots per prompt length, or None if all completions for these prompts are shorter than two tokens.
+            Per prompt length, PromptSlots to align completions with prompts, or None if no completion has two tokens.
         """
         blocks = []
         slots = []
@@ -150,7 +150,7 @@ class DecodeAttention:
     """Attention for decoding; completions share the keys and values of their prompt.
 
     Args:
-        prompts: GroupAttention from the prefill, with keep_keys=True.
+        prompts: prefill attention, with stored keys and values (keep_keys=True).
         prompt_index: (R,) prompt index per completion, ascending, on the CPU.
         capacity: maximum new tokens per completion.
         start: (B,) first position id after the prompt.

@@ -73,7 +73,7 @@ def load_model(
         # take_shard: (tensor in a file, parameter) -> this rank's shard
         take_shard = sharding.take_shard if sharding else lambda x, like: x.to(device, like.dtype, copy=True)
         assign(model, _read_weights(folder, files, model, take_shard, device))
-    model.folder = folder.resolve()  # for save_model, which copies tensors that the model does not use
+    model.folder = folder.resolve()  # save_model copies unused tensors from this folder
     return model
 
 

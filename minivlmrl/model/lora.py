@@ -1,6 +1,6 @@
-"""LoRA adapters (arXiv 2106.09685): train two small matrices for each frozen linear layer.
+"""LoRA adapters (arXiv 2106.09685): train two small matrices A and B for each frozen linear layer.
 
-Layer output: x W^T + scaling * x A^T B^T; only A and B are trained.
+Layer output: x W^T + scaling * x A^T B^T.
 
 Dimensions: N tokens, r adapter rank.
 """
@@ -147,7 +147,7 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
 
 @contextmanager
 def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Yield 16-bit copies of float32 adapters, used inside a `with` block on a GPU with a 16-bit base.
+    """Use 16-bit copies of float32 adapters inside a `with` block, in GPU layers with 16-bit weights. Yield the copies.
 
     With few tokens, a float32 adapter takes longer than its 16-bit base layer. Merging adapters into 16-bit weights
     would round away most small updates. The copies stay at fixed addresses, as CUDA graphs require.
@@ -201,7 +201,7 @@ def copy_adapter_layout(model: nn.Module, other: nn.Module):
 
 def quantize_base(model: VisionLanguageModel):
     """Quantize decoder layers, and all layers with adapters, to NF4, except Family.not_quantized."""
-    # list names, because a list of modules would keep all 16-bit weights in memory
+    # names, because a list of modules would keep replaced 16-bit weights in memory
     for name in [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]:
         keeps_dtype = name.removesuffix(".base").endswith(family_of(model).not_quantized)
         if not keeps_dtype and (name.startswith(PARTS["language"]) or name.endswith(".base")):

@@ -32,7 +32,7 @@ class RewardArguments:
     row_rewards: list[list[str] | None]  # names of rewards for the row, None = all
     extras: list[dict]  # values logged with log_extra
     reward_model_scores: Sequence[float] | None = None
-    # single objects, not lists; set by Reward.__call__
+    # not lists, but single objects, which Reward.__call__ sets
     trainer_state: Any = None
     log_metric: Callable[[str, float], None] | None = None
     log_extra: Callable[[str, list], None] | None = None
@@ -51,7 +51,7 @@ def reward_columns(
     """Collect arguments of reward functions for B dataset rows with G completions each.
 
     Returns:
-        {argument: B * G values}, None for a dataset column that the row lacks.
+        {argument name: one value per completion, None if the row lacks the column}
     """
     flat = []
     row_of_each = []

@@ -117,7 +117,7 @@ def _load_datasets(
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(options.eval_file, eval_columns, options.eval_rows)
-    # not in runs without stages, whose evaluation file may already have the names that data.columns maps to
+    # check data.columns only if there are stages: an evaluation file may already have the new column names
     if stages:
         columns = {name for rows in datasets.values() if isinstance(rows, FileDataset) for name in rows.columns}
         for name in options.columns:

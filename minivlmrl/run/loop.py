@@ -34,19 +34,16 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
     Returns:
         exit code: 0, or 75 after a stop signal
     """
-    # check the recipe
     callbacks = default_callbacks(config) if callbacks is None else Callbacks(callbacks)
     trainers = find_trainers(config)
     check_outputs(config, trainers)
     callbacks.on_recipe(config, trainers)
 
-    # connect the ranks
     signals = StopSignals(
         process_group.setup(config.num_threads, config.timeout, config.uses_fsdp, 3600 * config.max_wait_hours)
     )
     world = signals.world  # world.stop_if_preempted ends the run after a signal
     with signals, hang_watchdog(world.max_wait, world.size), locked(config.output_dir, world):
-        # load rows, processor and weights
         with notify_on_error(callbacks):
             with error_phase("load"):
                 model, processor, datasets = prepare(config, trainers, world, callbacks)
@@ -240,7 +237,7 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
                         f"{trainer.stage} step {number}: the loss has no gradient, so nothing would be learned. "
                         "Compute it from the log-probabilities without detach() and torch.no_grad()"
                     )
-                if loss.requires_grad:  # with FSDP, a loss without images can require gradients (DummyVisionForward)
+                if loss.requires_grad:  # with FSDP also without images, because of DummyVisionForward
                     loss.backward()
         values.append({"loss": loss.detach(), **metrics})
         counts.append(batch.counts(values[-1]))

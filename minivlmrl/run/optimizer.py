@@ -36,7 +36,7 @@ def build_optimizer(model: nn.Module, options: TrainingOptions, section: Optimiz
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
     """Run a step with zero gradients, which creates optimizer state such as AdamW moments.
 
-    Call begin_state before loading checkpoint weights, because weight decay changes weights even in this step.
+    Call begin_state before loading checkpoint weights, because weight decay changes weights even with zero gradients.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -61,7 +61,7 @@ def check_optimizer(section: OptimizerOptions):
 
 
 def group_numbers(optimizer: Optimizer) -> list[dict[str, float]]:
-    """Return numbers in each parameter group that are new or changed since optimizer.defaults, such as a step count."""
+    """Return numbers in parameter groups that are not in optimizer.defaults or differ from it, such as a step count."""
     defaults = optimizer.defaults
     return [
         {n: value for n, value in group.items() if isinstance(value, int | float) and value != defaults.get(n)}

@@ -27,10 +27,10 @@ from minivlmrl.run.trainer_state import Fingerprints, TrainerState
 BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
 # paths of initial weights; a resumed run instead loads the weights that its checkpoint contains
 WEIGHTS = "model.path", "model.config", "adapter.path", "reference.path", "ppo.critic_path"
-# options with model paths; fingerprints() hashes what checkpoints lack: model settings and reward model weights
+# model paths; fingerprints() hashes their settings files and reward model weights, which checkpoints lack
 MODELS = "model.path", "model.config", "reference.path", "ppo.critic_path", "reward_model.path"
 BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # changes in these options reset the best evaluation
-# {Fingerprints field: words before the file name in a message}
+# {Fingerprints field: words before a changed file's name in messages}
 FILE_KINDS = {
     "models": "model files in",
     "rows": "rows of",

@@ -133,7 +133,7 @@ def folder_of_logs(output: Path, resumed: Path) -> Path:
     """Return the folder with the log files for a checkpoint.
 
     Args:
-        resumed: checkpoint folder. If output/states is a symbolic link to another disk, log files are in `output`.
+        resumed: checkpoint folder. If output/states is a symbolic link to another disk, log files stay in `output`.
     """
     states = resumed.absolute().parent
     own_states = output / "states"

@@ -37,7 +37,7 @@ class OfflineTrainer(Trainer):
 
     batch_type: type[MicroBatch] = AnswerBatch
     answers = ("completion",)
-    counted_rows = slice(None)  # loss mask rows whose tokens count in the loss denominator
+    counted_rows = slice(None)  # slice of answers whose tokens count in the loss denominator
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
@@ -59,7 +59,7 @@ class OfflineTrainer(Trainer):
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
-        """Pack prompts and answers into a micro-batch. The method `step` sets the final normalizer."""
+        """Pack prompts and answers into a micro-batch, with its own loss denominator until `step` sets the total."""
         group = pack_turns(prompts, answers, self.policy.config, self.world.device)
         mask = group.completion_mask
         ref_logps = None if self.reference is None else self.reference.logps(group)

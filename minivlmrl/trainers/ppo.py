@@ -1,7 +1,7 @@
 """Proximal policy optimization (PPO) with a critic (arXiv 1707.06347, InstructGPT).
 
-The critic, a value head on the policy or a separate model, predicts the sum of future rewards before each token. Not
-implemented: adaptive KL weight, entropy bonus.
+The critic, a value head on the policy or a separate model, predicts the sum of future rewards before each token.
+Not implemented: adaptive KL weight, entropy bonus.
 """
 
 from collections.abc import Sequence

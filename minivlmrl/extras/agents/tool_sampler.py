@@ -194,7 +194,7 @@ class AnswerAttention(DecodeAttention):
             keys_and_values = []
             for row_cache, prompts, new in zip(row_kv, prompt_kv, (k, v), strict=True):
                 row_cache[row, :, cached] = new[tokens].transpose(0, 1)
-                # keys or values of the prompt without padding, then of the completion including this tool result
+                # prompt keys (or values) without padding, then completion keys up to this tool result
                 seen = prompts[prompt, None, :, :prompt_length], row_cache[row, :, : cached.stop]
                 keys_and_values.append(torch.cat(seen, dim=2))
             # queries: (1, heads, tokens, D)

@@ -64,7 +64,7 @@ class Trial:
         return call_rewards(self.rewards, reward_columns(self.rows, prompts, groups, self.processor))
 
     def score_answers(self, answers: Iterable[str]) -> Tensor:
-        """Return (rows, K) rewards for one answer per row, formatted by data.answer_format."""
+        """Write one answer per row in data.answer_format, and return its rewards (rows, K)."""
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:
@@ -175,12 +175,11 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
     tokenizer = trial.processor.tokenizer
     ids = tokenizer.encode("answer " * trial.max_new_tokens)[: trial.max_new_tokens]
     probes = REWARD_HACK_PROBES | {"a word that is repeated": tokenizer.decode(ids)}
-    # each list has one completion per row; the last list has the correct answers
+    # each list has one completion per row
     text_lists = [[text.replace("{question}", text_of(row.messages[-1])) for row in rows] for text in probes.values()]
     text_lists.append([format_completion(answer, trial.processor) for answer in right_answers])
     # rewards, shape (len(text_lists), rows, reward functions)
     values = torch.stack([*map(trial.score_texts, text_lists[:-1]), right_values])
-    # mean total reward per text list
     totals = [combine(x, trial.weights).nanmean().item() for x in values]
     *others, right_mean = totals
     highest, name = max(zip(others, probes, strict=True))
@@ -296,7 +295,7 @@ def check_constant(
     frequency = num_equal / len(solutions)
     means = [constant[mask].nanmean().nan_to_num(0.0).item() for mask in (is_equal, ~is_equal)]
     constant_mean = frequency * means[0] + (1 - frequency) * means[1]
-    # constant_mean above 1.25 * right_mean: a reward misreads correct answers, which other checks report
+    # if a constant answer scores over 1.25 times as high, a reward misreads correct answers, as other checks report
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {truncate(format_completion(solution, trial.processor), 80)} scores "

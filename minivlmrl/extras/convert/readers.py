@@ -175,7 +175,7 @@ def read_messages(row: Columns) -> Columns | None:
         return None
     turns = row.turns("messages")
     answer = next((turn["content"] for turn in turns if turn["role"] == "assistant"), None)
-    is_right = turns[-1]["role"] == "assistant" and "label" not in row  # an answer with a KTO label may be wrong
+    is_right = turns[-1]["role"] == "assistant" and "label" not in row  # a KTO label may mark a wrong answer
     if isinstance(answer, str) and answer.strip() and is_right:  # a turn with a tool call may have empty content
         row.setdefault("solution", answer)
     return split_pair(row, turns)

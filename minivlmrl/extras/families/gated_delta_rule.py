@@ -13,12 +13,12 @@ Substituting S_(i-1) in u_i gives a triangular system, because u_i depends only 
 
     u_i + sum over j < i of L_ij u_j = beta_i (v_i - e^G_i S^T k_i)
 
-with L_ij = beta_i e^(G_i - G_j) k_i . k_j. Only the right side of the triangular system contains S, so X and Y are
-solved for all chunks at once, before S is known:
+with L_ij = beta_i e^(G_i - G_j) k_i . k_j. Only the right side contains the state S, so two matrices without S are
+computed for all chunks at once:
 
     X = (I + L)^-1 beta V        Y = (I + L)^-1 beta e^G K
 
-Given X and Y, only outputs and the next state are computed chunk by chunk:
+Only outputs and the next state are computed chunk by chunk:
 
     U = X - Y S        O = e^G Q S + M U        M_ij = e^(G_i - G_j) q_i . k_j for j <= i
     S <- e^G_C S + (e^(G_C - G) K)^T U
@@ -83,7 +83,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
     outputs = []
     for chunk in zip(*(x.unbind(2) for x in tensors), strict=True):
         (chunk_x, chunk_y, chunk_queries, chunk_m, chunk_keys, chunk_decay) = chunk
-        u = chunk_x - chunk_y @ state  # (b, H, C, V): beta * (value - predicted value)
+        u = chunk_x - chunk_y @ state  # (b, H, C, V): beta * (v - value predicted by the state)
         outputs.append(chunk_queries @ state + chunk_m @ u)
         state = chunk_decay * state + chunk_keys @ u
     return torch.cat(outputs, dim=2)[:, :, :T].transpose(1, 2), state

@@ -216,7 +216,7 @@ def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], 
 
     Args:
         index: position of the layer in attention.layer_states.
-        inputs: (N, ...) tensors for `scan`.
+        inputs: layer inputs for N tokens, each (N, ...).
         scan: function of (inputs (b, T, ...), state) that returns (results (b, T, ...), next state).
     """
     if isinstance(attention, DecodeAttention):
@@ -224,7 +224,7 @@ def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], 
     layout = attention.layout
     results = []
     states = []
-    # batch prompts of equal length: one (prompt block, completion block) pair per length, for each input tensor
+    # per input tensor: a batch of prompts and a batch of completions for each prompt length
     blocks = [layout.blocks(x.unsqueeze(1)) for x in inputs]
     for *pairs, slots in zip(*blocks, layout.slots, strict=True):
         prompts = [prompt_block[:, 0] for prompt_block, _ in pairs]

@@ -208,7 +208,9 @@ class Videos:
             grids: patch grids (t, h, w) for images and videos.
             times: 0.0 for an image, timestamps in seconds for a video.
         Returns:
-            prompt pieces; patch grids, (1, h, w) per video time step; seconds per time step, 1.0 (video) or 0.0 (image)
+            Prompt pieces.
+            Patch grids, (1, h, w) per video time step.
+            Seconds per time step: 1.0 for videos, 0.0 for images.
         """
         laid_pieces = []
         video_times = iter([seconds for seconds in times if seconds])

@@ -107,12 +107,12 @@ def active_share(model_config: ModelConfig) -> float:
 
 
 def flops_by_input(model: nn.Module, model_config: ModelConfig, backward: bool = True) -> dict[str, float]:
-    """Return FLOPs per unit of input.
+    """Return FLOPs per image patch and per token, under these keys:
 
-    patches: FLOPs per image patch
-    merged: FLOPs per merged image patch
-    tokens: FLOPs per token
-    scored: extra FLOPs per token that needs logits
+    patches: per image patch
+    merged: per merged image patch
+    tokens: per token
+    scored: extra per token that needs logits
     """
     found = list(matrices(model))
     trains_merger = any(trained for name, _, trained in found if "visual." in name)
