@@ -18,11 +18,6 @@ from tests.helpers import tiny
 from tests.helpers.draws import STOP, options, prompts, sample
 from tests.helpers.pretend_cuda import CUDA, PretendCuda, pretend
 
-SETTINGS = [
-    {}, dict(temperature=0), dict(temperature=0.7, top_k=5, repetition_penalty=1.3),
-    dict(top_p=0.8, min_p=0.05),
-]  # fmt: skip
-
 
 def assert_same(ours, expected, close=1e-5):
     """Assert that two lists of completions are equal up to rounding, and return the set of their lengths."""
@@ -40,15 +35,6 @@ def both(model, count, generations, stop=STOP, **setting):
     arguments = model, prompts(count), generations, sampling, stop, draw
     with torch.inference_mode():
         return sample(*arguments, decode=cuda_graphs.CapturedDecode()), sample(*arguments)
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_a_captured_step_samples_the_same_tokens(setting):
-    model = tiny.model(dtype=torch.float64)
-    lengths = set()
-    for count, generations, stop in ((5, 3, STOP), (4, 2, ()), (1, 8, range(60)), (1, 1, ())):
-        lengths |= assert_same(*both(model, count, generations, stop, **setting))
-    assert len(lengths) > 2
 
 
 def test_row_key_buffers_grow(monkeypatch):
@@ -96,11 +82,12 @@ def on_card(model, stop=(), tokens=20, count=4, generations=3, decode=None, befo
 
 
 SMALL = {"tokens": 5, "count": 1, "generations": 2}
+FILTERED = {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.3}
 
 
 @pytest.mark.parametrize(
     ("model_type", "setting", "stop"),
-    [("qwen2_5_vl", {}, ()), ("qwen2_5_vl", SETTINGS[2], range(60)), ("qwen3_5", {}, range(60))], ids=str,
+    [("qwen2_5_vl", {}, ()), ("qwen2_5_vl", FILTERED, range(60)), ("qwen3_5", {}, range(60))], ids=str,
 )  # fmt: skip
 def test_a_graph_samples_the_same_tokens_as_the_cpu(model_type, setting, stop):
     """The replay of a CUDA graph runs no Python code, so values that change between steps must be tensors."""

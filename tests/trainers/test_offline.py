@@ -6,14 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import logsigmoid
 
 from minivlmrl.data.chat_template import ChatTemplate
+from minivlmrl.data.processor import encode_completion
 from minivlmrl.distributed.process_group import World
 from minivlmrl.extras.memory.out_of_memory import longest_row
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.tasks.shapes import Shapes
+from minivlmrl.trainers import sft as file
 from minivlmrl.trainers.offline import PairTrainer
-from tests.helpers.stages import ONE, Rows
+from minivlmrl.trainers.registry import find_trainer
+from tests.helpers.stages import ONE, STAGES, Rows
 from tests.helpers.talk import assistant, user
 
 
@@ -53,14 +57,15 @@ def test_pairs_are_evaluated_once_on_any_number_of_ranks(rank, seen):
     assert found == {"eval/pair_accuracy": ((1 if rank == 0 else 0) + 1) / 3}
 
 
-@pytest.mark.parametrize("name, scale", [("dpo", 0.1), ("reward_model", 1.0)])
-def test_margins_of_the_evaluation_are_those_of_the_loss(stage, name, scale):
-    rows = Shapes(12, "other")
-    run = stage(name, held_out=rows)
+@pytest.mark.parametrize("name, scale, options", [("dpo", 0.1, ["--dpo.ld_alpha=0.5"]), ("reward_model", 1.0, [])])
+def test_margins_of_the_evaluation_are_those_of_the_loss(stage, name, scale, options):
+    """The option ld_alpha weighs the tokens beyond the shorter answer."""
+    rows = Rows(replace(row, rejected=f"{row.rejected} or so") for row in Shapes(12, "other"))
+    run = stage(name, *options, held_out=rows)
     run.go(2)
     with torch.no_grad():
-        margins = run.trainer.margins(list(rows))
-        _, metrics = run.trainer.loss(run.trainer.micro_batch(list(rows)))
+        margins = run.trainer.margins(rows)
+        _, metrics = run.trainer.loss(run.trainer.micro_batch(rows))
     assert margins.min() < 0 < margins.max()
     assert scale * margins.mean().item() == pytest.approx(metrics["rewards/margins"].item(), rel=1e-9)
     assert run.accuracy() == pytest.approx(metrics["rewards/accuracies"].item())
@@ -173,3 +178,70 @@ def test_pairs_of_dialogues(drops_thoughts):
         trainer = drops_thoughts("reward_model").trainer
         scores = [torch.stack(trainer.rewards(trainer.micro_batch(rows))) for rows in ([row], by_answer(row)[1:])]
         torch.testing.assert_close(*scores, rtol=1e-10, atol=1e-10)
+
+
+def test_equal_rewards_do_not_count_as_correct(stage):
+    assert stage("dpo", held_out=Shapes(3, "other")).accuracy() == 0  # the policy still equals the reference
+
+
+def test_without_a_reference_its_log_ratios_are_0(stage):
+    """The loss is -log sigmoid(beta (log pi(chosen) - log pi(rejected))), as in TRL up to 0.28, plus the loss sft."""
+    options = "--dpo.reference_free=true", "--dpo.beta=0.3", "--dpo.loss_type=[sigmoid, sft]"
+    rows = [replace(row, rejected=f"{row.rejected} or so") for row in Shapes(8, "rows")]
+    run = stage("dpo", *options, rows=rows, held_out=Shapes(3, "other"))
+    assert run.trainer.reference is None
+    batches = run.next()
+    losses, all_chosen = [], []
+    for batch in batches:
+        with torch.no_grad():
+            logps = batch.group.pad(per_token_logps(run.model, batch.group)[0])
+        chosen, rejected = (logps * batch.loss_mask).sum(1).view(-1, 2).unbind(1)
+        losses.append(-logsigmoid(0.3 * (chosen - rejected)))
+        all_chosen.append(logps[::2][batch.loss_mask[::2].bool()])
+    metrics = run.update()
+    expected = torch.cat(losses).mean() - torch.cat(all_chosen).mean()  # sft is a mean over the step's chosen tokens
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-12)
+    assert abs(torch.cat(losses).mean() - math.log(2)) > 1e-6 and run.accuracy() is not None
+
+
+class Second(World):
+    """Simulate the second of two ranks, which checks rows 1 and 3 for answers and sums only its own values."""
+
+    def gather_objects(self, value):
+        return [[0, 2], value]
+
+    def sum(self, *values):
+        return list(values)
+
+
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+def test_the_loss_of_held_out_rows_is_a_mean_over_their_tokens(stage, monkeypatch, loss_type):
+    """Token t gets the log-probability -(t % 7 + 1) / 4, and one row in four has no completion."""
+    run = stage("sft", "--sft.micro_batch_size=2", f"--sft.loss_type={loss_type}")
+    rows = Rows(Shapes(4, "x")[i] for i in range(4))
+    rows[1].completion = None
+    rows[3].completion += " and more"
+    monkeypatch.setattr(file, "per_token_logps", lambda policy, group: (-(group.completion_ids % 7 + 1) / 4, None))
+    ids = [encode_completion(run.trainer.processor, rows[i].messages, rows[i].completion).ids for i in (0, 2, 3)]
+
+    def mean(ids):
+        losses = [(t % 7 + 1) / 4 for row in ids for t in row.tolist()]
+        return sum(loss * (math.exp(-loss) if loss_type == "dft" else 1) for loss in losses) / len(losses)
+
+    assert run.trainer.evaluate(rows) == {"eval/loss": pytest.approx(mean(ids), rel=1e-12)}
+    assert run.trainer.evaluate(Rows([rows[1]])) == {}
+    run.trainer.world = Second(1, 2, torch.device("cpu"))  # rank 1 scores row 2, and row 0, which only rank 0 counts
+    assert run.trainer.evaluate(rows)["eval/loss"] == pytest.approx(mean(ids[1:2]), rel=1e-12)
+
+
+@pytest.mark.parametrize("following", STAGES)
+def test_a_later_stage_trains_everything_again(stage, following):
+    run = stage("dpo", "--model.freeze=[vision]")
+    assert not any(p.requires_grad for p in run.model.visual.blocks.parameters())
+    first = run.trainer
+    first.config.stages = [following]
+    first.config.model.freeze = []
+    trainer = find_trainer(following, first.config)(first.config, run.model, first.processor, first.world)
+    assert all(p.requires_grad for p in run.model.parameters())
+    alone = {name for name, p in trainer.trained.named_parameters() if not p.requires_grad}
+    assert alone == ({"backbone.lm_head.weight"} if following == "reward_model" else set())
