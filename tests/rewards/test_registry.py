@@ -233,7 +233,8 @@ def test_a_reward_judges_only_rows_of_files_that_name_it():
     rows = {"solution": ["a", "b", "c"], "row_rewards": [["format"], None, ["accuracy", "format"]], "extras": extras}
     values = score_texts(["accuracy", "format"], ["<answer>c</answer>"] * 3, rows)
     assert values.isnan().tolist() == [[True, False], [False, False], [False, False]]
-    assert values[:, 0].tolist()[1:] == [0.0, 1.0]
+    assert values[:, 0].tolist()[1:] == [0.0, 1.0] and values.dtype == torch.float32
+    assert score_texts(["accuracy"], [], {"solution": []}).shape == (0, 1)
     assert [sorted(extra["why"]) for extra in extras] == [["format"], ["accuracy", "format"], ["format"]]
 
 
