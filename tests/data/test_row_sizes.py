@@ -100,13 +100,6 @@ def test_an_unreadable_held_out_row_is_never_skipped(rows, tmp_path):
         list(describe_rows(config, {"eval": made}, PROCESSOR))
 
 
-def test_images_of_an_answer_are_no_images_of_the_prompt(rows, tmp_path):
-    rows([(28, 28)], [])
-    shown = [assistant("a"), user([{"type": "image", "image": "0_0.png"}]), assistant("b")]
-    write_lines(tmp_path / "rows.jsonl", [{"problem": "a", "completion": shown}])
-    assert summary(FileDataset(tmp_path / "rows.jsonl"), PROCESSOR).startswith("1 with no image; ")
-
-
 def test_videos_are_counted_and_not_opened(tmp_path):
     lines = [{"problem": "a", "video": ["data:,1"]}, {"problem": "a", "video": ["data:,2"]}]
     write_lines(tmp_path / "rows.jsonl", lines)
@@ -126,6 +119,7 @@ def test_long_rows_include_videos_and_images_with_their_own_size(tmp_path):
     assert lengths[2] < 100 and min(lengths[0], lengths[1], lengths[3]) > 1400
     found = {size.index: size.longest for size in long_rows(rows, small, 1400, answers=("completion",))}
     assert found == {index: lengths[index] for index in (0, 1, 3)}
+    assert summary(rows, small).startswith("4 (2 with 1 image, 1 with 1 video, 1 with no image); ")
 
 
 @pytest.mark.parametrize("damage", ["page", "empty", "strip"])
