@@ -49,24 +49,6 @@ def test_a_recipe_goes_over_the_defaults_and_overrides_over_it(write, recipe):
     assert load_config(rewards, ["--rewards.accuracy=3"]).rewards == {"format": 0.5, "accuracy": 3.0}
 
 
-@pytest.mark.parametrize(("override", "path", "value"), [
-    ("--sft.learning_rate=1e-4", "sft.learning_rate", 1e-4),  # YAML reads 1e-4 as text
-    ("--grpo.rollout_correction=null", "grpo.rollout_correction", None),
-    ("--grpo.mask_truncated_completions=true", "grpo.mask_truncated_completions", True),
-    ("--stages=[sft, grpo]", "stages", ["sft", "grpo"]),
-    ("--stages=dpo", "stages", ["dpo"]),  # a single name becomes a list
-    ("--dpo={loss_type: [sigmoid, sft], loss_weights: [1, 2e-1]}", "dpo.loss_weights", [1.0, 0.2]),
-    ("--grpo={rollout_correction_bounds: [0, 1]}", "grpo.rollout_correction_bounds", (0.0, 1.0)),
-    ("--rewards={brevity: 2}", "rewards", {"brevity": 2.0}),
-])  # fmt: skip
-def test_values_of_overrides(recipe, override, path, value):
-    found = load_config(recipe, [override])
-    for name in path.split("."):
-        found = getattr(found, name)
-    assert found == value
-    assert type(found) is type(value)
-
-
 def test_a_flag_needs_no_value_and_a_value_may_follow_after_a_space(recipe):
     given = ["--data.train_file", "a.jsonl", "--dpo.use_weighting", "--seed", "-1", "--check_memory=false"]
     config = load_config(recipe, [*given, "--grpo.beta=0.5"])

@@ -88,7 +88,6 @@ FIRST, OTHER = "20 10 40 30", "50 0 60 10"
 ANSWERS = {  # boxes of the answer, and their rewards
     "both": ([FIRST, OTHER], (1, 1, 1)),
     "one": ([OTHER], (0.5, 0.5, 1)),
-    "one twice": ([FIRST, FIRST], (0.5, 0.5, 1)),
     "both and a third": ([FIRST, OTHER, "0 0 1 1"], (2 / 3, 2 / 3, 1)),
     "half of the first, which is an IoU of exactly 0.5": (["20 10 40 20", OTHER], (0.75, 1, 1)),
     "one around both": (["20 0 60 30"], (1 / 6, 0, 1)),
@@ -171,19 +170,6 @@ def test_box_rewards_give_a_reason_without_an_answer_a_solution_an_image_or_an_o
         assert logged_reasons(mean_iou, answer_texts=[answer], **columns(**settings)) == ([value], [reason])
     reasons = logged_reasons(box_format, completions=[say(RIGHT)], **columns(extent=None))
     assert reasons == ([None], ["the row has no image"])
-
-
-def test_each_completion_is_scored_with_its_own_row():
-    """The same answer text stands for different boxes in three coordinate spaces."""
-    given = {
-        "solution": [[10, 10, 20, 20], None, "10 10 20 20"],
-        "image_sizes": [(100, 100), (100, 100), (50, 40)],
-        "answer_extents": [(100, 100), (100, 100), (100, 80)],
-    }
-    values = score_texts(NAMES, [say("10 10 20 20")] * 3, given)
-    assert values[0].tolist() == [1, 1, 1]
-    assert values[1, 2] == 1
-    assert values[2].tolist() == approx(0, 0, 1)  # the answer is the box (5, 5, 10, 10)
 
 
 def row(*sizes, **columns):

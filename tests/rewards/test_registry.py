@@ -177,7 +177,8 @@ def test_rewards_get_trls_trainer_state_and_can_log(run, monkeypatch):
         assert trainer_state.global_step not in fails_at
         progress.append(trainer_state.global_step / trainer_state.max_steps)
         log_metric("steps_left", torch.tensor(trainer_state.max_steps - trainer_state.global_step))
-        log_extra("characters", [len(text) for text in completions])
+        log_extra("characters", [torch.tensor(len(text)) for text in completions])
+        log_extra("why", [""] * len(completions))
         log_extra("parts", [{1, 2}] * len(completions))
         return [0.0] * len(completions)
 
@@ -196,26 +197,8 @@ def test_rewards_get_trls_trainer_state_and_can_log(run, monkeypatch):
     assert [line.get("steps_left") for line in metrics(folder)] == [None, 3.0, 2.0, 1.0]
     assert progress[-2:] == [1, 1]  # sampled and greedy answers after the last step
     logged = [one for line in metrics(folder, "completions.jsonl") for one in line["completions"]]
-    assert logged and all(one["extra"] == {"characters": len(one["text"]), "parts": "{1, 2}"} for one in logged)
-
-
-def test_reasons_are_logged_under_the_name_of_their_reward(monkeypatch):
-    """A reward that calls another reward logs reasons under its own name, and can replace them."""
-
-    def half(completions, log_extra, **columns):
-        values = file.get_reward("accuracy")(completions, log_extra=log_extra, **columns)
-        log_extra("why", [None, "too long", "", torch.tensor(3)])
-        return [value / 2 for value in values]
-
-    monkeypatch.setitem(file.REWARDS, "half", half)
-    extras = [{}, {}, {}, {}]
-    columns = {"completions": [GOOD, "", GOOD, GOOD], "answer_texts": ["b", None, "b", "c"], "solution": list("bbcc")}
-    rewards = [file.get_reward(name)(**columns, extras=extras) for name in ("format", "accuracy", "half")]
-    assert rewards == [[1, 0, 1, 1], [1, 0, 0, 1], [0.5, 0, 0, 0.5]]
-    no_answer = "no answer, see data.answer_format"
-    other = "the answer is 'b', not 'c'"
-    reasons = {"format": "no <think>", "accuracy": no_answer, "half": "too long"}, {"accuracy": other, "half": other}
-    assert extras == [{}, *({"why": why} for why in reasons), {"why": {"half": 3}}]
+    expected = [{"characters": len(one["text"]), "parts": "{1, 2}"} for one in logged]
+    assert logged and [one["extra"] for one in logged] == expected and not any(one.get("why") for one in logged)
 
 
 @pytest.mark.parametrize(("log", "expected"), [
