@@ -18,30 +18,22 @@ from tests.record.record_vision import noise
 PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor())
 
 
-@pytest.fixture
-def theirs(tmp_path, oracle, published):
+def test_pictures_in_later_turns_equal_transformers_whole_conversation(tmp_path, oracle, published):
     from transformers.models.qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     pixels = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=28 * 28 * 16384)
     template = published("qwen2_5_vl")
-    processor = oracle.their_processor(Qwen2_5_VLProcessor, tmp_path, PROCESSOR.tokenizer, template, pixels)
-
-    def theirs(messages, images):
-        rendered = processor.apply_chat_template(messages, tokenize=False)
-        return processor(text=[rendered], images=images, return_tensors="pt")
-
-    return theirs
-
-
-def test_pictures_in_later_turns_equal_transformers_whole_conversation(theirs):
+    theirs = oracle.their_processor(Qwen2_5_VLProcessor, tmp_path, PROCESSOR.tokenizer, template, pixels)
     first, second, third = (noise("RGB", size, seed) for seed, size in enumerate([(60, 90), (90, 56), (200, 120)]))
     turns = [assistant("red"), user([text("and"), {"type": "image", "image": second}, text("it?")]), assistant([
         text("look"), {"type": "image", "image": third, "max_pixels": 6000}, text("blue")])]  # fmt: skip
     messages = [user([IMAGE_PART, text("What?")])]
     prompt, completion = PROCESSOR(messages, [first]), encode_completion(PROCESSOR, messages, turns)
     sizes = [tuple(28 * side // 2 for side in grid[:0:-1]) for *_, grid in completion.pictures[1:]]
-    expected = theirs(messages + turns, [first, second, third.resize(sizes[0], PIL.Image.Resampling.BICUBIC)])
+    images = [first, second, third.resize(sizes[0], PIL.Image.Resampling.BICUBIC)]
+    rendered = theirs.apply_chat_template(messages + turns, tokenize=False)
+    expected = theirs(text=[rendered], images=images, return_tensors="pt")
     ids = torch.cat([prompt.input_ids, completion.ids])
     assert ids.tolist() + PROCESSOR.tokenizer.encode("\n") == expected["input_ids"][0].tolist()
     grids = torch.cat([prompt.image_grid_thw, torch.tensor([grid for *_, grid in completion.pictures])])

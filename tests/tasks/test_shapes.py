@@ -85,16 +85,10 @@ def test_rows_of_a_seed_are_the_same_in_every_version():
     assert digest.hexdigest() == "862eb074bf2256e17a87dc43b84c99ff60d594220ec647ac6e62247678caf4e8"
 
 
-STAGES = {"sft": "demonstrations", "grpo": "prompts"}
-
-
-def load_datasets(seed, **data):
-    data = DataOptions(task="shapes(demonstrations=100)", **data)
-    return datasets.load_datasets(RunConfig(data=data, seed=seed), STAGES)
-
-
 def test_splits_and_seeds_share_no_picture_and_evaluation_rows_are_the_same_for_every_seed():
-    first, second = (load_datasets(seed, eval_rows=100) for seed in (0, 1))
-    every = [pictures(rows[stage], 100) for rows in (first, second) for stage in STAGES] + [pictures(first["eval"])]
+    stages = {"sft": "demonstrations", "grpo": "prompts"}
+    data = DataOptions(task="shapes(demonstrations=100)", eval_rows=100)
+    first, second = (datasets.load_datasets(RunConfig(data=data, seed=seed), stages) for seed in (0, 1))
+    every = [pictures(rows[stage], 100) for rows in (first, second) for stage in stages] + [pictures(first["eval"])]
     assert len({picture for part in every for picture in part}) == 500
     assert pictures(second["eval"]) == every[-1]
