@@ -204,10 +204,10 @@ def test_invalid_logged_values_are_refused(monkeypatch, log, expected):
 def test_a_reward_judges_only_rows_of_files_that_name_it():
     """data.train may list the rewards of a file; all other rewards give its rows neither values nor reasons."""
     extras = [{}, {}, {}]
-    rows = {"solution": ["a", "b", "c"], "row_rewards": [["format"], None, ["accuracy", "format"]], "extras": extras}
+    rows = {"solution": ["a", None, "c"], "row_rewards": [["format"], None, ["accuracy", "format"]], "extras": extras}
     values = score_texts(["accuracy", "format"], ["<answer>c</answer>"] * 3, rows)
-    assert values.isnan().tolist() == [[True, False], [False, False], [False, False]]
-    assert values[:, 0].tolist()[1:] == [0.0, 1.0] and values.dtype == torch.float32
+    assert values.isnan().tolist() == [[True, False], [True, False], [False, False]]
+    assert values[2].tolist() == [1.0, 0.0] and values.dtype == torch.float32
     assert score_texts(["accuracy"], [], {"solution": []}).shape == (0, 1)
     assert [sorted(extra["why"]) for extra in extras] == [["format"], ["accuracy", "format"], ["format"]]
 
@@ -255,15 +255,15 @@ NUMBER = 3
 """
 
 
-@pytest.mark.parametrize("file_name", ["mine.py", "my_columns.py", "solution_columns_2.py"])
-def test_a_reward_with_columns_receives_every_column(tmp_path, file_name):
-    (tmp_path / file_name).write_text(OWN)
+def test_a_reward_with_columns_receives_every_column(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
     received = {"unused": True, "one_scorer": True, "named": False, "named(scale=2.0)": False}
     received |= {"around": True, "star": True}
     for name, expected in received.items():
-        reward = file.get_reward(f"{tmp_path / file_name}:{name}")
+        reward = file.get_reward(f"{tmp_path}/mine.py:{name}")
         assert reward.receives_all == expected
         assert reward.columns == (set() if name == "star" else {"solution"})
+    assert file.required_columns([reward, file.get_reward(f"{tmp_path}/mine.py:named")]) == ["solution"]
     assert not any(file.get_reward(name).receives_all for name in file.REWARDS)
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from minivlmrl.rewards import text as rewards_file
-from minivlmrl.rewards.registry import get_reward, required_columns
+from minivlmrl.rewards.registry import get_reward
 from minivlmrl.rewards.text import accuracy, find_answer, tag_format
-from tests.helpers.score_texts import logged_reasons, score_texts
+from tests.helpers.score_texts import logged_reasons
 
 GOOD = "<think>I see green</think><answer>green square</answer>"
 
@@ -122,14 +122,3 @@ ANSWERS = {
 def test_where_an_answer_is():
     places = ("tags", "whole", "last_line")
     assert {message: tuple(find_answer(message, where) for where in places) for message in ANSWERS} == ANSWERS
-
-
-def right_level(completions, *, ground_truth, tolerance=0, **kwargs):
-    return [1.0 if len(c) - t <= tolerance else None for c, t in zip(completions, ground_truth, strict=True)]
-
-
-def test_a_trl_reward_requires_its_column():
-    name = f"{__file__}:right_level"
-    assert required_columns(map(get_reward, [name, "accuracy", "format"])) == ["ground_truth", "solution"]
-    first, second = score_texts([name], ["ab", "abcd"], {"ground_truth": [2, 2]})
-    assert first.item() == 1 and second.isnan().item()
