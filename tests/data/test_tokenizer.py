@@ -173,7 +173,6 @@ def test_listed_tokens_that_the_file_lacks_are_refused_until_transformers_writes
 
 
 NO_TOKENS = [  # (file, content, part of the error message)
-    (CONFIG, {"added_tokens_decoder": {"7": 3}}, "'int' object"),
     (CONFIG, {"added_tokens_decoder": [1]}, "'list' object has no attribute 'values'"),
     (CONFIG, {"added_tokens_decoder": {"7": listed("b", special="yes")}}, "'str' object"),
     (CONFIG, {"eos_token": "\ud800"}, "the text is not valid JSON ('utf-8' codec can't encode character"),
