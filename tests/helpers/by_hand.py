@@ -7,7 +7,7 @@ from math import log
 import pytest
 import torch
 
-from minivlmrl.losses.grpo import TERMS, LossNormalizer, batch_normalizer, clipped, grpo_loss, kl_term
+from minivlmrl.losses.grpo import TERMS, LossNormalizer, batch_normalizer, clipped, grpo_loss
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, off_policy_mask
 
 OWN = inspect.signature(grpo_loss).parameters  # arguments of grpo_loss, without term options
@@ -20,14 +20,6 @@ def tensor(*values):
 
 def near(*values):
     return pytest.approx(values[0] if len(values) == 1 else list(values), abs=1e-6)
-
-
-def kl(estimator):
-    """Return KL and gradient for a token with probability 0.5 in the policy and 0.25 in the reference."""
-    logps = tensor([log(0.5), log(0.25)], [log(0.25), log(0.25)]).requires_grad_()
-    value = kl_term(logps, torch.full((2, 2), log(0.25), dtype=torch.float64), estimator)
-    assert value.flatten()[1:].tolist() == [0.0] * 3
-    return value[0, 0].item(), torch.autograd.grad(value.sum(), logps)[0][0, 0].item()
 
 
 def loss_of(per_token_logps, advantages, mask, **given):
@@ -73,10 +65,6 @@ def policy(ratios, advantages, **options):
     loss, metrics = loss_of(logps, tensor(*advantages), mask, **{"old_per_token_logps": old, **options})
     gradient = torch.autograd.grad(loss, logps)[0][mask.bool()].tolist()
     return loss.item(), gradient, {name: value.item() for name, value in metrics.items()}
-
-
-# two completions: one token, ratio 1.5, advantage 1; three tokens, ratios 0.5, 1, 1.1, advantage -1
-OFF_POLICY = ([[1.5], [0.5, 1.0, 1.1]], [1.0, -1.0])
 
 
 def reinforce(logps, advantages, mask, *, normalizer, **others):

@@ -1,24 +1,15 @@
-"""Compare preference losses with arithmetic by hand; tests/parity compares with TRL."""
+"""Test digits and limits of preference losses; tests/parity compares them with TRL."""
 
-from math import exp, log
-from types import SimpleNamespace
+from math import exp
 
 import pytest
 import torch
 
 from minivlmrl.extras.kto import kto_kl, kto_loss
 from minivlmrl.losses import preference as losses
-from tests.helpers.by_hand import near, tensor
+from tests.helpers.by_hand import tensor
 
-
-def softplus(x):
-    return log(1 + exp(x))
-
-
-# PAIR has a chosen answer with one token and the log-ratio u = -1 + 1.5 = 0.5, and a rejected answer with two tokens
-# and the log-ratio v = -3 + 2 = -1. With beta = 0.5, beta u = 0.25, beta v = -0.5 and z = beta (u - v) = 0.75. Per
-# token, u = 0.5 and v = -0.5.
-
+# a chosen answer with one token, and a rejected answer with two tokens
 PAIR = tensor([[-1.0, 7.0], [-1.5, -1.5]])
 PAIR_REF = tensor([[-1.5, 3.0], [-1.0, -1.0]])
 PAIR_MASK = tensor([[1.0, 0.0], [1.0, 1.0]])
@@ -29,83 +20,17 @@ def pair_loss(loss_type, **given):
     return losses.dpo_loss(PAIR, loss_type=loss_type, **given)[0].item()
 
 
-def pairs(chosen, rejected, ref_chosen, ref_rejected):
-    logps = torch.stack([tensor(*chosen), tensor(*rejected)], 1)[..., None]
-    ref = torch.stack([tensor(*ref_chosen), tensor(*ref_rejected)], 1)[..., None]
-    return {"per_token_logps": logps, "ref_per_token_logps": ref, "mask": torch.ones_like(logps)}
-
-
 def test_a_divergence_that_grows_too_fast_is_bounded():
     """The divergence bounds its exponent by 80, so a chosen answer that is far more likely has a finite gradient."""
-    batch = pairs([0.0], [-1000.0], [-1000.0], [0.0])
-    logps = batch.pop("per_token_logps").float().requires_grad_()
-    loss, _ = losses.dpo_loss(logps, f_divergence_type="alpha_divergence", f_alpha_divergence_coef=3.0, **batch)
+    logps = torch.tensor([[[0.0], [-1000.0]]], requires_grad=True)
+    options = {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 3.0}
+    loss, _ = losses.dpo_loss(logps, torch.ones(1, 2, 1), ref_per_token_logps=logps.detach().flip(1), **options)
     assert loss.isfinite() and torch.autograd.grad(loss, logps)[0].isfinite().all()
 
 
-TWO = pairs([-1.0, -2.0], [-3.0, -1.0], [-2.0, -1.0], [-1.0, -4.0])  # u = 1, -1 and v = -2, 3
-
-
-def sigmoid(x):
-    return 1 / (1 + exp(-x))
-
-
-def cdpo(z):
-    return 0.9 * softplus(-z) + 0.1 * softplus(z)
-
-
-@pytest.mark.parametrize("loss_type, expected, options", [
-    ("sigmoid", cdpo(0.75), {"label_smoothing": 0.1}), ("hinge", 0.25, {}), ("hinge", 0.0, {"beta": 2.0}),
-    ("ipo", (0.5 + 0.5 - 1 / (2 * 0.5)) ** 2, {}),
-    ("exo_pair", sigmoid(0.75) * (log(sigmoid(0.75)) - log(0.9)) + sigmoid(-0.75) * (log(sigmoid(-0.75)) - log(0.1)),
-     {"label_smoothing": 0.1}),
-    ("nca_pair", softplus(-0.25) + 0.5 * softplus(0.25) + 0.5 * softplus(-0.5), {}),
-    ("robust", (0.9 * softplus(-0.75) - 0.1 * softplus(0.75)) / 0.8, {"label_smoothing": 0.1}),
-    ("bco_pair", softplus(-0.25) + softplus(-0.5), {}), ("sppo_hard", 0.5**2 + 0.0, {}),
-    ("apo_zero", sigmoid(-0.25) + sigmoid(-0.5), {}), ("apo_down", sigmoid(0.25) + sigmoid(-0.75), {}),
-    ("discopop", sigmoid(-1.5) * softplus(-0.75) + sigmoid(1.5) * exp(-0.75), {"discopop_tau": 0.5}),
-    ("sigmoid_norm", softplus(-0.5), {}), ("sft", 1.0, {}),
-    (["sigmoid", "sft"], 0.8 * softplus(-0.75) + 0.2 * 1.0, {"loss_weights": [0.8, 0.2]}),
-    (["sigmoid", "sft"], softplus(-0.75) / 4 + 1 / 10, {"normalizer": SimpleNamespace(sequences=8, tokens=10)}),
-    ("sigmoid", exp(-0.5 - 0.25) * softplus(-0.75),
-     {"use_weighting": True, "log_sum_sq_probs": tensor([[-0.5, 9.0], [-1.0, -1.5]])}),
-    ("sigmoid", softplus(-0.5 * (1 - exp(-0.5) - 1 + exp(1.0))), {"f_divergence_type": "forward_kl"}),
-    ("sigmoid", softplus(-0.5 * log((1 + exp(1.0)) / (1 + exp(-0.5)))), {"f_divergence_type": "js_divergence"}),
-    ("sigmoid", softplus(-0.5 * (exp(-0.5 * 0.5) - exp(-0.5 * -1)) / -0.5), {"f_divergence_type": "alpha_divergence"}),
-    ("sigmoid_norm", softplus(-0.5 * (1 - exp(-0.5) - (1 - exp(1.0)) / 2)), {"f_divergence_type": "forward_kl"}),
-    ("aot", (cdpo(0.0) + cdpo(-0.5)) / 2, {**TWO, "label_smoothing": 0.1}),  # sorted margins -1, 2 and -1, 3
-    ("aot_unpaired", (cdpo(0.5) + cdpo(-1.0)) / 2, {**TWO, "label_smoothing": 0.1}),
-])  # fmt: skip
-def test_a_preference_loss_by_hand(loss_type, expected, options):
-    given = {"per_token_logps": PAIR, "mask": PAIR_MASK, "ref_per_token_logps": PAIR_REF, "beta": 0.5, **options}
-    assert losses.dpo_loss(**given, loss_type=loss_type)[0].item() == near(expected)
-
-
-def test_metrics_of_a_pair():
-    _, metrics = losses.dpo_loss(PAIR, PAIR_MASK, ref_per_token_logps=PAIR_REF, beta=0.5)
-    assert {name.split("/", 1)[1] if name.startswith("rewards") else name: x.item() for name, x in metrics.items()} == {
-        "chosen": 0.25, "rejected": -0.5, "margins": 0.75, "accuracies": 1.0, "logps/chosen": -1.0,
-        "logps/rejected": -3.0,
-    }  # fmt: skip
-
-
-def test_a_reward_loss_with_all_options():
-    chosen, rejected, margin = tensor(2.0, 1.0), tensor(1.0, 1.0), tensor(0.5, 0.0)
-    options = {"margin": margin, "center_rewards_coefficient": 0.1}
-    total = softplus(-0.5) + 0.9 + softplus(0.0) + 0.4
-    for normalizer, num_pairs in ((None, 2), (SimpleNamespace(sequences=8), 4)):
-        loss, metrics = losses.reward_loss(chosen, rejected, **options, normalizer=normalizer)
-        assert loss.item() == near(total / num_pairs)
-        assert metrics["rewards/accuracies"].item() == 0.5  # equal rewards are no success
-
-
-def test_reference_sums_stand_for_those_of_tokens():
-    """With ld_alpha 0.5, the second token of the rejected answer counts half, so its sum is -1.5 instead of -2."""
-    for ld_alpha, rejected in ((None, -2.0), (0.5, -1.5)):
-        sums = losses.answer_logps(PAIR_REF, PAIR_MASK, ld_alpha)
-        assert sums.tolist() == [[-1.5, rejected]]
-        given = {"ref_per_token_logps": None, "ref_logps": sums}
-        assert pair_loss("ipo", ld_alpha=ld_alpha, **given) == pair_loss("ipo", ld_alpha=ld_alpha)
+def test_equal_rewards_are_no_success():
+    _, metrics = losses.reward_loss(tensor(1.0), tensor(1.0))
+    assert metrics["rewards/accuracies"].item() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32, torch.float64], ids=str)
