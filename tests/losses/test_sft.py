@@ -14,6 +14,7 @@ from tests.helpers.by_hand import near, tensor
 def test_the_loss_of_a_single_token_is_divided_by_one(normalizer):
     logps, mask = tensor([-9.0, log(0.25)]), tensor([0.0, 1.0])
     assert sft_loss(logps, mask, normalizer=normalizer).item() == near(2 * log(2))
+    assert sft_loss(logps, 0 * mask, normalizer=normalizer).item() == 0
     assert sft_loss(logps, mask, loss_type="dft", normalizer=normalizer).item() == near(0.5 * log(2))
 
 

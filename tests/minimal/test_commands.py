@@ -6,7 +6,6 @@ import re
 import runpy
 from argparse import Namespace
 
-import PIL.Image
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -87,29 +86,6 @@ def test_the_import_switches_cudnns_attention_off_and_asks_cuda_nothing(monkeypa
     assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
-@pytest.fixture
-def cats(tmp_path):
-    row = {"image": "cat.jpg", "problem": "How many cats are there?", "solution": "2"}
-    assert json.dumps(row) in minimal.__doc__
-    PIL.Image.new("RGB", (56, 56), "red").save(tmp_path / "cat.jpg")
-    write_lines(tmp_path / "cats.jsonl", [row] * 2)
-    return tmp_path / "cats.jsonl"
-
-
-def test_the_row_of_the_docstring_trains_a_model_that_does_what_the_question_asks(tiny, cats, tmp_path, monkeypatch):
-    """The reward wants <think> and <answer>, so the question must ask for them, or every completion earns 0."""
-
-    def obedient(model, prompt, *_):
-        requested = "<answer>" in model.tokenizer.decode(prompt.ids.tolist(), skip_special_tokens=False)
-        number = "<think>two</think><answer>{}</answer>" if requested else "{}"
-        return minimal.tokenize_answers(model, [number.format(2), number.format(3), "2"])
-
-    monkeypatch.setattr(minimal, "sample", obedient)
-    main(tiny, cats, *OPTIONS, f"--output_dir={tmp_path / 'out'}")
-    trained, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", tiny))
-    assert not torch.equal(trained["model.norm.weight"], before["model.norm.weight"])
-
-
 @pytest.mark.parametrize(("groups", "is_useless"), [
     ([[1.5, 1.5], [0.5, 0.5]], True), ([[1.5, 1.5], [0.5, 1.5]], False), ([[0.0, 0.0], [0.0, 0.0]], True),
 ])  # fmt: skip
@@ -141,18 +117,6 @@ def test_questions_ask_for_the_form_of_their_answers(tmp_path, problems, answers
     assert f"{{problem}}{minimal.ASK}" in " ".join((ROOT / "recipes" / "own_data.yaml").read_text().split())
 
 
-def test_json_lines_may_have_empty_lines_and_any_character(tmp_path):
-    """The text of a row may contain characters at which str.splitlines splits."""
-    files = tmp_path / "a.png", tmp_path / "b.png"
-    for file in files:
-        PIL.Image.new("RGB", (56, 56)).save(file)
-    row = {"problem": "one\u2028two\x85three", "completion": "1", "images": ["a.png", str(files[1])]}
-    text = json.dumps(row, ensure_ascii=False)
-    (tmp_path / "rows.jsonl").write_text(f"{text}\n\n{text}\n", encoding="utf-8")
-    rows, template = minimal.read_rows(tmp_path / "rows.jsonl", ["completion"])
-    assert rows == [row | {"images": [*files]}] * 2 and template == "{problem}"
-
-
 def test_a_file_without_rows_is_refused(tiny, tmp_path):
     """Without rows, the first step would wait for a row forever."""
     (tmp_path / "rows.jsonl").write_text("\n")
@@ -179,19 +143,17 @@ def test_an_earlier_model_is_not_overwritten_unless_it_is_tiny(tiny, rows, tmp_p
         assert f"{tmp_path} has a model; move it, or choose another --output_dir" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--dpo", "--beta=0"], ["folder", "rows", "--dpo", "--beta=-1"]])
-def test_dpo_without_beta_is_refused(words, capsys):
-    """Its loss is log 2 for all models, so its gradients are 0."""
+@pytest.mark.parametrize(("word", "expected"), [
+    ("--beta=0", "--dpo needs a --beta above 0"),
+    ("--num_generations=1", "--num_generations must be at least 2: the rewards of a group are compared"),
+    *((f"--{name}=0", "--max_steps, --prompts_per_step and --max_new_tokens must be at least 1")
+      for name in ("steps", "rows_per_step", "max_new_tokens")),
+])  # fmt: skip
+def test_a_run_that_would_train_nothing_is_refused(word, expected, capsys):
+    """With a beta of 0, the loss of DPO is log 2 for all models, and a group of one has NaN as advantage."""
     with pytest.raises(SystemExit):
-        main(*words)
-    assert "--dpo needs a --beta above 0" in capsys.readouterr().err
-
-
-def test_a_group_of_one_is_refused(capsys):
-    """Its advantages would be NaN, in the first step after a minute of SFT."""
-    with pytest.raises(SystemExit):
-        main("--num_generations=1")
-    assert "--num_generations must be at least 2: the rewards of a group are compared" in capsys.readouterr().err
+        main(word, *["--dpo"] * ("beta" in word))
+    assert expected in capsys.readouterr().err
 
 
 def test_each_row_comes_once_before_any_comes_again(capsys):

@@ -109,7 +109,7 @@ WITHOUT_FORM = {"completion": "red", "chosen": "red", "rejected": "blue"}
 
 
 @pytest.mark.parametrize(("words", "changes", "command"), [
-    ([], {}, "evaluate"), (["--sft"], {}, "generate"), (["--sft"], WITHOUT_FORM, "generate"),
+    ([], WITHOUT_FORM, "evaluate"), (["--sft"], {}, "generate"), (["--sft"], WITHOUT_FORM, "generate"),
     (["--dpo"], WITHOUT_FORM, "generate"),
 ])  # fmt: skip
 def test_the_folder_tells_the_package_its_sentence(checkpoint, rows, tmp_path, words, changes, command, capsys):
@@ -126,7 +126,7 @@ def test_the_folder_tells_the_package_its_sentence(checkpoint, rows, tmp_path, w
     assert [python, dash_m, package, words[0]] == ["python", "-m", "minivlmrl", command]
     options = build_parser(command).parse_args([*words[1:], "--temperature=0"])
     config = evaluation_config(options, [], with_rewards=command == "evaluate")
-    assert config.data.prompt_template == "{problem}" + minimal.ASK * (changes == {})
+    assert config.data.prompt_template == "{problem}" + minimal.ASK * (command == "evaluate" or changes == {})
     assert (config.data.min_pixels, config.data.max_pixels) == minimal.load(tmp_path / "out").pixels
     assert config.data.answer_format == "tags"
     assert package_main([*words, "--rows=2", "--sampling.max_new_tokens=2"]) == 0
@@ -163,22 +163,6 @@ def test_a_loaded_model_is_saved_in_its_dtype(tmp_path, dtype, transformers):
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype="auto")
     assert theirs.dtype == getattr(torch, dtype)
     assert load_model(tmp_path / "saved").lm_head.weight.dtype == getattr(torch, dtype)
-
-
-def test_image_settings_are_read_from_the_file_of_transformers_5(tmp_path, transformers):
-    write_folder(tmp_path, tied=False)
-    settings = tmp_path / "preprocessor_config.json"
-    content = json.loads(settings.read_text())
-    bounds = minimal.load(tmp_path).pixels
-    assert bounds == (content["size"]["shortest_edge"], content["size"]["longest_edge"])
-    settings.write_text(json.dumps(content | {"size": None, "min_pixels": 3136, "max_pixels": 9408}))
-    assert minimal.load(tmp_path).pixels == (3136, 9408)
-    assert minimal.load(tmp_path, max_pixels=5000).pixels == (3136, 5000)
-    settings.unlink()
-    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": content}))
-    assert minimal.load(tmp_path).pixels == bounds
-    minimal.save(minimal.load(tmp_path), tmp_path / "saved")
-    assert load_processor(tmp_path / "saved").image_processor.max_pixels == bounds[1]
 
 
 def test_other_families_are_refused(tmp_path):

@@ -24,14 +24,24 @@ from tests.minimal.pairs import main
 GRPO, SFT, DPO = ["solution"], ["completion"], ["chosen", "rejected"]
 
 
-ROW = {"image": "a.png", "problem": "How many?", "solution": "2", "completion": "2", "chosen": "2", "rejected": "3"}
+ROW = {
+    "image": "a.png",
+    "problem": "How\u2028many?",
+    "solution": "2",
+    "completion": "2",
+    "chosen": "2",
+    "rejected": "3",
+}
 TURNS = [{"role": "assistant", "content": "2"}]
 
 
 def read(tmp_path, row, answers=GRPO):
-    for name, mode, size in (("a", "RGB", (56, 56)), ("long", "RGB", (202, 1)), ("deep", "I;16", (56, 56))):
-        PIL.Image.new(mode, size).save(tmp_path / f"{name}.png")
-    line = row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode()
+    """Return a row that is read from a file with an empty line and unescaped line separators inside of texts."""
+    for name, size in (("a", (56, 56)), ("long", (201, 1)), ("strip", (1, 200))):
+        PIL.Image.new("RGB", size).save(tmp_path / f"{name}.png")
+    PIL.Image.new("I;16", (56, 56)).save(tmp_path / "deep.png")
+    text = row if isinstance(row, bytes | str) else json.dumps(row, ensure_ascii=False)
+    line = text if isinstance(text, bytes) else text.encode()
     (tmp_path / "rows.jsonl").write_bytes(b"%s\n\n%s\n" % (json.dumps(ROW).encode("utf-8-sig"), line))
     return minimal.read_rows(tmp_path / "rows.jsonl", answers)[0][1]
 
@@ -39,32 +49,21 @@ def read(tmp_path, row, answers=GRPO):
 @pytest.mark.parametrize(("changes", "answers", "expected"), [
     ({"system": "Be brief."}, GRPO, "minimal.py does not read 'system'"),
     ({"video": "a.mp4"}, GRPO, "minimal.py does not read 'video'"),
-    ({"videos": ["a.mp4"]}, SFT, "minimal.py does not read 'videos'"),
-    ({"tools": [{"name": "zoom"}]}, GRPO, "minimal.py does not read 'tools'"),
-    ({"max_pixels": 784}, GRPO, "minimal.py does not read 'max_pixels'"),
-    ({"min_pixels": 784}, DPO, "minimal.py does not read 'min_pixels'"),
     ({"messages": TURNS}, SFT, "minimal.py does not read 'messages'"),
     ({"images": ["a.png"]}, GRPO, "but it needs either 'image' or 'images'"),
     ({"image": {"path": "a.png"}}, GRPO, "os.PathLike object"),
-    ({"image": None, "images": "a.png"}, GRPO, "No such file"),
     ({"image": "data:image/png;base64," + 9000 * "A"}, GRPO, "File name too long"),
-    ({"image": "."}, SFT, "Is a directory"),
     ({"image": "no.png"}, GRPO, "no.png"),
     ({"image": None}, GRPO, "but it needs either 'image' or 'images'"),
     ({"problem": None}, GRPO, "'problem' must be a text with letters or digits in {'image': 'a.png', 'solution': '2'"),
-    ({"completion": None}, SFT, "'completion' must be a text with letters or digits in {'image'"),
-    ({"rejected": None}, DPO, "'rejected' must be a text with letters or digits in {'image'"),
     ({"problem": "Is <image> like <image>?"}, GRPO, "'problem' has 2 <image>, but the row's images are 1"),
     ({"image": "long.png"}, SFT, "long.png is more than 200 times as long as wide"),
     ({"image": "rows.jsonl"}, SFT, "cannot identify image file"),
     ({"image": "deep.png"}, DPO, "deep.png: save the image with 8 bits per color"),
     ({"problem": 5}, GRPO, "'problem' must be a text with letters or digits in {'image': 'a.png', 'problem': 5"),
     ({"completion": TURNS}, SFT, "'completion' must be a text with letters or digits in {'image'"),
-    ({"completion": ""}, SFT, "'completion' must be a text with letters or digits in {'image'"),
     ({"rejected": " "}, DPO, "'rejected' must be a text with letters or digits in {'image'"),
-    ({"solution": ""}, GRPO, "'solution' must be a text with letters or digits in {'image'"),
     ({"solution": "."}, GRPO, "'solution' must be a text with letters or digits in {'image'"),
-    ({"solution": None}, GRPO, "'solution' must be a text with letters or digits in {'image'"),
     ({"solution": [1, 2]}, GRPO, "'solution' must be a text with letters or digits in {'image'"),
     ("[1, 2]", GRPO, "a row is an object {...}, but this is [1, 2]"),
     ("{'image': 'a.png'}", GRPO, "Expecting property name"),
@@ -77,20 +76,14 @@ def test_a_row_that_would_mean_something_else_is_refused(tmp_path, changes, answ
 
 
 @pytest.mark.parametrize(("changes", "images"), [
-    ({}, 1), ({"image": None, "images": []}, 0), ({"image": None, "images": ["a.png", "a.png"]}, 2),
-    ({"problem": ""}, 1),
-    ({"problem": "Is <image> a cat?"}, 1), ({"solution": 2.0}, 1), ({"solution": "[1, 2]"}, 1),
-    ({"solution": True}, 1), ({"solution": 0}, 1),
+    ({}, ["a"]), ({"image": None, "images": []}, []), ({"image": None, "images": ["a.png", "a.png"]}, ["a", "a"]),
+    ({"image": "strip.png"}, ["strip"]), ({"problem": ""}, ["a"]), ({"problem": "Is <image> a cat?"}, ["a"]),
+    ({"solution": 2.0}, ["a"]), ({"solution": True}, ["a"]), ({"solution": 0}, ["a"]),
 ])  # fmt: skip
 def test_these_rows_are_read(tmp_path, changes, images):
     row = read(tmp_path, ROW | changes)
-    assert row["images"] == images * [tmp_path / "a.png"]
+    assert row["images"] == [tmp_path / f"{name}.png" for name in images]
     assert row["problem"] == changes.get("problem", ROW["problem"]) + minimal.ASK
-
-
-def test_an_image_may_be_200_times_as_long_as_wide(tmp_path):
-    PIL.Image.new("RGB", (1, 200)).save(tmp_path / "strip.png")
-    assert read(tmp_path, ROW | {"image": "strip.png"})["images"] == [tmp_path / "strip.png"]
 
 
 @pytest.mark.parametrize("rejected", ["...", "<think>no</think><answer></answer>"])
@@ -101,22 +94,15 @@ def test_a_rejected_answer_may_say_nothing(tmp_path, rejected):
 
 @pytest.mark.parametrize("answer", [
     "3", " 3 ", "Green  square", "green square.", "true", "[28, 56]", "no", "2", "2.0", "1e-05", "0.00001", "2.5",
+    "cafe\u0301", "GREEN\n square",
 ])  # fmt: skip
 @pytest.mark.parametrize("solution", [
     "3", 3, 3.0, 2.0, 2.5, 1e-5, "<answer> 3 </answer>", "<think>a</think><answer>3</answer>", "green square",
-    "Green square .", True, [28, 56], [2.0, 1], "caf\u00e9",
+    "Green square .", True, [28, 56], [2.0, 1], "caf\u00e9", "cafe\u0301",
 ], ids=str)  # fmt: skip
 def test_solutions_are_compared_as_in_the_package(answer, solution):
     [right] = accuracy([answer], [solution])
     assert minimal.reward(f"<think>a</think><answer>{answer}</answer>", solution) == 0.5 + right
-
-
-@pytest.mark.parametrize(("answer", "solution"), [
-    ("2", 2.0), ("cafe\u0301", "caf\u00e9"), ("caf\u00e9", "cafe\u0301"),
-    ("RED\n square", "red square"),
-])  # fmt: skip
-def test_these_answers_are_right(answer, solution):
-    assert minimal.reward(f"<think>a</think><answer>{answer}</answer>", solution) == 1.5
 
 
 def change(tiny, folder, file, changes):
@@ -144,36 +130,17 @@ CONFIG, IMAGES = "config.json", "preprocessor_config.json"
     (CONFIG, "rope_scaling", YARN, "minimal.py cannot compute the rope 'yarn'"),
     (CONFIG, "rope_scaling.type", None, "minimal.py cannot compute the rope None"),
     (CONFIG, "hidden_act", "gelu", "hidden_act is 'gelu', but minimal.py computes 'silu'"),
-    (CONFIG, "use_sliding_window", True, "use_sliding_window is True"),
-    (CONFIG, "attention_dropout", 0.1, "attention_dropout is 0.1"),
-    (CONFIG, "quantization_config", {"bits": 4}, "quantization_config is {'bits': 4}"),
     (CONFIG, "vision_config.hidden_act", "quick_gelu", "hidden_act is 'quick_gelu'"),
     (CONFIG, "image_token_id", 7, "image_token_id in config.json is not the id of <|image_pad|>"),
     ("tokenizer_config.json", "chat_template", "You are Bob.", "train.py reads other chat templates than Qwen2.5-VL's"),
     (IMAGES, "image_mean", [0.5, 0.5, 0.5], "image_mean is [0.5, 0.5, 0.5]"),
-    (IMAGES, "image_std", [0.5, 0.5, 0.5], "image_std is [0.5, 0.5, 0.5]"),
-    (IMAGES, "image_std", 0.5, "image_std is 0.5"),
-    (IMAGES, "resample", 2, "resample is 2, but minimal.py computes 3"),
     (IMAGES, "do_resize", False, "do_resize is False"),
-    (IMAGES, "do_rescale", False, "do_rescale is False"),
-    (IMAGES, "rescale_factor", 1 / 127.5, "rescale_factor is 0.00784"),
-    (IMAGES, "do_normalize", False, "do_normalize is False"),
     (IMAGES, "min_pixels", 10**9, "an image has 1000000000 or more pixels, but at most 12845056"),
 ])  # fmt: skip
 def test_a_setting_that_minimal_does_not_compute_is_named(tiny, tmp_path, file, key, value, expected):
     with pytest.raises(minimal.InputError) as error:
         minimal.load(change(tiny, tmp_path / "model", file, {key: value}))
     assert expected in str(error.value) and "model" in str(error.value)
-
-
-def test_settings_of_the_hub_are_read(tiny, tmp_path):
-    images = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
-    images |= {"resample": 3, "rescale_factor": 1 / 255}
-    images |= {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
-    folder = change(tiny, tmp_path / "one", IMAGES, images | {"temporal_patch_size": 2})
-    config = {"hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0, "sliding_window": 4096}
-    config |= {"rope_scaling": {"type": "default", "rope_type": "default", "mrope_section": [4, 6, 6]}}
-    assert minimal.load(change(folder, tmp_path / "two", CONFIG, config)).pixels == (196, 12845056)
 
 
 def test_a_folder_that_lacks_files_is_refused(tiny, tmp_path):
@@ -352,13 +319,6 @@ def test_a_gpu_that_is_too_small_is_named_before_the_first_step(tiny, tmp_path, 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2 * 10**7))
     minimal.check_space(model, tmp_path)
     assert (ROOT / "recipes" / "own_data_one_card.yaml").exists()
-
-
-@pytest.mark.parametrize("words", [["--steps=0"], ["--max_steps=-1"], ["--rows_per_step=0"], ["--max_new_tokens=0"]])
-def test_a_run_of_nothing_is_refused(words, capsys):
-    with pytest.raises(SystemExit):
-        main(*words)
-    assert "--max_steps, --prompts_per_step and --max_new_tokens must be at least 1" in capsys.readouterr().err
 
 
 def test_no_link_of_a_model_folder_is_followed(tiny, tmp_path):
