@@ -34,16 +34,6 @@ def test_a_layer_with_dropout_matches_peft():
     assert not torch.allclose(with_it, layer(x))
 
 
-def test_dropout_is_off_outside_its_context_and_with_probability_0():
-    model = adapted()
-    plain = loss(model)
-    with dropout(model, 0.0, "0"):
-        assert torch.equal(loss(model), plain)
-    with dropout(model, 0.3, "0"):
-        assert not torch.allclose(loss(model), plain)
-    assert torch.equal(loss(model), plain)
-
-
 def test_recomputed_blocks_have_the_same_masks():
     plain = adapted()
     model = adapted()
@@ -57,7 +47,6 @@ def test_recomputed_blocks_have_the_same_masks():
 
 
 def test_masks_of_a_run(stage):
-    """A dropout mask depends on seed, stage, step, micro-batch, rank and layer."""
     trainer = stage("sft", *DROPOUT).trainer
 
     def kept(step=3, micro_batch=0, rank=0, seed=0, stage="sft", name=LAYER):

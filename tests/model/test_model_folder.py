@@ -7,7 +7,6 @@ import pytest
 from minivlmrl.data.download import find_folder
 from minivlmrl.files import weight_files
 from minivlmrl.json_files import read_json
-from minivlmrl.model import config_json
 from minivlmrl.model.checkpoint import load_model, load_processor, read_tensors
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -42,18 +41,6 @@ def test_pointers_of_git_lfs_are_named(tmp_path):
         (tmp_path / name).write_text(POINTER)
         with pytest.raises(ValueError, match=f"{name} is a Git LFS pointer, not the file itself"):
             read(tmp_path / name)
-
-
-@pytest.mark.parametrize(("config", "expected"), [
-    ({"model_type": "qwen2"}, "no other family, and no text model, is supported"),
-    ({"model_type": "qwen3_vl_text"}, "no other family, and no text model, is supported"),
-    ({"model_type": "llava", "vision_config": {"a": 1}}, "model_type is 'llava', but it must be .*supported$"),
-    *(({"model_type": name}, f"model_type is '{name}', but it must be .*supported$")
-      for name in ("llava", "gemma3", "paligemma", "internvl_chat", "qwen2_5_omni", "qwen")),
-])  # fmt: skip
-def test_other_kinds_of_models_are_described(config, expected):
-    with pytest.raises(ValueError, match=expected):
-        config_json.from_dict(config)
 
 
 def test_a_file_is_no_model(tmp_path):

@@ -30,14 +30,6 @@ def base(tmp_path, model_type, tied):
     return CLASSES[model_type].from_pretrained(tmp_path / "base", attn_implementation="eager").eval()
 
 
-def lively(model):
-    generator = torch.Generator().manual_seed(6)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.3, generator=generator)
-    return model
-
-
 OPTIONS = [
     {"target_modules": "all-linear"}, {"target_modules": ["down_proj", "qkv"]},
     {"target_modules": ["q_proj", "v_proj"], "use_rslora": True},
@@ -50,7 +42,10 @@ def test_adapters_go_from_peft_to_us_and_back(tmp_path, number, model_type):
     theirs, ours = base(tmp_path, model_type, tied=number % 2 == 1), load_model(tmp_path / "base")
     torch.manual_seed(7)  # PEFT samples lora_A
     config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, **OPTIONS[number % 4])
-    theirs = lively(peft.get_peft_model(theirs, config)).eval()
+    theirs = peft.get_peft_model(theirs, config).eval()
+    for name, parameter in theirs.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.3)
     theirs.save_pretrained(tmp_path / "adapter")
     assert worst_difference(theirs, ours, prompts()) > 1e-2
     peft_files.load_adapter(ours, tmp_path / "adapter")
@@ -112,10 +107,8 @@ A = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weig
     *[(lambda t, name=name: t.update({f"base_model.model.{name}": t[A].clone()}), f"{cause}.*{MERGE}")
       for name, cause in {
           "lm_head.base_layer.weight": "lm_head.base_layer.weight is not a lora_A or lora_B",
-          "model.language_model.embed_tokens.lora_embedding_A": "lora_embedding_A is not a lora_A or lora_B",
           "lm_head.lora_A.weight": "layer lm_head is not a linear layer of this model, or is the head",
           "model.language_model.embed_tokens.lora_A.weight": "layer model.embed_tokens is not a linear layer",
-          "model.visual.patch_embed.proj.lora_A.weight": "layer visual.patch_embed.proj is not a linear layer",
       }.items()],
     (lambda t: t.clear(), "the file does not contain any tensors"),
     (lambda t: t.update({A: t[A][0, 0].clone()}), r"'lora_A': \(\).*, but this model needs"),

@@ -5,9 +5,8 @@ import torch
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import LoRAOptions, ModelOptions
-from minivlmrl.model import decoder, logprobs, lora, peft, trainable
+from minivlmrl.model import logprobs, lora, peft, trainable
 from minivlmrl.model.checkpoint import load_model
-from minivlmrl.model.families.registry import FAMILIES, family_of, find_family
 from minivlmrl.model.plain_weights import is_adapter, part_of
 from minivlmrl.run.setup import build_model
 from tests.helpers import tiny
@@ -17,15 +16,6 @@ from tests.model.test_lora import adapted
 
 ALL = "[language, vision, merger]"
 ADAPTERS = ["--adapter.r=4", f"--adapter.target={ALL}"]
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_the_blocks_of_a_model_cover_its_layers_once(model_type):
-    model = tiny.model(model_type=model_type)
-    assert family_of(model) is find_family(model_type) and type(model) is decoder.VisionLanguageModel
-    names = {id(module): name for name, module in model.named_modules()}
-    blocks = [names[id(block)] for block in model.blocks()]
-    assert blocks == [f"visual.blocks.{i}" for i in range(4)] + [f"model.layers.{i}" for i in range(3)]
 
 
 @pytest.mark.parametrize("tied", [False, True])
