@@ -53,16 +53,12 @@ class WrongGradient(torch.autograd.Function):
         return wrong_columns(grad)
 
 
-def torch_paths(monkeypatch):
-    """Replace the kernels with their torch paths, so that the checks run on a CPU without Triton, in float32."""
+@pytest.mark.parametrize("kernel", ["window_attention", "selective_log_softmax", "linear_log_softmax"])
+def test_a_wrong_result_or_gradient_is_noticed(kernel, monkeypatch):
+    """The checks run on a CPU without Triton, in float32, and compare torch paths instead of kernels."""
     monkeypatch.setattr(self_test, "DTYPE", torch.float32)
     monkeypatch.setattr(self_test, "INTERPRETED", True)  # the checks then use fewer rows
     monkeypatch.setenv("MINIVLMRL_KERNELS", "torch")
-
-
-@pytest.mark.parametrize("kernel", ["window_attention", "selective_log_softmax", "linear_log_softmax"])
-def test_a_wrong_result_or_gradient_is_noticed(kernel, monkeypatch):
-    torch_paths(monkeypatch)
     function = getattr(self_test, kernel)
 
     def as_list(out):

@@ -27,12 +27,6 @@ def completions_and_prompts(prompt_index, H, K, P, C, D, dtype=torch.float64):
     return [x.requires_grad_() for x in inputs], upstream, shared_prefix.PromptSlots(torch.tensor(prompt_index), B)
 
 
-def copied_attention(q, k, v, prompt_k, prompt_v, prompt_index):
-    k = torch.cat([prompt_k[prompt_index], k], dim=2)
-    v = torch.cat([prompt_v[prompt_index], v], dim=2)
-    return dense_attention(q, k, v, is_causal=True)
-
-
 @pytest.fixture(params=["written out", "joined", "copied"])
 def way(request, monkeypatch):
     monkeypatch.setattr(shared_prefix, "MAX_SCORE_BYTES", 2**30 if request.param == "written out" else 0)
@@ -47,7 +41,9 @@ def assert_equals_copied_keys(sizes, dtype, tolerance, scale=1):
     with torch.no_grad():
         inputs[0].mul_(scale)
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    expected = copied_attention(*exact, sizes[0])
+    q, k, v, prompt_k, prompt_v = exact
+    k, v = (torch.cat([prompt[sizes[0]], own], dim=2) for prompt, own in ((prompt_k, k), (prompt_v, v)))
+    expected = dense_attention(q, k, v, is_causal=True)
     actual = shared_prefix.completion_attention(*inputs, slots)
     gradients = torch.autograd.grad(actual, inputs, upstream)
     exact_gradients = torch.autograd.grad(expected, exact, upstream.double())
