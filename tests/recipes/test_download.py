@@ -116,10 +116,7 @@ def test_a_video_is_kept(tmp_path):
         download.check_media("http://x", content)
 
 
-@pytest.mark.parametrize(
-    "arguments, expected", [([], "required: ROWS.jsonl"), (["none.jsonl"], "none.jsonl: No such file")]
-)
-def test_a_wrong_call_is_explained(arguments, expected, capsys):
+def test_a_missing_file_is_named(capsys):
     with pytest.raises(SystemExit):
-        download.main(arguments)
-    assert expected in capsys.readouterr().err
+        download.main(["none.jsonl"])
+    assert "none.jsonl: No such file" in capsys.readouterr().err

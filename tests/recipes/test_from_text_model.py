@@ -43,14 +43,6 @@ def make_text_model(folder, model_type="qwen2", tied=False, dtype=torch.float64)
     return model
 
 
-def text_logits(model, ids):
-    """Compute our logits (N, V) for a text."""
-    prompt = Prompt(ids, torch.zeros(0, model.config.vision_config.patch_dim), torch.zeros(0, 3, dtype=torch.long))
-    batch = pack([prompt], [[Completion(torch.tensor([1]))]], model.config)
-    with torch.no_grad():
-        return model.lm_head(model(batch))
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("model_type", CLASSES)
 def test_the_logits_are_those_of_the_text_model(tmp_path, model_type, tied):
@@ -61,7 +53,10 @@ def test_the_logits_are_those_of_the_text_model(tmp_path, model_type, tied):
     ids = torch.randint(0, VOCAB, (50,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = theirs(ids[None]).logits[0]
-    logits = text_logits(load_model(tmp_path / "vlm"), ids)
+    ours = load_model(tmp_path / "vlm")
+    prompt = Prompt(ids, torch.zeros(0, ours.config.vision_config.patch_dim), torch.zeros(0, 3, dtype=torch.long))
+    with torch.no_grad():
+        logits = ours.lm_head(ours(pack([prompt], [[Completion(torch.tensor([1]))]], ours.config)))
     assert logits.dtype == torch.float64 and logits.abs().max() > 1
     bound = 1e-6 * expected.abs().max().item()  # transformers computes rotary angles in float32
     torch.testing.assert_close(logits, expected, rtol=0, atol=bound)
@@ -113,22 +108,18 @@ def drop(folder, name):
 
 @pytest.mark.parametrize(("change", "expected"), [
     (lambda f: edit(f, model_type="llama"), "model_type is 'llama', but it must be qwen2 or qwen3"),
-    (lambda f: edit(f, model_type=[1]), "model_type is [1], but it must be qwen2 or qwen3"),
     (lambda f: edit(f, use_sliding_window=True), "use_sliding_window is True, but it must be false"),
     (lambda f: edit(f, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope_type is 'yarn'"),
     (lambda f: edit(f, rope_parameters=3), "rope_parameters is 3, but it must be an object"),
     (lambda f: edit(f, rope_parameters={}), "rope_theta"),
-    (lambda f: edit(f, hidden_size=None), "hidden_size"),
     (lambda f: edit(f, hidden_size="x"), "hidden_size"),
     (lambda f: edit(f, num_attention_heads=0), "num_attention_heads"),
     (lambda f: edit(f, vocab_size=290), "the number of tokens with images is 300, but it must be at most vocab_size"),
     (lambda f: edit(f, intermediate_size=97), "do not fit config.json"),
-    (lambda f: edit(f, num_hidden_layers=2), "do not fit config.json"),
     (lambda f: drop(f, "model.norm.weight"), "model.norm.weight"),
     (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json: the file does not exist"),
     (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json: the file is not a usable tokenizer.json"),
     (lambda f: (f / "model.safetensors").write_bytes(b"{}"), "model.safetensors: not a complete safetensors file"),
-    (lambda f: (f / "config.json").unlink(), "config.json"),
 ])  # fmt: skip
 def test_other_folders_are_refused_in_one_line(tmp_path, change, expected):
     make_text_model(tmp_path)

@@ -1,6 +1,6 @@
 """Test the reward `math`, which uses math-verify, beyond the rows in reward_table.yaml."""
 
-import builtins
+import sys
 import threading
 
 import pytest
@@ -42,20 +42,7 @@ def test_bombs_are_not_asked_about_or_for_two_seconds(monkeypatch, math_verify):
     assert len(requested) == 1 + len(LONG) and set(requested.values()) == {SECONDS}
 
 
-def test_a_solution_that_cannot_be_read_is_named(math_verify):
-    message = "^reward math: the solution must be an expression that math-verify can read, but it is "
-    with pytest.raises(ValueError, match=message):
-        math(["3"], ["1+" * 200])
-
-
 def test_without_math_verify_the_extra_is_named(monkeypatch):
-    original = builtins.__import__
-
-    def missing(name, *rest):
-        if name == "math_verify":
-            raise ImportError(name)
-        return original(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ValueError, match=r"reward math needs math-verify; run pip install .*\[math\]"):
         math(["3"], ["3"])

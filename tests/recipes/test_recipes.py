@@ -1,5 +1,6 @@
-"""Test the recipes of the repository in small runs."""
+"""Test the recipes of the repository in small runs, and the rows that their scripts write."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.rewards.text import accuracy, tag_format
-from recipes import sums
+from recipes import sums, two_steps
 from recipes.digits import write_digits
 from tests.helpers.links import ROOT
 from tests.helpers.runs import metrics, summary
@@ -72,3 +73,16 @@ def test_sums_are_right_and_occur_once(tmp_path):
         formula = row["problem"].removeprefix("What is ").partition("?")[0]
         if formula[0].isdigit():
             assert row["solution"] == str(eval(formula))
+
+
+def test_two_steps_are_right_and_no_held_out_problem_is_trained(tmp_path):
+    two_steps.main(tmp_path)
+    rows = {name: metrics(tmp_path, f"two_steps_{name}.jsonl") for name in ("train", "eval", "think", "direct")}
+    problems = [{row["problem"] for row in rows[name]} for name in ("train", "eval", "think")]
+    assert [len(part) for part in problems] == [600, 96, 32] and len(set.union(*problems)) == 728
+    for thought, direct in zip(rows["think"], rows["direct"], strict=True):
+        assert thought["problem"] == direct["problem"]
+        steps, answer = re.fullmatch("<think>(.*)</think><answer>(.*)</answer>", thought["completion"]).groups()
+        (first, _), (_, last) = equations = re.findall(r"(\d+ [*+-] \d+) = (\d+)\.", steps)
+        assert last == answer == direct["completion"] and all(eval(left) == int(right) for left, right in equations)
+        assert set(re.findall(r"\d+", first)) < set(re.findall(r"\d+", thought["problem"]))
