@@ -55,10 +55,3 @@ def rows_of(text: str, title: str) -> list[list[str]]:
     section = re.split(r"\n##+ ", text.split(f"## {title}\n")[1])[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines[2:]]
-
-
-def reading_list() -> dict[Path, str]:
-    """Return the reading list in docs/developer_guide.md: {file: function or class to begin with}."""
-    text = (ROOT / "docs" / "developer_guide.md").read_text()
-    rows = re.findall(r"^\| \[[\w./]+\]\(\.\./([\w./]+)\).*\| `([\w.]+)` \|$", text, re.MULTILINE)
-    return {ROOT / file: name for file, name in rows}

@@ -20,7 +20,6 @@ from tests.helpers.links import ROOT, blocks, rows_of
 from tests.helpers.runs import metrics
 
 PAGE = (ROOT / "docs" / "coming_from.md").read_text()
-OTHER_NAMES = (ROOT / "minivlmrl" / "extras" / "other_names.md").read_text()
 
 
 @pytest.mark.parametrize("name", [
@@ -65,14 +64,6 @@ def test_options_of_trl_exist_in_trl_and_defaults_marked_same_are_equal(trl, row
         defaults = [known[name].default for name in theirs]
         here = [functools.reduce(getattr, name.split("."), options.RunConfig()) for name in ours]
         assert defaults == (here if len(here) == len(theirs) else list(*here))
-
-
-def test_every_option_of_trls_grpo_is_in_a_table(trl):
-    """The options are the fields that GRPOConfig adds to transformers' arguments, and the arguments of GRPOTrainer."""
-    fields = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
-    inherited = {field.name for field in dataclasses.fields(trl.GRPOConfig.__mro__[-2])}
-    own = fields - inherited | {*inspect.signature(trl.GRPOTrainer).parameters} - {"model", "args"}
-    assert len(own) > 80 and inherited and own - {*re.findall(r"`(\w+)`", PAGE + OTHER_NAMES)} == set()
 
 
 def test_the_trl_script_and_its_recipe_are_equivalent(trl, tmp_path, monkeypatch):

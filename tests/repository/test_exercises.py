@@ -62,17 +62,12 @@ def test_the_page_shows_what_is_printed(tmp_path, monkeypatch, capsys):
             Path("exercise_10.py").write_text(file_text(ADVANTAGES, text), encoding="utf-8")
         else:
             assert text == capsys.readouterr().out
-    rows = re.findall(r"^\| (\d+) \| `(.*?)` \|", PAGE, re.MULTILINE)
-    assert rows == [(str(exercise.number), exercise.name) for exercise in EXERCISES]
 
 
 def test_the_commands_that_a_reader_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main([]) == 0 and capsys.readouterr().out.startswith("  1  smart_resize ")
     assert main(["10"]) == 0 and Path("exercise_10.py").read_text() == file_text(ADVANTAGES, empty_body(ADVANTAGES))
-    assert main(["10", "--check"]) == 1
-    Path("exercise_10.py").write_text(file_text(ADVANTAGES, solution(ADVANTAGES)))
-    assert main(["10", "--check"]) == 0
     capsys.readouterr()
     assert main(["10", "--solution"]) == 0
     printed = capsys.readouterr().out
@@ -85,8 +80,3 @@ def test_the_commands_that_a_reader_runs(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             main(arguments)
         assert expected in capsys.readouterr().err
-
-
-def test_the_package_is_not_needed():
-    for file in (ROOT / "docs" / "exercises").glob("*.py"):
-        assert "minivlmrl" not in file.read_text(encoding="utf-8")

@@ -10,37 +10,30 @@ from minivlmrl.config.loading import load_config
 from tests.helpers.runs import summary
 
 
-@pytest.fixture
-def trained(home, run, plain, tmp_path, capsys):
-    """Return a function that compares a run with a changed recorded copy, and returns (exit status, output lines)."""
+def test_the_band_decides(home, run, plain, tmp_path, capsys):
+    """Compare a run with its recorded copy, in which one result was changed."""
     arguments = [str(home / "recipe.yaml"), f"--output_dir={tmp_path / 'run'}", "--stages=[sft]", "--sft.max_steps=1"]
     run(*arguments[2:])
     found = expect.results(summary(tmp_path / "run"))
     assert {"start", "after_sft"} == set(found)
+    line = {"recipe": arguments[0], "overrides": arguments[2:], "seed": 0, "threads": 1}
 
-    def expected(*other: str, sampled: float | None = None) -> tuple[int, list[str]]:
-        line = {"recipe": arguments[0], "overrides": arguments[2:], "seed": 0, "threads": 1}
-        line["results"] = json.loads(json.dumps(found))
-        if sampled is not None:
-            line["results"]["after_sft"]["eval/accuracy_sampled"] = sampled
-        expect.add_run(tmp_path / "expected.json", line)
+    def compared(sampled: float, *other: str) -> tuple[int, list[str]]:
+        found["after_sft"]["eval/accuracy_sampled"] = sampled
+        expect.add_run(tmp_path / "expected.json", line | {"results": found})
         capsys.readouterr()
         code = expect.report(*expect.find([*arguments, *other], tmp_path / "expected.json"))
         return code, capsys.readouterr().out.splitlines()
 
-    return expected
-
-
-def test_the_band_decides(trained, tmp_path):
-    code, lines = trained("--log_completions=0", sampled=0.3)  # two standard errors of 4 rows are 0.35
+    code, lines = compared(0.3, "--log_completions=0")  # two standard errors of 4 rows are 0.35
     assert code == 0 and len(lines) == 3
     assert lines[0] == "expect: after_sft eval/accuracy_sampled 0.000 is inside the band 0.000 to 0.646 of 1 runs"
-    code, lines = trained(sampled=0.9)
+    code, lines = compared(0.9)
     band = "the band 0.576 to 1.000 of 1 runs, 0 of which are below it too: try another seed"
     assert code == 1 and lines[0] == f"expect: after_sft eval/accuracy_sampled 0.000 is below {band}"
     assert len((tmp_path / "expected.json").read_text().splitlines()) == 3, "a run takes the place of its like"
     with pytest.raises(ValueError, match=r"no run of this recipe with these options; train with train.py instead$"):
-        trained("--sft.learning_rate=1e-5")
+        compared(0.9, "--sft.learning_rate=1e-5")
 
 
 @pytest.mark.parametrize(("got", "position", "is_low"), [

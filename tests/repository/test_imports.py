@@ -3,19 +3,8 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.helpers.links import ROOT
-
-
-def modules(root: Path) -> dict[str, Path]:
-    """Return the files of the package by the names of their modules."""
-    files = {}
-    for path in [*(root / "minivlmrl").rglob("*.py"), *(root / "kernels").glob("*.py")]:
-        parts = path.relative_to(root).with_suffix("").parts
-        parts = ("minivlmrl", *parts) if parts[0] == "kernels" else parts
-        files[".".join(parts).removesuffix(".__init__")] = path
-    return files
 
 
 def run(code: str) -> str:
@@ -40,7 +29,10 @@ for name in CORE:
 
 
 def test_an_import_changes_no_environment_variable_and_no_warning_filter():
-    core = [name for name in modules(ROOT) if not name.startswith(("minivlmrl.extras.", "minivlmrl.__main__"))]
+    files = [*(ROOT / "minivlmrl").rglob("*.py"), *(ROOT / "kernels").glob("*.py")]
+    parts = [file.relative_to(ROOT).with_suffix("").parts for file in files]
+    names = [".".join(["minivlmrl"] * (of[0] == "kernels") + [*of]).removesuffix(".__init__") for of in parts]
+    core = [name for name in names if not name.startswith(("minivlmrl.extras.", "minivlmrl.__main__"))]
     run(f"CORE = {core}\n{CHANGES}")
 
 

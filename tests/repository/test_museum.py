@@ -1,19 +1,8 @@
-"""Check the museum of mistakes: each line stands once in minimal.py, and parity says what the page says."""
+"""Check the museum of mistakes: parity says what the page says about each line of minimal.py that is changed."""
 
 import pytest
 
 from docs.scripts.museum import EXHIBITS, SOURCE, changed, record
-from tests.helpers.links import ROOT
-
-PICTURE = (ROOT / "docs" / "images" / "museum.svg").read_text(encoding="utf-8")
-
-
-def test_the_museum_has_ten_exhibits_of_lines_in_minimal():
-    assert len(EXHIBITS) == 10
-    for number, exhibit in enumerate(EXHIBITS, 1):
-        assert f">{number}. {exhibit.title}</text>" in PICTURE
-        assert changed(exhibit) != SOURCE
-
 
 LONG = (
     "The group of one", "The nearly greedy sampler", "The labels shifted twice", "The loss divided twice",

@@ -20,15 +20,11 @@ def page(tmp_path_factory):
     return path
 
 
-def data_of(path):
-    text = path.read_text("utf-8")
-    assert not re.search(r'(src|href)="(?!#|\$|data:)', text), "one file, no network"
-    return json.loads(re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)[0])
-
-
 def test_the_page_shows_what_the_lines_of_minimal_computed(page):
     assert page.stat().st_size <= 1_000_000
-    page = data_of(page)
+    text = page.read_text("utf-8")
+    assert not re.search(r'(src|href)="(?!#|\$|data:)', text), "one file, no network"
+    page = json.loads(re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)[0])
     assert page["code"] == (ROOT / "minimal.py").read_text("utf-8")
     names = {name for name, _ in page["calls"]}
     assert names > {"train", "grpo", "patchify", "Vision.forward", "QwenVL.forward", "sample", "reward", "grpo_loss"}

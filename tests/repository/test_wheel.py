@@ -1,4 +1,4 @@
-"""Check that the wheel built from the sdist works as README says, without the clone, and that the pins are complete."""
+"""Check that the wheel built from the sdist works without the clone, and that versions are pinned as pages say."""
 
 import contextlib
 import itertools
@@ -14,7 +14,6 @@ import tomllib
 import venv
 import zipfile
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 import yaml
@@ -22,8 +21,10 @@ from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
 import minivlmrl
+from tests.helpers.links import ROOT, rows_of
 
-ROOT = Path(__file__).parents[2]
+LINES = re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+PINS = dict(LINES)
 TOOLS = """
 import glob, json, sys
 from minivlmrl.__main__ import main
@@ -48,10 +49,6 @@ for path in sys.argv[1:]:
             code = "".join(cell["source"]).replace("512, 64, 100  #", "16, 4, 1  #")
             code = code.replace('"depth": 32', '"depth": 2').replace('layers": 28', 'layers": 2')
             exec(code.replace("240, 60  #", "30, 3  #"), space)
-"""
-BREVITY = """
-def brevity(completions, **columns):
-    return [1.0 if len(completion) < 100 else 0.0 for completion in completions]
 """
 
 
@@ -80,7 +77,6 @@ def sdist(folder, output):
 
 @pytest.fixture(scope="module")
 def wheel(clone, tmp_path_factory):
-    """Return the wheel that pip builds from the sdist."""
     dist = tmp_path_factory.mktemp("dist")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--wheel-dir", dist, sdist(clone, dist)], check=True)
@@ -96,13 +92,9 @@ def python(wheel, tmp_path_factory):
     [packages] = folder.glob("lib/python*/site-packages")
     (packages / "here.pth").write_text("\n".join({sysconfig.get_path(kind) for kind in ("purelib", "platlib")}))
     python = folder / "bin" / "python"
-    install(python, wheel)
-    return python
-
-
-def install(python, source):
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps"]
-    subprocess.run([*pip, "--ignore-installed", source], check=True)
+    subprocess.run([*pip, "--ignore-installed", wheel], check=True)
+    return python
 
 
 def run(python, folder, *arguments):
@@ -121,7 +113,8 @@ def test_what_is_installed_trains_asks_and_checks(python, tmp_path):
     assert [json.loads(line)["stage"] for line in lines] == ["sft", "grpo", "grpo"]
     assert (tmp_path / "runs" / "shapes" / "report.html").is_file()
     # rows and reward of a user, as in README
-    (tmp_path / "my_rewards.py").write_text(BREVITY)
+    reward = "def brevity(completions, **columns): return [float(len(text) < 100) for text in completions]"
+    (tmp_path / "my_rewards.py").write_text(reward)
     images = sorted((tmp_path / "runs" / "shapes").glob("images/*.webp"))[:2]
     rows = [{"image": str(image), "problem": "How many cats are there?", "solution": "2"} for image in images]
     for name in ("train.jsonl", "eval.jsonl"):
@@ -138,13 +131,11 @@ def test_what_is_installed_trains_asks_and_checks(python, tmp_path):
     assert status == 0 and [text for text in message if text not in out] == [], out
 
 
-CI_PAGE = (ROOT / "docs" / "numerical_parity.md").read_text(encoding="utf-8")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["my_loss.py", "test_my_loss.py"])
 def test_the_page_prints_the_mistake_in_a_wrong_loss(file, python, tmp_path):
-    blocks = re.findall(r"```(?:python|bash|text)\n([^`]*)```", CI_PAGE)
+    page = (ROOT / "docs" / "numerical_parity.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:python|bash|text)\n([^`]*)```", page)
     number = next(i for i, block in enumerate(blocks) if block.endswith(f"{file}\n") or f" {file}:" in block)
     code, command, printed = blocks[number - 1 : number + 2]
     (tmp_path / "my_loss.py").write_text(blocks[1])
@@ -207,10 +198,8 @@ def test_all_files_name_the_same_version():
 
 def test_what_is_installed_is_pinned():
     """Indirect dependencies are also pinned, except for CUDA packages, which PyTorch pins itself."""
-    lines = re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    pins = dict(lines)
-    assert len(pins) == len(lines)
-    pins = {name.replace("_", "-"): version for name, version in pins.items()}
+    assert len(PINS) == len(LINES)
+    pins = {name.replace("_", "-"): version for name, version in PINS.items()}
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert settings["build-system"]["requires"] == [f"setuptools=={pins['setuptools']}"]  # --constraint misses it
     project = settings["project"]
@@ -223,11 +212,39 @@ def test_what_is_installed_is_pinned():
             continue
         with contextlib.suppress(metadata.PackageNotFoundError):  # a package for another platform
             found[name] = metadata.version(name)
-            waiting += [text for text in metadata.requires(name) or () if for_us(Requirement(text), wanted.extras)]
+            for text in metadata.requires(name) or ():
+                marker = Requirement(text).marker
+                if marker is None or any(marker.evaluate({"extra": extra}) for extra in {"", *wanted.extras}):
+                    waiting.append(text)
     if found["torch"].partition("+")[0] != pins["torch"]:  # without constraints.txt, only compare names
         found = {name: pins.get(name) for name in found}
     assert {name: version for name, version in found.items() if pins.get(name) != str(version).partition("+")[0]} == {}
 
 
-def for_us(requirement, extras):
-    return requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in {"", *extras})
+RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+
+
+def test_the_workflow_runs_the_versions_of_the_page():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    versions = [text.rpartition(" ")[2] for text in project["classifiers"] if "Python :: 3." in text]
+    lines = workflow["jobs"]["run"]["strategy"]["matrix"]["include"]
+    assert {line["python"] for line in lines if not line.get("optional")} == {*versions}
+    cells = " ".join(row[0] for row in rows_of(RESULTS, "What ran where"))
+    assert {*re.findall(r"\b3\.1\d\b", cells)} == {*versions}
+    pairs = re.findall(r"torch (2\.\S+) with Triton (3\.\S+)", cells.replace(",", ""))
+    tried = {(line.get("torch", PINS["torch"]), line.get("triton", PINS["triton"])) for line in lines}
+    assert {*pairs} == tried and len(pairs) == 3
+    assert f"torch>={min(pairs)[0].removesuffix('.0')}" in project["dependencies"]
+
+
+def test_versions_of_other_projects_are_pinned_or_recorded():
+    recorded = {path.stem for path in (ROOT / "tests" / "recorded").glob("*.json")}
+    for project, versions in rows_of(RESULTS, "Versions of other projects"):
+        numbers = re.findall(r"\d+(?:\.\d+)+", versions)
+        assert numbers
+        for number in numbers:
+            if "(recorded)" in versions:
+                assert any(name.endswith(f"{project}_{number}") for name in recorded), (project, number)
+            else:
+                assert PINS[project] == number
