@@ -32,11 +32,9 @@ def test_equal_rewards_have_advantages_of_exactly_0(reward, advantages):
     assert not advantages(rewards, 8).any()
 
 
-@pytest.mark.parametrize("rewards, size, scale, expected", [
-    ([1.0, 0.0], 1, "group", "num_generations is 1"),
-    ([1.0, 0.0, 1.0], 2, "group", "invalid for input of size 3"),  # torch's message
-    ([1.0, 0.0], 2, "rows", "scale_rewards must be group, batch or none, but got 'rows'"),
+@pytest.mark.parametrize("size, scale, expected", [
+    (1, "group", "num_generations is 1"), (2, "rows", "scale_rewards must be group, batch or none, but got 'rows'"),
 ])  # fmt: skip
-def test_what_makes_no_sense_is_refused(rewards, size, scale, expected):
-    with pytest.raises((ValueError, RuntimeError), match=expected):
-        group_advantages(torch.tensor(rewards), size, scale)
+def test_what_makes_no_sense_is_refused(size, scale, expected):
+    with pytest.raises(ValueError, match=expected):
+        group_advantages(torch.tensor([1.0, 0.0]), size, scale)

@@ -67,15 +67,6 @@ def test_the_correction_gives_every_estimator_the_gradient_of_the_kl_off_policy_
 # all ratios and advantages are 1, so each term of the loss is -1
 
 
-@pytest.mark.parametrize("options", [
-    {"top_entropy_quantile": 0.7},  # the quantile lies between the first and the second entropy
-    {"top_entropy_quantile": 0.5, "entropy_threshold": 0.15},  # a given threshold replaces the quantile of the batch
-    {"top_entropy_quantile": 0.5, "entropy_threshold": 0.2},  # a token at the threshold is kept
-], ids=str)  # fmt: skip
-def test_tokens_of_high_entropy(options):
-    assert policy([[1.0] * 4], [1.0], entropies=tensor([0.1, 0.2, 0.3, 0.4]), **options)[0] == -3 / 4
-
-
 def test_a_completion_at_the_off_policy_threshold_is_kept():
     """Each token is 0.5 nats less likely under the policy than under the sampler; the second advantage is 0."""
     logps, sampler = torch.full((2, 2), -1.0), torch.full((2, 2), -0.5)
@@ -94,20 +85,6 @@ def test_the_default_correction_masks_rows_over_three():
         tensor([log(2), log(2)], [log(2.9), 0.0]), torch.zeros(2, 2), torch.ones(2, 2)
     )
     assert ratio.flatten().tolist() == near(0.0, 2.9)
-
-
-def test_the_entropy_bonus_without_its_count_depends_on_how_a_step_is_split():
-    """Rows with the entropies (1) and (0, 0, 0) have a token mean of 1/4, but a mean of row means of 1/2."""
-    rows, mask = tensor([1.0, 0.0, 0.0], [0.0, 0.0, 0.0]), tensor([1.0, 0.0, 0.0], [1.0, 1.0, 1.0])
-
-    def bonus(part, **totals):
-        zeros = torch.zeros_like(rows[part])
-        return -loss_of(zeros, zeros[:, 0], mask[part], entropies=rows[part], entropy_coef=1.0, **totals)[0].item()
-
-    first, second = slice(0, 1), slice(1, 2)
-    assert bonus(slice(0, 2)) == 1 / 4
-    assert bonus(first, sequences=2) + bonus(second, sequences=2) == 1 / 2
-    assert bonus(first, num_entropy_tokens=4) + bonus(second, num_entropy_tokens=4) == 1 / 4
 
 
 ONE = torch.ones(1, 1)

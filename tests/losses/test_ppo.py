@@ -80,16 +80,6 @@ def test_metrics_by_hand():
     })  # fmt: skip
 
 
-@pytest.mark.parametrize("normalizer", [None, SimpleNamespace(tokens=1)])
-def test_a_single_token_is_divided_by_one(normalizer):
-    """The example of ppo_loss's docstring gets a second token, which is not trained on and changes nothing."""
-    mask = torch.tensor([[1.0, 0.0]])
-    fixed = {"old_per_token_logps": 0 * mask, "old_values": mask, "advantages": 2 * mask, "returns": 3 * mask}
-    loss, metrics = ppo_loss(0 * mask, mask, mask, **fixed, normalizer=normalizer)
-    assert loss.item() == pytest.approx(-1.8)
-    assert [metrics[name].item() for name in ("policy_loss", "value_loss", "ratio")] == [-2.0, 2.0, 1.0]
-
-
 @pytest.mark.parametrize(("mask", "whitened", "unshifted"), [
     ([1.0, 1.0], [-(0.5**0.5), 0.5**0.5], [2 - 0.5**0.5, 2 + 0.5**0.5]),  # mean 2, variance (1 + 1) / 1
     ([1.0, 0.0], [0.0, 0.0], [1.0, 0.0]),  # a single value is its own mean

@@ -15,11 +15,6 @@ PAIR_REF = tensor([[-1.5, 3.0], [-1.0, -1.0]])
 PAIR_MASK = tensor([[1.0, 0.0], [1.0, 1.0]])
 
 
-def pair_loss(loss_type, **given):
-    given = {"beta": 0.5, "mask": PAIR_MASK, "ref_per_token_logps": PAIR_REF, **given}
-    return losses.dpo_loss(PAIR, loss_type=loss_type, **given)[0].item()
-
-
 def test_a_divergence_that_grows_too_fast_is_bounded():
     """The divergence bounds its exponent by 80, so a chosen answer that is far more likely has a finite gradient."""
     logps = torch.tensor([[[0.0], [-1000.0]]], requires_grad=True)
@@ -91,7 +86,7 @@ def test_kto_kl():
 ])  # fmt: skip
 def test_a_preference_loss_that_cannot_be_is_refused(options, expected):
     with pytest.raises(ValueError, match=expected):
-        pair_loss(**{"loss_type": "sigmoid", **options})
+        losses.dpo_loss(PAIR, **{"mask": PAIR_MASK, "ref_per_token_logps": PAIR_REF, **options})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import minimal
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """Return the folder of the random model of the built-in task."""
     folder = tmp_path_factory.mktemp("tiny")
     minimal.make_folder(folder)
     return folder

@@ -23,18 +23,16 @@ OPTIONS = (
 NAMES = {"grpo": [], "sft": ["--sft"], "dpo": ["--dpo"]}
 
 
-def on_gpu(monkeypatch):
-    """Simulate a GPU, which safetensors cannot use, and whose autocast does not convert the inputs of a layer."""
+@pytest.mark.parametrize("stage", NAMES)
+def test_rows_are_trained_on_a_gpu_with_less_memory_and_equal_weights(tiny, rows, tmp_path, stage, monkeypatch, capsys):
+    """Layers run again only where gradients are computed: not in sampling, and not for the reference.
+
+    safetensors cannot use the simulated GPU, whose autocast does not convert the inputs of a layer.
+    """
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x)
     load, save = minimal.load_file, minimal.save_file
     monkeypatch.setattr(minimal, "load_file", lambda file, device: {n: w.to(device) for n, w in load(file).items()})
     monkeypatch.setattr(minimal, "save_file", lambda weights, *a: save({n: w.cpu() for n, w in weights.items()}, *a))
-    return PretendCuda()
-
-
-@pytest.mark.parametrize("stage", NAMES)
-def test_rows_are_trained_on_a_gpu_with_less_memory_and_equal_weights(tiny, rows, tmp_path, stage, monkeypatch, capsys):
-    """Layers run again only where gradients are computed: not in sampling, and not for the reference."""
     computed = []
     checkpoint = minimal.checkpoint
 
@@ -47,7 +45,7 @@ def test_rows_are_trained_on_a_gpu_with_less_memory_and_equal_weights(tiny, rows
     has_cudnn = torch.backends.cuda.cudnn_sdp_enabled
     monkeypatch.setattr(minimal.F, "scaled_dot_product_attention", lambda *a: (used.append(has_cudnn()), sdpa(*a))[1])
     used, weights = [], []
-    with on_gpu(monkeypatch):
+    with PretendCuda():
         for function in (counted, lambda layer, *arguments, **_: layer(*arguments)):
             monkeypatch.setattr(minimal, "checkpoint", function)
             main(tiny, rows, *NAMES[stage], *OPTIONS, "--beta=0.3", f"--output_dir={tmp_path}")

@@ -26,17 +26,6 @@ def is_tied(name: str) -> bool:
     return name.startswith("tied")
 
 
-def write_theirs(folder, name: str):
-    """Write a folder with transformers: tied or untied, with several files of weights, or in bfloat16."""
-    model = write_folder(folder, tied=is_tied(name))
-    if "shards" in name:
-        (folder / "model.safetensors").unlink()
-        model.save_pretrained(folder, max_shard_size=200_000)
-        assert (folder / "model.safetensors.index.json").exists()
-    if "bfloat16" in name:
-        model.to(torch.bfloat16).save_pretrained(folder)
-
-
 @pytest.fixture(scope="module", params=["train.py", "built-in", "untied shards", "tied bfloat16"])
 def trained(request, checkpoint, rows, tmp_path_factory, transformers):
     """Return a model folder by train.py, minimal.py or transformers, and the folder after training with minimal.py."""
@@ -46,7 +35,13 @@ def trained(request, checkpoint, rows, tmp_path_factory, transformers):
     elif request.param == "built-in":
         minimal.make_folder(base)
     else:
-        write_theirs(base, request.param)
+        model = write_folder(base, tied=is_tied(request.param))
+        if "shards" in request.param:
+            (base / "model.safetensors").unlink()
+            model.save_pretrained(base, max_shard_size=200_000)
+            assert (base / "model.safetensors.index.json").exists()
+        if "bfloat16" in request.param:
+            model.to(torch.bfloat16).save_pretrained(base)
     folder = tmp_path_factory.mktemp("trained") / "model"
     main(base, rows, *SFT, f"--output_dir={folder}")
     return SimpleNamespace(name=request.param, base=base, folder=folder)
@@ -130,14 +125,10 @@ def test_the_folder_tells_the_package_its_sentence(checkpoint, rows, tmp_path, w
     assert (config.data.min_pixels, config.data.max_pixels) == minimal.load(tmp_path / "out").pixels
     assert config.data.answer_format == "tags"
     assert package_main([*words, "--rows=2", "--sampling.max_new_tokens=2"]) == 0
-    assert "prompt" in package_chat(tmp_path / "out", lines[0]["image"], capsys)
-
-
-def package_chat(folder, image, capsys) -> str:
     capsys.readouterr()
-    words = ["--model", str(folder), "--image", image, "--prompt", "What?", "--sampling.max_new_tokens=2"]
-    assert package_main(["chat", *words]) == 0
-    return capsys.readouterr().err
+    words = ["--model", str(tmp_path / "out"), "--image", lines[0]["image"], "--prompt", "What?"]
+    assert package_main(["chat", *words, "--sampling.max_new_tokens=2"]) == 0
+    assert "prompt" in capsys.readouterr().err
 
 
 def test_the_weights_may_have_their_names_in_the_modules_of_transformers(tmp_path):

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import re
 from argparse import Namespace
 from functools import cache, partial
 
@@ -22,11 +21,6 @@ PAGES = sorted(page.stem for page in FOLDER.glob("*.md") if page.stem != "README
 TOLERANCE = 1e-12
 G = 4  # completions of a prompt
 BETA = 0.3
-
-
-def diff(page: str) -> str:
-    [block] = re.findall(r"^```diff\n(.+?)^```$", (FOLDER / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL)
-    return block
 
 
 @cache
@@ -173,7 +167,8 @@ def test_dppo_equals_the_formula_of_trl(float64, seed):
     total = 0.0
     for i, mask in enumerate(step.masks):
         logps, old, ref = (step.logps[name][i] for name in ("model", "old", "reference"))
-        advantages = trl_free_advantages(step.rewards[i])[:, None]
+        rewards = step.rewards[i]
+        advantages = ((rewards - rewards.mean()) / (rewards.std() + 1e-4))[:, None]
         p, q = logps.detach().exp(), old.exp()
         too_high = ((p - q).abs() > 0.15) & (p > q)
         too_low = ((p - q).abs() > 0.15) & (p < q)
@@ -223,10 +218,6 @@ def test_opd_is_a_step_of_trl_with_an_advantage_for_each_token(trl, float64, see
 def with_gradient(loss: Tensor, step: Step) -> tuple[Tensor, Tensor]:
     gradients = torch.autograd.grad(loss, step.logps["model"], retain_graph=True)
     return loss.detach(), padded([row for group in gradients for row in group])
-
-
-def trl_free_advantages(rewards: Tensor) -> Tensor:
-    return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
 
 
 def punished_by_trl(rewards: Tensor, mask: Tensor) -> Tensor:
@@ -320,11 +311,6 @@ def pairs(step: Step) -> dict[str, Tensor]:
     return {name: value.unflatten(0, (-1, 2)) for name, value in step.batch().items()}
 
 
-def flat(loss_and_gradient: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    loss, gradient = loss_and_gradient
-    return loss, gradient.flatten(0, 1) if gradient.dim() == 3 else gradient
-
-
 MPO = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}
 PREFERENCES = {"mpo": MPO, "reference_sums": {"precompute_ref_log_probs": True}}
 
@@ -343,7 +329,8 @@ def test_a_loss_of_pairs_equals_trl(trl, float64, page, seed):
     assert difference((loss.detach(), torch.autograd.grad(loss, logps)[0]), theirs) < TOLERANCE
     # minimal.py computes one pair after the other
     one = Step(seed, longest=(6,), size=2)
-    assert difference(one.run(patched(page), "dpo"), flat(trl_says(pairs(one), **options))) < TOLERANCE
+    loss, gradient = trl_says(pairs(one), **options)
+    assert difference(one.run(patched(page), "dpo"), (loss, gradient.flatten(0, 1))) < TOLERANCE
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -122,12 +122,11 @@ def change(tiny, folder, file, changes):
     return folder
 
 
-YARN = {"type": "yarn", "factor": 4.0, "mrope_section": [4, 6, 6]}
 CONFIG, IMAGES = "config.json", "preprocessor_config.json"
 
 
 @pytest.mark.parametrize(("file", "key", "value", "expected"), [
-    (CONFIG, "rope_scaling", YARN, "minimal.py cannot compute the rope 'yarn'"),
+    (CONFIG, "rope_scaling", {"type": "yarn", "mrope_section": [4, 6, 6]}, "minimal.py cannot compute the rope 'yarn'"),
     (CONFIG, "rope_scaling.type", None, "minimal.py cannot compute the rope None"),
     (CONFIG, "hidden_act", "gelu", "hidden_act is 'gelu', but minimal.py computes 'silu'"),
     (CONFIG, "vision_config.hidden_act", "quick_gelu", "hidden_act is 'quick_gelu'"),
