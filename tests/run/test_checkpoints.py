@@ -627,16 +627,22 @@ FILES = {  # option that names a file of rows: what a resume says if the rows ha
 
 @pytest.mark.parametrize("option", FILES)
 def test_changed_rows_are_refused(recipe, untrained, tmp_path, option, capsys, monkeypatch):
-    rows = [ROW | {"solution": str(number)} for number in range(8)]
+    rows = [ROW | {"solution": str(number), "image": "red.png"} for number in range(8)]
+    PIL.Image.new("RGB", (28, 28), "red").save(tmp_path / "red.png")
     for name in ("train", "eval"):
         write_lines(tmp_path / f"{name}.jsonl", rows)
     options = [*untrained, "--data.task=null", f"--{option.format(tmp_path / 'train.jsonl')}", "--checkpoint_steps=1"]
     options.append(f"--data.eval_file={tmp_path / 'eval.jsonl'}")
     resume(recipe, tmp_path / "run", *options)
     monkeypatch.setattr(loop, "train_stage", lambda *_: None)
-    write_lines(tmp_path / "eval.jsonl", rows[::-1])
     resume(recipe, tmp_path / "run", *options, "--resume=auto")
-    assert "000003 was saved: rows of data.eval_file\n" in capsys.readouterr().out
+    assert "changed since" not in capsys.readouterr().out
+    write_lines(tmp_path / "eval.jsonl", rows[::-1])
+    PIL.Image.effect_noise((28, 28), 9).save(tmp_path / "red.png")
+    resume(recipe, tmp_path / "run", *options, "--resume=auto")
+    message = capsys.readouterr().out
+    assert "000003 was saved: rows of data.eval_file\n" in message
+    assert "000003 was saved: sizes or times of image and video files of grpo\n" in message
     write_lines(tmp_path / "train.jsonl", rows[::-1])
     with pytest.raises(ValueError, match=FILES[option]):
         resume(recipe, tmp_path / "run", *options, "--resume=auto")
@@ -656,21 +662,6 @@ def test_changed_model_files_are_reported(tmp_path, option, file, is_reported):
         states.append(TrainerState(0, ["grpo"], files=fingerprints(config, {}), num_log_lines={}))
     expected = [(f"changed since saved was saved: model files in {option}.path", False, False)]
     assert [*changes(*states, Path("saved"))] == expected * is_reported
-
-
-def test_changed_images_are_reported(recipe, untrained, tmp_path, monkeypatch, capsys):
-    PIL.Image.new("RGB", (28, 28), "red").save(tmp_path / "red.png")
-    write_lines(tmp_path / "rows.jsonl", [ROW | {"image": "red.png"}] * 4)
-    options = [*untrained, f"--data.train_file={tmp_path / 'rows.jsonl'}", "--data.task=null", "--data.eval_rows=0"]
-    options.append("--checkpoint_steps=1")
-    resume(recipe, tmp_path / "run", *options)
-    monkeypatch.setattr(loop, "train_stage", lambda *_: None)
-    capsys.readouterr()
-    resume(recipe, tmp_path / "run", *options, "--resume=auto")
-    assert "changed since" not in capsys.readouterr().out
-    PIL.Image.effect_noise((28, 28), 9).save(tmp_path / "red.png")
-    resume(recipe, tmp_path / "run", *options, "--resume=auto")
-    assert "000003 was saved: sizes or times of image and video files of grpo\n" in capsys.readouterr().out
 
 
 def test_stages_may_be_added_and_the_checkpoint_interval_stays(recipe, copy):

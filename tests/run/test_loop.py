@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 from contextlib import nullcontext
 from unittest.mock import Mock
 
@@ -34,7 +35,9 @@ def test_the_files_and_metrics_of_a_run(run, capsys):
         "metrics.jsonl", "report.html", "summary.json", "timings.jsonl", "warnings.jsonl",
     ]  # fmt: skip
     load_model(folder / "checkpoint")
-    assert "after grpo" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert re.search(r"\nchance +0\.083 +0\.083\nstart( +\d\.\d{3}){3}\nafter sft ", printed)
+    assert re.search(r"\nafter grpo .*\ntraining: sft \d+\.\d s, grpo \d+\.\d s\n", printed)
     table = summary(folder)
     assert list(table) == ["chance", "start", "after_sft", "after_grpo", "seconds"]
     assert table["chance"] == 1 / 12

@@ -5,14 +5,12 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from minivlmrl.__main__ import main
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.rows import Row
 from minivlmrl.extras.report import collect_run
 from minivlmrl.model.build import random_model
-from minivlmrl.model.checkpoint import load_model
 from minivlmrl.run import results as file
 from minivlmrl.run.callbacks import Callbacks
 from minivlmrl.run.metrics import MetricsLog
@@ -59,22 +57,6 @@ def test_logits_that_are_not_finite_have_another_cure_before_training(results, m
     found = results("--model.dtype=float16", held_out=shapes.Shapes(4, "x"))
     with pytest.raises(ValueError, match=expected):
         found.measure("start", trainer)
-
-
-def test_evaluations_and_weights_are_written(results, monkeypatch, capsys):
-    plain = {"eval/accuracy_sampled": 0.25, "eval/accuracy_greedy": 0.5, "eval/format_sampled": 1.0}
-    monkeypatch.setattr(file, "evaluate", lambda *_: dict(plain))
-    found = results(held_out=shapes.Shapes(4, "x"))
-    found.measure("start")
-    found.measure("after_sft", trained("sft", **{"eval/pair_accuracy": 0.5}))
-    found.write()
-    after = plain | {"eval/pair_accuracy": 0.5}
-    assert summary(found.folder) == {"chance": 1 / 12, "start": plain, "after_sft": after, "seconds": {"sft": 1.5}}
-    out = capsys.readouterr().out
-    assert "after sft" in out and "0.083" in out and "1.5 s" in out
-    weights = dict(load_model(found.folder / "checkpoint").named_parameters())
-    assert all(torch.equal(weights[name], value) for name, value in found.model.named_parameters())
-    assert load_config(found.folder / "config.yaml") == found.config
 
 
 def test_the_second_rank_writes_nothing(results, monkeypatch):
