@@ -493,7 +493,7 @@ REFUSED = [  # options, restarts of torchrun, sentence
     (["--resume=OLDER", "--seed=1"], 0, "use the same stages and seed"),
     (["--resume=OLDER", "--grpo.beta=0"], 0, "is only in the checkpoint or only in the run"),
     (["--resume=OLDER", "--report_to=[TRACKER]"], 0, "cannot connect"),
-    (["--resume=never", "--report_to=[TRACKER]"], 0, "cannot connect"),
+    (["--resume=never", "--report_to=[tensorboard, TRACKER]"], 0, "cannot connect"),  # and keeps earlier curves
     (["--resume=never", "--reference.path=/gone"], 0, "/gone: this folder does not exist"),
 ]  # fmt: skip
 
@@ -512,6 +512,8 @@ def test_resumptions_that_are_refused(recipe, copy, monkeypatch, options, restar
     places = {"OLDER": f"{copy}/states/000002", "TRACKER": f"{tracker}:tracker"}
     for name, place in places.items():
         options = [option.replace(name, place) for option in options]
+    (copy / "tensorboard").mkdir()
+    (copy / "tensorboard" / "events").touch()
     before = contents(copy)
     with pytest.raises(ValueError, match=sentence) as error:
         resume(recipe, copy, *options)

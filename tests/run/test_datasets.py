@@ -12,7 +12,6 @@ from minivlmrl.data import file_dataset, image, processor
 from minivlmrl.run import datasets
 from minivlmrl.run.setup import filter_long_rows
 from minivlmrl.tasks.shapes import TASK, tokenizer
-from minivlmrl.trainers.dpo import DPOTrainer
 from minivlmrl.trainers.registry import find_trainers
 from tests.helpers.links import ROOT
 from tests.helpers.on_ranks import launch
@@ -111,6 +110,7 @@ def used(completions, **columns):
 @pytest.mark.parametrize(("stages", "rewards", "reads"), [
     (["sft"], ["accuracy"], {"completion"}),
     (["dpo", "reward_model"], [], {"chosen", "rejected", "margin"}),
+    (["dpo"], [], {"chosen", "rejected", "ref_chosen_logps", "ref_rejected_logps"}),
     (["grpo"], ["accuracy", "own.py:named"], {"solution", "level", "hint"}),
     (["grpo"], ["own.py:unused"], None),  # it receives every column
     (["grpo"], ["own.py:used"], None),
@@ -122,14 +122,6 @@ def test_the_columns_that_stages_and_rewards_read(tmp_path, stages, rewards, rea
     here = [name.replace("own.py", str(tmp_path / "own.py")) for name in (*stages, *rewards)]
     run = load_config(ROOT / "recipes" / "shapes.yaml", [f"--stages=[{', '.join(here[: len(stages)])}]"])
     run.rewards = dict.fromkeys(here[len(stages) :], 1.0)
+    run.dpo.precompute_ref_log_probs = stages == ["dpo"]
     found = datasets.columns_read(run, find_trainers(run))
     assert found is None if reads is None else found - {"columns"} == reads
-
-
-@pytest.mark.parametrize("stores", [False, True])
-def test_sums_of_a_reference_are_read_with_their_option(stores):
-    """Without the option, a note names the columns, because the run computes with its own reference."""
-    run = load_config(ROOT / "recipes" / "shapes_dpo.yaml", [f"--dpo.precompute_ref_log_probs={stores}"])
-    found = datasets.columns_read(run, find_trainers(run)) or set()
-    assert {"ref_chosen_logps", "ref_rejected_logps"} & found == set(DPOTrainer.columns(run.dpo))
-    assert len(DPOTrainer.columns(run.dpo)) == (2 if stores else 0)

@@ -18,10 +18,7 @@ from minivlmrl.model.checkpoint import load_model
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.loop import run_training
 from minivlmrl.trainers import sft as sft_file
-from tests.helpers.runs import LETTERS, metrics, summary
-from tests.helpers.stages import STAGES
-
-ALL_STAGES = f"--stages=[{', '.join(STAGES)}]"
+from tests.helpers.runs import metrics, summary
 
 ROLLOUT = {"reward", *(f"rewards/{name}/{kind}" for name in ("format", "accuracy") for kind in ("mean", "std"))}
 ROLLOUT |= {f"completions/{of}_{kind}length" for of in ("mean", "min", "max") for kind in ("", "terminated_")}
@@ -84,17 +81,6 @@ def test_the_written_config_repeats_the_run_from_any_folder(run, plain, tmp_path
     assert (first / "metrics.jsonl").read_bytes() == (second / "metrics.jsonl").read_bytes()
     configs = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in (first, second)]
     assert configs[0] | {"output_dir": ""} == configs[1] | {"output_dir": ""}
-
-
-def test_every_stage_trains_on_text_rows_from_a_checkpoint(run, own, lively, plain, tmp_path):
-    row = {"problem": "1 + 1?", "solution": "2", "completion": "<answer>2</answer>", "chosen": "2", "rejected": "green"}
-    (tmp_path / "text.jsonl").write_text(json.dumps(row))
-    files = f"--data.train_file={tmp_path}/text.jsonl", f"--data.eval_file={tmp_path}/text.jsonl"
-    folder = run(*own, ALL_STAGES, *files, LETTERS, *(f"--{stage}.max_steps=1" for stage in STAGES))
-    assert [line["stage"] for line in metrics(folder)] == [*STAGES]
-    assert all(line["grad_norm"] > 0 for line in metrics(folder))
-    assert list(summary(folder)) == ["chance", "start", *(f"after_{stage}" for stage in STAGES), "seconds"]
-    assert summary(folder)["chance"] is None
 
 
 @pytest.mark.parametrize(("option", "variable", "ranks", "expected"), [

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.distributed.process_group import World
 from minivlmrl.run.metrics import (
     EVALUATIONS,
     METRICS,
@@ -23,7 +22,6 @@ from minivlmrl.run.metrics import (
 from minivlmrl.run.rollout_log import COMPLETIONS
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.phase_timer import PhaseTimer
-from tests.helpers.pretend_cuda import CUDA, PretendCuda
 from tests.helpers.runs import LETTERS, metrics
 
 pytest.importorskip("tensorboard", reason="extra missing: pip install tensorboard")
@@ -112,16 +110,6 @@ def test_nan_and_inf_are_null_in_the_files_and_left_out_of_trackers(tmp_path):
     assert timing["tokens_per_second"] == pytest.approx(50 / timing["step_time"])
 
 
-def test_phases_on_a_gpu_are_measured_by_its_clock(tmp_path):
-    with PretendCuda():
-        log = begin(open_log(tmp_path, World(device=CUDA)), "sft", 20)
-        for phase in ("preparation", "forward", "backward", "forward", "backward", "update"):
-            log.trainer.timer.start(phase)
-        log.step(0, {"loss": 1.0}, STEP)
-    [line] = metrics(tmp_path, "timings.jsonl")
-    assert line["phases"] == {"preparation": 1.0, "forward": 2.0, "backward": 2.0, "update": 1.0}
-
-
 def test_speed_is_a_mean_of_steps_and_memory_is_that_of_the_last():
     first = {"step_time": 1.0, "tokens_per_second": 1000.0, "phases": {"sampling": 0.5, "forward": 0.25}}
     last = {"step_time": 2.0, "tokens_per_second": 3000.0, "phases": {"forward": 0.75}}
@@ -155,14 +143,18 @@ def test_a_resumed_run_goes_on_after_what_was_written(tmp_path, capsys, kind):
     log.step(1, {"loss": 9.0}, STEP)  # a resumed run makes this step again
     before = (folder / METRICS).stat().st_ino
     again = other if kind == "another folder" else folder
-    log = begin(open_log(again, **kept), "sft", 3, 1, seconds=100.0)
+    log = begin(open_log(again, **kept), "sft", 3, 1, seconds=1000.0)
+    log.evaluation("sft", 1, {"eval/accuracy_greedy": 0.25, "eval/iou_greedy": 0.125}, 900.0)  # is no training time
     log.step(1, {"loss": 2.0}, STEP)
     log.snapshot_line_counts()
     assert log.lines_to_keep()[METRICS] == 2
     assert [(line["step"], line["loss"]) for line in metrics(again)] == [(0, 1.0), (1, 2.0)]
-    assert metrics(again, "timings.jsonl")[1]["seconds"] >= 100 and log.end_stage() >= 100
+    assert 100 <= metrics(again, "timings.jsonl")[1]["seconds"] <= log.end_stage() < 1000
     assert len(metrics(folder)) == 2 and (folder / METRICS).stat().st_ino == before
-    assert " has only " not in capsys.readouterr().out
+    message = capsys.readouterr().out
+    assert (
+        "held-out, sft 1: accuracy_greedy=0.250 iou_greedy=0.125 (900.0 s)\n" in message and " has only " not in message
+    )
 
 
 @pytest.mark.parametrize("name", [METRICS, COMPLETIONS, "images", "images/sft-0-0.webp"])
@@ -190,19 +182,6 @@ def test_lines_that_a_log_has_lost_are_named(tmp_path, capsys, name, rest):
     assert capsys.readouterr().out.startswith(message)
     log.write(name, {"step": 2})
     assert [line["step"] for line in metrics(tmp_path, name)] == [0] * found + [2]
-
-
-def test_evaluations_have_their_own_lines_and_do_not_count_as_training_time(tmp_path, capsys):
-    log = open_log(tmp_path)
-    log.evaluation("sft", 0, {"eval/accuracy_greedy": 0.5}, 100.0)  # before the first stage
-    begin(log, "sft", 2, 1, seconds=1000.0)
-    log.evaluation("sft", 1, {"eval/accuracy_greedy": 0.25, "eval/iou_greedy": 0.125}, 900.0)
-    log.step(1, {"loss": 1.0}, STEP)
-    first, second = metrics(tmp_path, "evaluations.jsonl")
-    assert first == {"stage": "sft", "step": 0, "eval/accuracy_greedy": 0.5}
-    assert second == {"stage": "sft", "step": 1, "eval/accuracy_greedy": 0.25, "eval/iou_greedy": 0.125}
-    assert 100 <= metrics(tmp_path, "timings.jsonl")[0]["seconds"] < 1000
-    assert "held-out, sft 1: accuracy_greedy=0.250 iou_greedy=0.125 (900.0 s)\n" in capsys.readouterr().out
 
 
 def test_metrics_are_averaged_by_tokens_peaks_by_maximum_and_losses_by_sum():
@@ -297,22 +276,3 @@ def test_trackers_agree_with_the_files(run, monkeypatch, tmp_path):
     assert of_tensorboard(folder) == expected(folder)
     run("--stages=[sft]", "--sft.max_steps=1", "--report_to=[tensorboard]", "--resume=never")
     assert of_tensorboard(folder) == expected(folder)  # without values of the earlier run
-
-
-def test_a_run_that_does_not_begin_keeps_the_curves_of_the_earlier_one(tmp_path):
-    (tmp_path / "offline.py").write_text("def connect(config, steps, closing):\n    raise ConnectionError('offline')\n")
-    (tmp_path / "tensorboard").mkdir()
-    (tmp_path / "tensorboard" / "events").touch()
-    with pytest.raises(ConnectionError, match="offline"):
-        open_log(tmp_path, report_to=["tensorboard", f"{tmp_path}/offline.py:connect"])
-    assert [*(tmp_path / "tensorboard").iterdir()] == [tmp_path / "tensorboard" / "events"]
-
-
-@pytest.mark.parametrize(("tracker", "expected"), [
-    ("FOLDER/my_tracker.py:csv(sing=1)", r"^report_to .*: there is no option 'sing'; the options are: sign"),
-    ("tensorbord", "report_to is 'tensorbord', but it must be of type 'tensorboard' or 'wandb'"),
-])  # fmt: skip
-def test_a_wrong_tracker_is_named(run, tmp_path, tracker, expected):
-    (tmp_path / "my_tracker.py").write_text(TRACKER)
-    with pytest.raises(ValueError, match=expected):
-        run(f"--report_to={tracker.replace('FOLDER', str(tmp_path))}")

@@ -14,6 +14,7 @@ from minivlmrl.kernels import verdicts
 from minivlmrl.model import lora, vision
 from tests.helpers import tiny
 from tests.helpers.pretend_cuda import CUDA, PretendCuda
+from tests.helpers.runs import metrics
 from tests.helpers.stages import Stage, write_recipe
 
 SMALL = [
@@ -37,6 +38,10 @@ def test_a_run_mixes_no_devices(run, plain, lively):
     with PretendCuda() as gpu:
         folder = run(*SMALL, "--stages=[grpo]")
     assert gpu.waits.total() > 100 and (folder / "checkpoint").is_dir()
+    # the clock counts events of the GPU, and the step has two micro-batches
+    once, twice = ("sampling", "rewards", "scoring", "update", "optimizer"), ("preparation", "forward", "backward")
+    expected = dict.fromkeys(once, 1.0) | dict.fromkeys(twice, 2.0)
+    assert metrics(folder, "timings.jsonl")[0]["phases"] == expected
 
 
 def test_a_run_on_a_t4(run, own, plain, lively, monkeypatch, capsys):
