@@ -144,6 +144,9 @@ def test_the_exit_code_is_2(run, plain, tmp_path, home, capsys):
     ({"sharding.once_per_step": True}, "forward", 1, "--sharding.once_per_step=false"),
     ({"model.activation_checkpointing": True}, "forward", 1, "--grpo.micro_batch_size=16"),
     ({"grpo.micro_batch_size": 1}, "reference", 1, "--grpo.max_tokens_per_micro_batch=1024"),
+    ({"sharding.enabled": True}, "gathered", 2, "--rollout.gather_weights=false"),
+    ({"sharding.once_per_step": True}, "gradients", 2, "--sharding.once_per_step=false"),
+    ({}, "optimizer", 2, "--sharding.enabled=true"),
     ({}, "optimizer", 1, "--adapter.r=16"),
     ({"adapter.r": 4}, "optimizer", 1, "--optimizer.name=adamw_8bit"),
     # a run with these options refuses adapters
