@@ -115,6 +115,7 @@ def test_get_reward_is_a_reward(own):
     first.add(2, 3)
     assert get_reward("environment")(["a", "b"], environments=[first, second], turn_texts=[["a"], ["b"]]) == [6.0, 0.0]
 
+    assert own("Counter(start=3)")().count == 3
     failing = own("Failing")()
     with pytest.raises(ValueError, match=r"^reward environment, for the completion 'a': ZeroDivisionError: "):
         get_reward("environment")(["a"], environments=[failing], turn_texts=[["a"]])
@@ -130,12 +131,6 @@ def test_a_reward_with_environments_is_tried_after_a_reset(own, tmp_path):
     try_rewards(config, {"grpo": [Row([user("?")], [], {"problem": "?", "answer": "4"})]}, tiny.processor())
     with pytest.raises(KeyError, match=r"^'answer'\nin the first row: sampling.environment .*own\.py:Refusing$"):
         try_rewards(config, {"grpo": [Row([user("?")], [], {"problem": "?"})]}, tiny.processor())
-
-
-def test_options_are_arguments_of_the_class(own):
-    assert own("Counter(start=3)")().count == 3
-    with pytest.raises(ValueError, match=r"^sampling.environment .*:Counter\(from_=3\): there is no option 'from_'"):
-        own("Counter(from_=3)")
 
 
 @pytest.mark.parametrize(("name", "error"), [

@@ -78,12 +78,3 @@ def test_tool_schemas_match_transformers(tool):
     from transformers.utils import get_json_schema
 
     assert json.dumps(json_schema(tool)) == json.dumps(get_json_schema(tool))
-
-
-def test_missing_parts_of_a_docstring_are_left_out():
-    def look(where: str):
-        pass
-
-    parameters = {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]}
-    function = {"name": "look", "description": "", "parameters": parameters}
-    assert json_schema(look) == {"type": "function", "function": function}

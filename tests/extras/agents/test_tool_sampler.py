@@ -20,13 +20,10 @@ from minivlmrl.extras.agents.environment import with_tools
 from minivlmrl.extras.agents.tool_processor import ToolProcessor
 from minivlmrl.extras.agents.tool_sampler import ToolSampler
 from minivlmrl.generation import cuda_graphs, generate
-from minivlmrl.generation import sampler as sample
-from minivlmrl.generation.environments import make_sampler
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 from tests.extras.agents.scripted import model_of, sample_script
 from tests.helpers import tiny
-from tests.helpers.draws import STOP, ids_of
 from tests.helpers.links import ROOT
 from tests.helpers.pretend_cuda import CUDA, PretendCuda, pretend
 from tests.helpers.runs import metrics
@@ -187,7 +184,6 @@ def test_turns_that_a_tool_joins_have_the_same_loss():
 
 
 @pytest.mark.parametrize(("words", "answer"), [
-    ("so " + CALL.format("read", '{"what": "x"}'), "P x (56, 84)"),
     (TWO, "(1)\n</tool_response>\n<tool_response>\nP  (56, 84)"),
     ("<tool_call>3</tool_call>", WRONG),
 ])  # fmt: skip
@@ -271,16 +267,6 @@ def test_completions_do_not_share_changes_of_their_row(monkeypatch):
     told = "[<result>1 {'all': []} (0, 0, 0)</result>]"
     assert {as_text(c) for group in groups for c in group} == {f"<read>a</read>{told}<|im_end|>"}
     assert prompt.row.images[0].getpixel((0, 0)) == (0, 0, 0) and prompt.row.columns["marks"] == {"all": []}
-
-
-def test_without_a_call_the_samples_equal_those_without_tools():
-    model = model_of(PROCESSOR, dtype=torch.float64)
-    prompts = [row().prompt(PROCESSOR) for _ in range(2)]
-    options = {"max_new_tokens": 12, "stop_token_ids": list(STOP)}
-    settings = [SamplingOptions(environment=name, **options) for name in (None, ZOOM)]
-    plain, tools = (make_sampler(model, PROCESSOR, one, ONE) for one in settings)
-    assert type(plain) is sample.Sampler and type(tools) is ToolSampler
-    assert ids_of(plain(prompts, 3, "ab")) == ids_of(tools(prompts, 3, "ab"))
 
 
 def test_a_run_saves_the_images_of_completions(run, plain, monkeypatch, tmp_path):
