@@ -188,9 +188,3 @@ def test_a_damaged_folder_of_save_to_disk_is_named(tmp_path, state, expected):
     (tmp_path / "rows.arrow").write_bytes(b"a file of another folder")
     with pytest.raises(ValueError, match=expected):
         main([str(folder)])
-
-
-@pytest.mark.parametrize("name", ["none.csv", "none.jsonl", "none"])
-def test_a_file_that_does_not_exist_is_named(tmp_path, name):
-    with pytest.raises((OSError, ValueError), match=rf"No such file or directory: .*{name}'|{name}: this file of rows"):
-        main([str(tmp_path / name)])
