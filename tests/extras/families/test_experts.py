@@ -1,6 +1,5 @@
 """Compare mixture-of-experts models with transformers 5.23: logits, gradients, loss and files."""
 
-import copy
 import random
 import re
 import shutil
@@ -21,9 +20,8 @@ from minivlmrl.model import config_json
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.families.registry import find_family, hub_name
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import adapters, init_adapters, inject_adapters, quantize_base
+from minivlmrl.model.lora import adapters, init_adapters, inject_adapters
 from minivlmrl.model.nf4 import NF4Linear
-from minivlmrl.model.plain_weights import packed_layers
 from tests.extras.families.test_qwen3_vl import random_config, random_prompt
 from tests.helpers import tiny
 from tests.helpers.hub_configs import real_config
@@ -156,30 +154,12 @@ def test_wrong_expert_tensors_are_refused(tmp_path, model_type, change, expected
     assert "\n" not in str(error.value)
 
 
-def test_an_expert_without_tokens_is_not_changed():
-    """Clipping, weight decay and 8-bit moments must not change an expert that gets no token."""
-    from minivlmrl.extras.adamw8bit import AdamW8bit
-
-    config = tiny.config(model_type="qwen3_5_moe")
-    for make in (torch.optim.AdamW, AdamW8bit):
-        torch.manual_seed(0)
-        block = Experts(config, 0)
-        with torch.no_grad():
-            block.gate.weight[3] = -block.gate.weight[0]  # expert 3 is selected only if expert 0 is not
-        # one token, which does not select expert 3
-        x = torch.randn(1, 64).abs() * block.gate.weight[0].detach().sign()
-        before = {name: p.detach().clone() for name, p in block.named_parameters()}
-        optimizer = make(block.parameters(), lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
-        for _ in range(3):
-            block(x).square().sum().backward()
-            torch.nn.utils.clip_grad_norm_(block.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-        idle = {i for i in range(5) if not any(p in optimizer.state for p in block.experts[i].parameters())}
-        assert 3 in idle and len(idle) < 5
-        for name, p in block.named_parameters():
-            is_idle = name.startswith("experts.") and int(name.split(".")[1]) in idle
-            assert torch.equal(p, before[name]) == is_idle, name
+def test_an_expert_without_tokens_has_no_gradient():
+    """So neither clipping nor weight decay nor moments change it."""
+    block = Experts(tiny.config(model_type="qwen3_5_moe"), 0)
+    block(torch.randn(1, 64)).sum().backward()
+    has_gradients = [[p.grad is not None for p in expert.parameters()] for expert in block.experts]
+    assert sorted(has_gradients) == [[False] * 3] * 3 + [[True] * 3] * 2
 
 
 def adapted(model, target, **options):
@@ -202,26 +182,8 @@ def test_experts_and_routers_get_adapters_only_on_request():
 
 
 @pytest.mark.parametrize("model_type", MOE)
-def test_experts_in_4_bits_equal_their_unpacked_weights(model_type, tmp_path):
+def test_experts_in_4_bits_are_loaded_and_saved(model_type, tmp_path):
     """Experts are quantized while fused tensors are loaded, and are saved as fused tensors."""
-    model = adapted(tiny.model(model_type=model_type, dtype=torch.float64), ["language", "experts"])
-    plain = copy.deepcopy(model)
-    quantize_base(model)
-    packed = packed_layers(model)
-    assert "model.layers.0.mlp.experts.0.up_proj.base" in packed and "model.layers.0.mlp.gate.base" not in packed
-    for name, layer in packed.items():
-        plain.get_submodule(name).weight = torch.nn.Parameter(layer.weight, requires_grad=False)
-    generator = torch.Generator().manual_seed(2)
-    rows = [tiny.prompt(generator, [(1, 4, 8)], dtype=torch.float64)]
-    batch = tiny.pack(rows, [[tiny.completion(generator, 9)]], model.config)
-    losses = [-per_token_logps(m, batch)[0].mean() for m in (model, plain)]
-    torch.testing.assert_close(*losses, rtol=1e-12, atol=1e-12)
-    for loss in losses:
-        loss.backward()
-    others = dict(plain.named_parameters())
-    for name, p in model.named_parameters():
-        if p.grad is not None:
-            torch.testing.assert_close(p.grad, others[name].grad, rtol=1e-10, atol=1e-13)
     processor = tiny.processor()
     save_model(tmp_path / "base", tiny.model(model_type=model_type), processor)
     options = LoRAOptions(r=3, alpha=6.0, target=["language", "experts"], quantize="nf4")

@@ -136,18 +136,11 @@ def test_recurrent_states_take_the_estimated_memory():
     assert sizes[1] - sizes[0] == 2 * 3 * 45 * keys  # keys and values of the only attention layer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_states_are_float32_or_wider(dtype):
-    model = tiny.model(model_type="qwen3_5", dtype=dtype)
-    lora.inject_adapters(model, LoRAOptions(r=2))
-    lora.init_adapters(model, 0)
+def test_states_are_float32_in_16_bits():
+    model = tiny.model(model_type="qwen3_5", dtype=torch.bfloat16)
     rows, completions = mixed_group()
     packing = tiny.pack(rows[:2], completions[:2], model.config)
     attention = GroupAttention(packing.layout, keep_keys=True)
     with torch.no_grad():
         model(packing, attention)
-    assert {x.dtype for x in attention.layer_states[0]} == {dtype, torch.float32}
-    [found] = sample_completions(model, rows[:1], 12)
-    with torch.no_grad():
-        logps, _ = logprobs.per_token_logps(model, tiny.pack(rows[:1], [[c.ids for c in found]], model.config))
-    assert (logps - torch.cat([c.logps for c in found])).abs().max() <= (1e-5 if dtype == torch.float32 else 0.2)
+    assert [x.dtype for x in attention.layer_states[0]] == [torch.bfloat16, torch.float32]
