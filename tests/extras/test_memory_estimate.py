@@ -159,6 +159,8 @@ def test_what_options_change(tmp_path):
     assert "reference" not in alone and grpo_phases(run, costs)["train"]["reference"] == alone["weights"]
     run.sampling = SamplingOptions(engine="vllm", vllm={"dtype": "bfloat16"})  # vLLM copies the weights in bfloat16
     assert grpo_phases(run, costs)["rollout"]["vLLM's weights"] == 2 * costs.parameters
+    run.dpo.reference_free = True
+    assert "reference" not in estimate(run, "dpo", costs, 1, ROWS, ROWS)["train"]
     # rollouts need copies of adapters in 16 bits
     run = run_config(adapter=LoRAOptions(r=4))
     run.model.dtype = "bfloat16"
@@ -188,14 +190,6 @@ def test_once_per_step_keeps_weights_and_gradients(rank):
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert train["gradients"] - plain["gradients"] == 4 * trained
     assert all(train[name] == plain[name] for name in train.keys() - {"gathered", "gradients"})
-
-
-def test_dpo_without_a_reference_is_estimated_without_one():
-    costs, run = estimator_of(), run_config()
-    kept = estimate(run, "dpo", costs, 1, ROWS, ROWS)
-    run.dpo.reference_free = True
-    lean = estimate(run, "dpo", costs, 1, ROWS, ROWS)
-    assert kept["train"].pop("reference") == kept["train"]["weights"] and lean["train"] == kept["train"]
 
 
 @pytest.mark.parametrize("option", ["", "adapter.r=2", "reference.path"])

@@ -117,12 +117,6 @@ def test_a_run_continues_from_an_earlier_state(interrupted, tmp_path, place, opt
     assert re.search(sentence.replace("STATES", str(tmp_path / "run" / "states")), message), message
 
 
-def test_before_the_first_step_nothing_is_lost(interrupted, tmp_path):
-    message = interrupted(evaluate, "generate_and_score", 0)
-    assert message.startswith("sft step 0, phase evaluation: ")
-    assert "saved" not in message
-
-
 def test_the_exit_code_is_2(run, plain, tmp_path, home, capsys):
     with run_out(tmp_path / "run", setup, "build_weights", 0), pytest.raises(OutOfMemory, match="phase load: memory"):
         (tmp_path / "run").mkdir()
