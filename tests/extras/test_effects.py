@@ -1,7 +1,5 @@
 """Test the notes about options that have no effect in a recipe, and the errors about options that contradict."""
 
-import re
-
 import pytest
 
 from minivlmrl.config.loading import as_overrides, load_config
@@ -147,22 +145,3 @@ def test_an_option_without_effect_is_a_note(empty, name, value, without, with_it
 def test_contradictions_are_errors(empty, options, message):
     with pytest.raises(ValueError, match=message):
         find_trainers(load_config(empty, recipe(options)))
-
-
-def test_options_of_unused_stages_have_one_note(empty):
-    config = load_config(empty, ["--stages=sft", "--grpo.kl_estimator=k2", "--grpo.min_lr_ratio=0.1"])
-    message = "`stages` does not include grpo"
-    assert notes_of(config) == {"grpo.min_lr_ratio": message, "grpo.kl_estimator": message}
-    assert notes_of(load_config(empty, ["--grpo.kl_estimator=k3", "--adapter.alpha=32", "--data.eval_rows=256"])) == {}
-    assert notes_of(RunConfig()) == {}
-
-
-def test_a_run_prints_one_line_for_each_reason(run, plain, capsys):
-    """DAPO's own clip range with one update for each rollout runs, as an ablation of num_iterations does."""
-    run("--stages=[grpo]", "--grpo.epsilon_low=0.1", "--grpo.epsilon_high=0.28", "--adapter.alpha=8")
-    lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r"(adapter|grpo)\.", line)]
-    assert lines == [
-        "adapter.alpha: no effect, because there is no adapter unless adapter.r > 0",
-        "grpo.epsilon_low, grpo.epsilon_high: no effect, because the ratio of policies is 1 unless num_iterations * "
-        "steps_per_generation > 1",
-    ]

@@ -242,8 +242,8 @@ def test_options_without_effect_are_reported():
     assert notes() == []
     for recipe in sorted(recipes_folder().glob("*.yaml")):
         assert notes_of(load_config(recipe)) == []
-    dpo, grpo = notes("--stages=[sft]", "--dpo.beta=0.2", "--dpo.max_steps=3")
-    assert dpo == "dpo.max_steps, dpo.beta: no effect, because `stages` does not include dpo"
+    dpo, grpo = notes("--stages=[sft]", "--dpo.f_alpha_divergence_coef=0.9", "--dpo.max_steps=3")
+    assert dpo == "dpo.max_steps, dpo.f_alpha_divergence_coef: no effect, because `stages` does not include dpo"
     assert grpo.startswith("grpo.max_steps, ")
     assert grpo.endswith(": no effect, because `stages` does not include grpo")
     files = {"data.train_file": "a", "data.files": {"sft": "b", "dpo": "c"}, "data.task": None}
@@ -260,27 +260,20 @@ def test_options_without_effect_are_reported():
     assert notes("--stages=[]")[0] == "stages is []: nothing is trained; the model is only evaluated and saved"
 
 
-def test_a_reward_for_tags_without_tags_is_reported():
-    [line] = notes("--data.answer_format=whole")
-    assert line.startswith("rewards has format, which asks for tags, but data.answer_format is whole, so tags would")
-    assert notes("--data.answer_format=whole", "--rewards={accuracy: 1.0}") == []
-
-
-def test_a_warmup_longer_than_the_stage_is_reported():
-    [line] = notes("--sft.max_steps=5", "--sft.warmup_steps=6")
-    assert line.startswith("sft.warmup_steps is 6, but sft.max_steps is 5, so the stage ends before the ")
-    assert notes("--sft.max_steps=6", "--sft.warmup_steps=6") == []
-
-
-def test_updates_that_bfloat16_rounds_away_are_reported():
-    """No updates are lost with adamw_8bit, which carries the rounding error, or with adapters, which are float32."""
-    weight = torch.tensor(0.00052, dtype=torch.bfloat16)
-    assert weight + 1e-6 == weight
-    slow = "--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"
-    [line] = notes(*slow)
-    assert "grpo.learning_rate is 1e-06, so updates of weights over 0.0005 are lost, because" in line
-    for cure in ("model.dtype=float32", "optimizer.name=adamw_8bit", "adapter.r=16", "grpo.learning_rate=1e-4"):
-        assert notes(*slow, f"--{cure}") == []
+@pytest.mark.parametrize(("options", "expected", "cures"), [
+    (["--data.answer_format=whole"], "rewards has format, which asks for tags, but data.answer_format is whole, so",
+     ["rewards={accuracy: 1.0}"]),
+    (["--sft.max_steps=5", "--sft.warmup_steps=6"], "sft.warmup_steps is 6, but sft.max_steps is 5, so the stage ends",
+     ["sft.max_steps=6"]),
+    (["--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"],
+     "model.dtype is bfloat16 and grpo.learning_rate is 1e-06, so updates of weights over 0.0005 are lost, because",
+     ["model.dtype=float32", "optimizer.name=adamw_8bit", "adapter.r=16", "grpo.learning_rate=1e-4"]),
+])  # fmt: skip
+def test_a_mistake_is_reported_until_it_is_cured(options, expected, cures):
+    [line] = notes(*options)
+    assert line.startswith(expected)
+    for cure in cures:
+        assert notes(*options, f"--{cure}") == []
 
 
 def test_evaluation_rows_that_are_training_rows_are_counted(write_rows, tmp_path):

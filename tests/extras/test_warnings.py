@@ -80,8 +80,15 @@ def test_equal_rewards_are_reported_after_the_first_step():
     assert [rules.step(equal) for _ in range(2 * WINDOW)] == [[]] * 2 * WINDOW
     [message] = make_rules().step(equal | {"rewards/format/mean": 0.0})
     assert "format asks for <think> and <answer> tags; name them in data.prompt_template" in message
+    assert message.endswith(" demonstrations first (--stages=[sft,grpo]).")
+    rules = make_rules(stages=("sft", "grpo"))
+    [message] = rules.step(equal)
+    assert message.endswith(" more demonstrations (a larger sft.max_steps).")
     rules = make_rules()
     assert [rules.step(values) for values in (HEALTHY, equal, equal)] == [[]] * 3
+    rules = make_rules()
+    rules.config.rewards = {}
+    assert [rules.step({"loss": 1.0, "grad_norm": 1.0}) for _ in range(WINDOW)] == [[]] * WINDOW
 
 
 def test_tags_are_not_advised_if_the_answer_has_none():
@@ -120,23 +127,6 @@ def test_held_out_rows_that_the_model_forgets_are_reported(stage, before, after,
     rules = make_rules(stage=stage, evaluated=zip(names, (before - 0.1, before, 1.0), strict=True))
     found = [*rules.unlearned(dict(zip(names, (after, after, 0.0), strict=True)), rows)]
     assert [text.startswith(f"eval/accuracy_greedy {expected}") for text in found] == [True] * bool(expected)
-
-
-@pytest.mark.parametrize(("stages", "cure"), [
-    (["ppo"], "demonstrations first (--stages=[sft,ppo])"),
-    (["sft", "ppo"], "more demonstrations (a larger sft.max_steps)"),
-], ids=["without sft", "after sft"])  # fmt: skip
-def test_the_advice_knows_whether_there_were_demonstrations(stages, cure):
-    rules = make_rules(stage="ppo", stages=stages)
-    for change in (SAME, {"rewards/accuracy/mean": 0.0}):
-        message = [text for _ in range(WINDOW) for text in rules.step(HEALTHY | change)]
-        assert len(message) == 1 and message[0].endswith(f"{cure}.")
-
-
-def test_a_run_without_rewards_gets_no_warning_about_rewards():
-    rules = make_rules()
-    rules.config.rewards = {}
-    assert [rules.step({"loss": 1.0, "grad_norm": 1.0}) for _ in range(WINDOW)] == [[]] * WINDOW
 
 
 def test_a_penalty_may_be_zero_and_may_fall():
