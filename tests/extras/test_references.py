@@ -166,15 +166,6 @@ def test_sums_that_would_train_something_else_are_refused(train, own, rows, home
         train("run", *own[:3], f"--data.train_file={home / 'sums.jsonl'}", *DPO, SUMS, "--dpo.max_steps=1", *options)
 
 
-def test_a_copy_without_extras_refuses_both_options(home, monkeypatch):
-    monkeypatch.setattr("minivlmrl.load_extra.has_extras", lambda: False)
-    monkeypatch.setattr("minivlmrl.run.callbacks.has_extras", lambda: False)
-    for option in (*MOVES[:1], SUMS):
-        config = load_config(home / "recipe.yaml", ["--stages=[dpo]", option])
-        with pytest.raises(ValueError, match="needs minivlmrl/extras, which this copy lacks"):
-            default_callbacks(config)
-
-
 def test_what_does_not_fit_together_is_refused(train, checkpoint):
     with pytest.raises(ValueError, match=r"reference.path must be null"):
         train("run", *DPO, SUMS, f"--reference.path={checkpoint}")

@@ -18,7 +18,7 @@ from minivlmrl.config.options import LoRAOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
-from minivlmrl.generation.sampler import ENGINES, Sampler, find_engine
+from minivlmrl.generation.sampler import ENGINES, Sampler
 from minivlmrl.model.lora import adapters, init_adapters, inject_adapters, set_parameters
 from tests.helpers import tiny, vllm_stand_in
 from tests.helpers.draws import STOP, ids_of, options, prompts
@@ -230,13 +230,6 @@ def test_prompts_that_leave_no_room_in_vllm_are_refused(samplers, stage, monkeyp
     message = rf"rows\.jsonl:{longest}: the prompt has {max(lengths)} tokens, .* \(12\) exceeds .* \({limit}\)"
     with pytest.raises(ValueError, match=message):
         engine([rows[longest]], 2, "a")
-
-
-def test_memory_is_estimated_without_vllm(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    sampler = find_engine(options(engine="vllm"))
-    assert sampler.engine_bytes(options(vllm={"dtype": "bfloat16"}), 10, torch.float32) == {"vLLM's weights": 20}
-    assert sampler.engine_bytes(options(), 10, torch.float32) == {"vLLM's weights": 40}
 
 
 def test_only_warnings_about_rotary_tables_are_dropped():
