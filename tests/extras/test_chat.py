@@ -1,9 +1,7 @@
 """Test that `minivlmrl chat` prints completions as the sampler of a run generates them."""
 
 import json
-import os
 import shutil
-import sys
 
 import numpy as np
 import PIL.Image
@@ -23,7 +21,6 @@ from minivlmrl.generation import sampler
 from minivlmrl.model.build import random_model
 from minivlmrl.model.checkpoint import load_model, load_processor
 from tests.helpers import tiny
-from tests.helpers.children import exit_code, fork
 from tests.helpers.links import ROOT
 from tests.helpers.stages import ONE
 
@@ -137,15 +134,6 @@ def test_images_and_videos_have_the_sizes_of_training(folder, tmp_path, options)
     assert torch.equal(shown.second_per_grid_ts, trained.second_per_grid_ts)
 
 
-def test_a_folder_s_generation_config_is_not_read(folder, ask, tmp_path):
-    """The temperature 1e-6 in generation_config.json would make sampling nearly greedy."""
-    copy = shutil.copytree(folder / "checkpoint", tmp_path / "copy")
-    (copy / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 1e-6}))
-    plain = sample_text(folder, max_new_tokens=9)
-    greedy = sample_text(folder, max_new_tokens=9, temperature=1e-6)
-    assert ask("--model", copy, LENGTH, 9)[1] == plain[0] + "\n" != greedy[0] + "\n"
-
-
 @pytest.mark.parametrize("text", ["猫🐈x", "\ufffd"])
 def test_a_character_is_printed_with_its_last_byte(capsys, text):
     tokenizer = train_tokenizer([], vocab_size=270)
@@ -160,20 +148,6 @@ def test_a_character_is_printed_with_its_last_byte(capsys, text):
     assert capsys.readouterr().out == "\ufffd\n"
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["--image", "missing.png"], "missing.png"),
-    ([TEMPERATURE, "-1"], "sampling.temperature is -1.0, but it must be in [0, inf)"),
-    (["--prompt", "<image>"], "the prompt has 1 placeholder for an image and 0 placeholders for a video, but 0 images "
-     "and 0 videos were given. A placeholder is a part {type: image} without a file or, in a prompt without parts, a "
-     "tag <image> or <video>. Add what is missing, or reword a tag that is only text\n"),
-], ids=str)  # fmt: skip
-def test_a_mistake_is_reported_in_one_line(folder, ask, arguments, message):
-    status, out, err = ask(*(folder / "a.png" if word == "IMAGE" else word for word in arguments))
-    assert (status, out) == (2, "")
-    assert err.startswith("minivlmrl chat: ") and message in err
-    assert err.count("\n") == 1
-
-
 def test_the_dtype_is_an_option_and_ctrl_c_prints_no_traceback(ask, monkeypatch):
     dtypes = []
 
@@ -184,19 +158,6 @@ def test_the_dtype_is_an_option_and_ctrl_c_prints_no_traceback(ask, monkeypatch)
     monkeypatch.setattr(sampler, "generate", interrupted)
     assert ask() == ask("--model.dtype=bfloat16") == (130, "\n", "")
     assert dtypes == [torch.float32, torch.bfloat16]
-
-
-def test_a_closed_stdout_prints_no_traceback(folder, tmp_path):
-    """In `chat | head`, `head` closes the pipe, and Python flushes stdout once more when `chat` exits."""
-    reader, writer = os.pipe()
-    os.close(reader)
-
-    def work():
-        os.dup2(writer, 1)
-        with open(1, "w") as sys.stdout, (tmp_path / "errors").open("w") as sys.stderr:
-            return start(["chat", "--model", str(folder / "checkpoint"), "--prompt", "How many cats?"])
-
-    assert exit_code(fork(work)) == 141 and (tmp_path / "errors").read_text() == ""
 
 
 def test_a_tool_is_called(ask, monkeypatch):

@@ -8,7 +8,6 @@ from pytest import approx
 
 from minivlmrl.extras.answers import evaluate as command
 from minivlmrl.rewards.text import accuracy, find_answer
-from tests.helpers.links import ROOT
 
 SMALL = ("--sampling.max_new_tokens=5", "--num_threads=1")
 
@@ -85,23 +84,12 @@ def test_an_adapter_without_its_base_model_names_its_file(evaluate, tmp_path, ba
         evaluate(model=tmp_path)
 
 
-def test_the_recipe_of_the_run_is_used_without_its_adapter(evaluate, checkpoint, tmp_path, capsys):
-    """A checkpoint already contains the weights of its adapter, so evaluation loads no adapter."""
-    options = "--rows=2", "--data.prompt_template=Look. {problem}", "--data.max_pixels=null"
-    plain = evaluate(*options)[0]
-    (tmp_path / "config.yaml").write_text("data: {prompt_template: 'Look. {problem}'}\nadapter: {r: 2}\n")
-    (tmp_path / "metrics.jsonl").touch()
-    for folder in ("checkpoint", "best/checkpoint"):
-        model = shutil.copytree(checkpoint, tmp_path / folder)
-        (model / "minivlmrl.yaml").unlink()  # otherwise config.yaml is the recipe of another run
-        assert plain == evaluate("--rows=2", model=model)[0]
-        assert f"recipe: {tmp_path / 'config.yaml'}\n" in capsys.readouterr().out
-
-
 def test_the_recipe_of_a_run_in_a_parent_folder_is_not_used(evaluate, checkpoint, own, run, plain, tmp_path, capsys):
     trained = run("--stages=[]", *own, "--data.prompt_template=Look. {problem}")
     evaluate("--rows=1", model=trained / "checkpoint")
     assert f"recipe: {trained / 'config.yaml'}" in capsys.readouterr().out  # which has the rewards
+    evaluate("--rows=1", model=shutil.copytree(trained / "checkpoint", trained / "best" / "checkpoint"))
+    assert f"recipe: {trained / 'config.yaml'}" in capsys.readouterr().out
     other = tmp_path / "other"
     alone = shutil.copytree(trained / "checkpoint", other / "alone")
     config = (trained / "config.yaml").read_text()
@@ -128,15 +116,6 @@ def test_a_copied_checkpoint_keeps_the_options_of_its_run(evaluate, checkpoint, 
     assert "trained, sets other values for data.system_prompt, data.answer_format\n" in capsys.readouterr().err
     (alone / "minivlmrl.yaml").unlink()
     assert evaluate("--rows=2", "--sampling.stop_strings=[x]", model=alone)[0] != lines
-
-
-@pytest.mark.parametrize("names", [["format"], [f"{ROOT}/recipes/answers.py:class_name(classes=None)", "accuracy"]])
-def test_rewards_are_set_by_name(evaluate, names):
-    requested = json.dumps(dict.fromkeys(names, 0.5))
-    for option in (f"--data.eval_rewards={json.dumps(names)}", f"--rewards={requested}"):
-        lines, summary = evaluate("--rows=2", option)
-        assert [*lines[0]["answers"][0]["rewards"]] == names and set(names) <= summary.keys()
-    assert set(summary) - set(names) == {"rows", "cut"}
 
 
 def test_rewards_of_a_recipe_judge_unless_others_are_named(evaluate, rows, tmp_path):
