@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -62,7 +61,7 @@ def evaluation(folder, overrides, world):
     return evaluate(model, processor, [Uneven()[i] for i in range(config.data.eval_rows)], config, world)
 
 
-FUNCTIONS = {"stage": partial(stage_on_ranks, num_held_out=0), "evaluation": evaluation}
+FUNCTIONS = {"stage": stage_on_ranks, "evaluation": evaluation}
 GRPO = ["stage", *REFERENCE, "--grpo.max_steps=2"]
 TRAJECTORIES = ["stage", *SHORT_HISTORY, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
 ONE_PASS = [*GRPO, "--grpo.num_iterations=1"]
@@ -81,6 +80,8 @@ TOWER = ["stage", "--stages=[sft]", "--model.freeze=[language, embeddings]", "--
          "--sft.max_steps=4"]  # fmt: skip
 # some quantized layers have no adapters
 NF4 = [*ADAPTED, "--adapter.quantize=nf4", "--adapter.target=['.*[qv]_proj', merger]"]
+SFT = ["stage", "--stages=[sft]", "--sft.max_steps=1"]
+DPO = ["stage", "--stages=[dpo]", "--dpo.max_steps=1", "--dpo.reference_free=true", "--dpo.beta=1e-3"]
 ONCE = [*ONE_BY_ONE, "--sharding.once_per_step=true"]
 CASES = {  # {case of two ranks: (case of one process with the same results, options)}
     "replicated": ("grpo", GRPO), "experts, once": ("experts", [*EXPERTS, *ONCE]),
@@ -88,6 +89,7 @@ CASES = {  # {case of two ranks: (case of one process with the same results, opt
     "trajectories": ("trajectories", [*TRAJECTORIES, *SHARDED, "--sampling.max_batch_tokens=120"]),
     "adapters": ("adapters", [*ADAPTED, *SHARDED]), "critic": ("critic", [*CRITIC, *SHARDED]),
     "NF4": ("NF4", [*NF4, *ONE_BY_ONE]),
+    "sft": ("sft", SFT), "dpo": ("dpo", [*DPO, *SHARDED]),
     "tower": ("tower", TOWER), "tower, sharded": ("tower", [*TOWER, *SHARDED]),
     "tower, once": ("tower", [*TOWER, *ONCE]),
 }  # fmt: skip
@@ -111,7 +113,7 @@ def results(tmp_path_factory):
     prepare(folder)
     alone = {
         "grpo": GRPO, "trajectories": TRAJECTORIES, **COUNTS, "one pass": ONE_PASS, "experts": EXPERTS, "tower": TOWER,
-        "sharing": SHARING, "folder": FOLDER,
+        "sharing": SHARING, "folder": FOLDER, "sft": SFT, "dpo": DPO,
         "adapters": ADAPTED, "critic": CRITIC, "NF4": NF4,
     }  # fmt: skip
     cases = {name: options for name, (_, options) in CASES.items() if name != "NF4" or SHARDS_BYTES}
@@ -132,6 +134,7 @@ def test_the_cases_have_several_turns_many_lengths_and_trained_adapters(results)
     alone, _ = results
     assert all(1.5 < line["mean_turns"] < 3 for line in alone["trajectories"].lines)
     assert len({len(text) for _, group in alone["grpo"].texts for text in group}) > 5
+    assert 0 < alone["dpo"].evaluation["eval/pair_accuracy"] < 1
     weights = {case: alone[case].weights.items() for case in ("adapters", "NF4", "critic")}
     moved = {case: [name for name, value in items if value.any()] for case, items in weights.items()}
     for case in ("adapters", "NF4"):

@@ -15,17 +15,7 @@ from minivlmrl.distributed.weights import units
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run import loop
-from tests.distributed.test_process_group import (
-    ADAPTED,
-    EIGHT_BITS,
-    EXPERTS,
-    NF4,
-    ONE_BY_ONE,
-    REFERENCE,
-    SHARDED,
-    TOOLS,
-)
-from tests.distributed.test_process_group import prepare as write_files
+from tests.distributed import test_process_group as two
 from tests.helpers.on_ranks import SHARDS_BYTES, launch, stage_on_ranks
 from tests.helpers.tiny import RUN_MODEL
 
@@ -40,26 +30,26 @@ RECIPES = {  # two steps, with six micro-batches on each of 4 ranks, or three mi
     **OFFLINE,
     "dpo of two": [*OFFLINE["dpo"], "--dpo.loss_type=[sigmoid, sft]"],
     "grpo": GRPO,
-    "reference": [*REFERENCE, *GRPO, "--grpo.num_iterations=1"],
+    "reference": [*two.REFERENCE, *GRPO, "--grpo.num_iterations=1"],
     "resampled": [*GRPO, *RESAMPLED, "--grpo.num_generations=2", "--grpo.steps_per_generation=2"],
-    "rloo": [*REFERENCE, *GRPO, *RESAMPLED, "--grpo.loss_type=rloo", "--grpo.top_entropy_quantile=0.5"],
+    "rloo": [*two.REFERENCE, *GRPO, *RESAMPLED, "--grpo.loss_type=rloo", "--grpo.top_entropy_quantile=0.5"],
     "reward model": [*GRPO, "--rewards={uneven: 0.5, reward_model: 1}", "--reward_model.path=FOLDER/judge"],
-    "tools": [*TOOLS, *GRPO],
-    "experts": [*EXPERTS[1:], *GRPO],
+    "tools": [*two.TOOLS, *GRPO],
+    "experts": [*two.EXPERTS[1:], *GRPO],
     "Qwen3-VL": [*GRPO, "--model.config=FOLDER/qwen3_vl.json"],
     "Qwen3.5": [*GRPO, "--model.config=FOLDER/qwen3_5.json"],
     "token budget": [*GRPO, "--grpo.max_tokens_per_micro_batch=90"],
     "two at a time": [*GRPO, "--grpo.micro_batch_size=2"],
     "frozen tower": [*GRPO, "--model.freeze=[vision]"],
-    "8 bits": [*GRPO, EIGHT_BITS],
+    "8 bits": [*GRPO, two.EIGHT_BITS],
     "ppo": [*PPO, "--ppo.num_mini_batches=2"],
-    "adapters": [*ADAPTED[1:], "--ppo.critic=separate", *PPO],
-    "NF4": [*NF4[1:], *PPO],
+    "adapters": [*two.ADAPTED[1:], "--ppo.critic=separate", *PPO],
+    "NF4": [*two.NF4[1:], *PPO],
 }  # fmt: skip
-REPLICAS = [*ONE_BY_ONE, "--sharding.replicas=2"]
+REPLICAS = [*two.ONE_BY_ONE, "--sharding.replicas=2"]
 WAYS = {
-    "replicated": [], "sharded": SHARDED, "layer by layer": ONE_BY_ONE, "replicas": REPLICAS, "once": [*SHARDED, ONCE],
-    "once, layer by layer": [*ONE_BY_ONE, ONCE], "once, replicas": [*REPLICAS, ONCE],
+    "replicated": [], "sharded": two.SHARDED, "layer by layer": two.ONE_BY_ONE, "replicas": REPLICAS,
+    "once": [*two.SHARDED, ONCE], "once, layer by layer": [*two.ONE_BY_ONE, ONCE], "once, replicas": [*REPLICAS, ONCE],
     "compute_dtype": ["--model.compute_dtype=float64"],
 }  # fmt: skip
 CASES = [
@@ -83,7 +73,7 @@ def uneven_rewards(completions, margin, **columns):
 def uneven_steps(folder: Path, overrides: list[str], world):
     """Train a stage, and cut the completions of every fourth row after one token, except with tools."""
     REWARDS["uneven"] = uneven_rewards
-    if overrides[: len(TOOLS)] == TOOLS:
+    if overrides[: len(two.TOOLS)] == two.TOOLS:
         return stage_on_ranks(folder, overrides, world)
     sample = Sampler.__call__
 
@@ -108,14 +98,14 @@ def uneven_steps(folder: Path, overrides: list[str], world):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    write_files(folder)
+    two.prepare(folder)
     return launch(1, folder, {name: RECIPES[name] for name, _ in CASES}, uneven_steps)[0]
 
 
 @pytest.fixture(scope="module", params=[4, 8])
 def ranks(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    write_files(folder)
+    two.prepare(folder)
     return launch(request.param, folder, {case: [*RECIPES[case[0]], *WAYS[case[1]]] for case in CASES}, uneven_steps)
 
 
@@ -158,15 +148,15 @@ def count_communication(folder: Path, overrides: list[str], world):
         for name in ("foreach_all_gather", "foreach_reduce"):
             patch.setattr(_fsdp_param_group, name, counted(name, getattr(_fsdp_param_group, name)))
         patch.setattr(loop, "optimizer_step", step)
-        stage_on_ranks(folder, overrides, world, num_held_out=0)
+        stage_on_ranks(folder, overrides, world)
     return steps
 
 
 def test_communication_of_a_step(tmp_path):
     """With sharding.once_per_step, FSDP gathers and reduces each unit once, despite four micro-batches."""
-    write_files(tmp_path)
+    two.prepare(tmp_path)
     sft = ["--stages=[sft]", "--sft.prompts_per_step=8", "--sft.max_steps=2"]
-    ways = {"sharded": SHARDED, "once": [*SHARDED, ONCE], "replicas": REPLICAS}
+    ways = {"sharded": two.SHARDED, "once": [*two.SHARDED, ONCE], "replicas": REPLICAS}
     for rank in launch(2, tmp_path, {name: [*sft, *way] for name, way in ways.items()}, count_communication):
         [*_, (gathers, reductions, sums, num_units)] = rank["once"]
         assert (gathers, reductions, sums) == (num_units, num_units, 0)

@@ -234,9 +234,6 @@ def misspelt(logps, advantages, mask, *, old_logps=None, **others):
 def swapped(logps, mask, advantages, **others):
     return (logps * mask).sum(), {}
 
-def of_each(rewards_per_func, num_generations):
-    return rewards_per_func
-
 def max_rl(rewards, num_generations, least=1e-6):
     groups = rewards.view(-1, num_generations)
     mean = groups.mean(1, keepdim=True)
@@ -247,15 +244,13 @@ def weighted(rewards, rewards_per_func, reward_weights, learning_rate):
     return rewards + 1
 """
 DICTIONARY = "but it must return the loss, or the loss and a dictionary of metrics, as in"
-# option: {function: (returned expression, words of the error or None)}; advantages get the rewards 0, 1, 2, 3, 3, 3
+# option: {function: (returned expression, words of the error)}; advantages get the rewards 0, 1, 2, 3, 3, 3
 RETURNED = {
     "loss_type": {
-        "scalar": ("logps.sum()", None),
         "only_per_row": ("logps.sum(1)", rf"returned tensor\(\[ *-\d.* {DICTIONARY}"),
         "per_row": ("logps.sum(1), {}", rf"returned \(tensor\(\[ *-\d.* {DICTIONARY}"),
         "number_as_metric": ("logps.sum(), {'seen': 1.0}", "returned .*{'seen': 1.0}.*, but it must return"),
         "second_loss": ("logps.sum(), {'loss': mask.sum()}", "returned .* no metric may be named stage, step or loss"),
-        "no_options": ("logps.sum(), {}", None),
     },
     "advantages": {
         "one_per_group": ("logps.view(-1, 3).mean(1)", r"returned tensor\(\[1., 3.\]\), but it must return a float"),
@@ -264,15 +259,13 @@ RETURNED = {
                          r"tensor\(\[-1., +0., +1., nan, nan, nan\]\), but it must .* even if their rewards are equal"),
     },
 }  # fmt: skip
-SHAPES = [(option, name, expected) for option, x in RETURNED.items() for name, (_, expected) in x.items() if expected]
+SHAPES = [(option, name, expected) for option, x in RETURNED.items() for name, (_, expected) in x.items()]
 WRONG = [
     ("loss_type", "options(learning_rate=0.5)", "learning_rate is an option of the section grpo; set grpo.learning_ra"),
     ("loss_type", "labeled", "cannot be called: missing a required .*argument: 'labels'"),
     ("loss_type", "misspelt", "its parameter 'old_logps' would always be None; did you mean old_per_token_logps"),
     ("loss_type", "swapped", "cannot be called: its parameter 'mask' would be the argument advantages"),
-    ("advantages", "of_each", "cannot be called: its parameter 'rewards_per_func' would be the argument rewards"),
     ("loss_type", "options(scle=1)", "there is no option 'scle'; the options are: scale"),
-    ("advantages", "max_rl(num_generations=2)", "num_generations is an option of the section grpo; set grpo.num_gen"),
     ("advantages", "max_rl(lest=1)", "there is no option 'lest'; the options are: least"),
 ]
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,51 +9,13 @@ from torch.nn.functional import logsigmoid
 
 from minivlmrl.data.chat_template import ChatTemplate
 from minivlmrl.data.processor import encode_completion
-from minivlmrl.distributed.process_group import World
 from minivlmrl.extras.memory.out_of_memory import longest_row
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers import sft as file
-from minivlmrl.trainers.offline import PairTrainer
 from minivlmrl.trainers.registry import find_trainer
-from tests.helpers.stages import ONE, STAGES, Rows
+from tests.helpers.stages import STAGES, Rows
 from tests.helpers.talk import assistant, user
-
-
-class Rank(World):
-    """Simulate one of two ranks, whose collective operations return fixed values."""
-
-    def gather_objects(self, value):
-        return [[0, 4], [3]]
-
-    def sum(self, ahead, pairs):
-        """Add one correct pair of the other rank; rank 0 has two pairs, and rank 1 has the third pair."""
-        return [ahead + 1, pairs + 1 + self.rank]
-
-
-class Pairs(PairTrainer):
-    """A PairTrainer without a model, whose margins are a given function of the rows."""
-
-    def __init__(self, world, margins=None):
-        self.world = world
-        self.trained = torch.nn.Linear(1, 1)
-        self.margins = margins
-        self.options = SimpleNamespace(micro_batch_size=1)
-
-
-@pytest.mark.parametrize("rank, seen", [(0, [0, 4]), (1, [3, 0])])
-def test_pairs_are_evaluated_once_on_any_number_of_ranks(rank, seen):
-    """Rows 0, 3 and 4 have both answers; rank 1 repeats row 0, so that counts are equal, and ignores the result."""
-    rows = Rows(replace(Shapes(5, "x")[i], index=i) for i in range(5))
-    requested = []
-
-    def margins(rows):
-        requested.extend(row.index for row in rows)
-        return torch.tensor([1.0 if row.index == 0 else -1.0 for row in rows])
-
-    found = Pairs(Rank(rank, 2, torch.device("cpu")), margins).evaluate(rows)
-    assert requested == seen
-    assert found == {"eval/pair_accuracy": ((1 if rank == 0 else 0) + 1) / 3}
 
 
 @pytest.mark.parametrize("name, scale, options", [("dpo", 0.1, ["--dpo.ld_alpha=0.5"]), ("reward_model", 1.0, [])])
@@ -72,11 +33,12 @@ def test_margins_of_the_evaluation_are_those_of_the_loss(stage, name, scale, opt
     assert run.accuracy() != 0.5  # with 0.5, the opposite sign would have the same accuracy
 
 
-def test_rows_without_both_answers_are_no_pairs():
+def test_rows_without_both_answers_are_no_pairs(stage):
+    trainer = stage("dpo").trainer
     rows = Rows(Shapes(3, "x")[i] for i in range(3))
     rows[0].rejected = rows[1].chosen = None
-    assert Pairs(ONE).shard_rows_with_answers(rows) == ([2], 1)
-    assert Pairs(ONE).evaluate(Rows(rows[:2])) == Pairs(ONE).evaluate(Rows()) == {}
+    assert trainer.shard_rows_with_answers(rows) == ([2], 1)
+    assert trainer.evaluate(Rows(rows[:2])) == trainer.evaluate(Rows()) == {}
 
 
 @pytest.mark.parametrize("name", ["dpo", "reward_model"])
@@ -204,16 +166,6 @@ def test_without_a_reference_its_log_ratios_are_0(stage):
     assert abs(torch.cat(losses).mean() - math.log(2)) > 1e-6 and run.accuracy() is not None
 
 
-class Second(World):
-    """Simulate the second of two ranks, which checks rows 1 and 3 for answers and sums only its own values."""
-
-    def gather_objects(self, value):
-        return [[0, 2], value]
-
-    def sum(self, *values):
-        return list(values)
-
-
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
 def test_the_loss_of_held_out_rows_is_a_mean_over_their_tokens(stage, monkeypatch, loss_type):
     """Token t gets the log-probability -(t % 7 + 1) / 4, and one row in four has no completion."""
@@ -230,8 +182,6 @@ def test_the_loss_of_held_out_rows_is_a_mean_over_their_tokens(stage, monkeypatc
 
     assert run.trainer.evaluate(rows) == {"eval/loss": pytest.approx(mean(ids), rel=1e-12)}
     assert run.trainer.evaluate(Rows([rows[1]])) == {}
-    run.trainer.world = Second(1, 2, torch.device("cpu"))  # rank 1 scores row 2, and row 0, which only rank 0 counts
-    assert run.trainer.evaluate(rows)["eval/loss"] == pytest.approx(mean(ids[1:2]), rel=1e-12)
 
 
 @pytest.mark.parametrize("following", STAGES)
