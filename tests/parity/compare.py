@@ -20,8 +20,7 @@ Result = dict[str, Tensor]  # metric names begin with "metric "
 class Cell:
     """A comparison of our result with TRL's: a loss, its options and a batch."""
 
-    family: str
-    name: str  # options as text, unique in the family
+    name: str  # options as text, unique in its family
     ours: Callable[[], Result]
     theirs: Callable[[], Result]  # imports TRL only when it is called
     tolerance: float = 1e-10  # for value and gradient, relative to max(1, TRL's largest entry)
@@ -70,7 +69,7 @@ def loss_cell(q: Question, batch: dict, ours, theirs, leaves=("per_token_logps",
         result |= {f"metric {metric}": torch.as_tensor(value).detach() for metric, value in metrics.items()}
         return {"loss": loss.detach()} | result
 
-    return Cell(q.family, q.name, partial(answer, ours), partial(answer, theirs), tolerance)
+    return Cell(q.name, partial(answer, ours), partial(answer, theirs), tolerance)
 
 
 def difference(cell: Cell) -> str:

@@ -111,7 +111,7 @@ def advantages_cell(q: Question) -> Cell:
         return result | ({"metric frac_reward_zero_std": flat} if scale == "group" else {})
 
     requested = {name: x for name, x in q.options.items() if name != "missing"} | {"reward_weights": WEIGHTS}
-    return Cell(q.family, q.name, ours, partial(trl, "rollout", rewards, **requested), 1e-6)
+    return Cell(q.name, ours, partial(trl, "rollout", rewards, **requested), 1e-6)
 
 
 def rloo_advantages_cell(q: Question) -> Cell:
@@ -126,7 +126,7 @@ def rloo_advantages_cell(q: Question) -> Cell:
     requested["completions"] = [[5] * int(length) for length in mask.sum(1)]
     theirs = partial(trl, "rollout", rewards, "RLOO", (old, ref), **requested)
     ours = lambda: {"advantages": advantages.leave_one_out(total, size, normalize)}  # noqa: E731
-    return Cell(q.family, q.name, ours, theirs, 1e-6)
+    return Cell(q.name, ours, theirs, 1e-6)
 
 
 def correction_cell(q: Question) -> Cell:
@@ -140,10 +140,10 @@ def correction_cell(q: Question) -> Cell:
     requested |= {"completions": [[5] * length for length in lengths], "output": q.family}
     ratio = partial(grpo_variants.rollout_importance_ratio, old, sampling.double() * mask, mask, **q.options)
     theirs = partial(trl, "rollout", torch.zeros(B, 1), logps=(old, None), **requested)
-    return Cell(q.family, q.name, lambda: {q.family: ratio()}, theirs)
+    return Cell(q.name, lambda: {q.family: ratio()}, theirs)
 
 
 def overlong_cell(q: Question) -> Cell:
     inputs, name = (q.options["tokens"], 100, q.options["cache"]), "soft_overlong_punishment"
     sides = partial(getattr(grpo_trainer, name), *inputs), partial(trl, name, *inputs)
-    return Cell(q.family, q.name, *(lambda of=side: {"reward": torch.tensor(of())} for side in sides))
+    return Cell(q.name, *(lambda of=side: {"reward": torch.tensor(of())} for side in sides))

@@ -6,10 +6,6 @@ log-probabilities. Import this file inside functions, because it imports TRL.
 
 import contextlib
 import copy
-import functools
-import importlib
-import inspect
-import re
 import tempfile
 from collections import defaultdict, deque
 from types import SimpleNamespace
@@ -19,6 +15,7 @@ import trl
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import TrainingArguments
+from trl.rewards import get_soft_overlong_punishment
 
 from tests.parity.compare import FAMILIES
 
@@ -73,14 +70,6 @@ def bare(kind: str, num_processes: int = 1, **options):
     return self
 
 
-@functools.cache
-def _unpacked(function, name: str) -> list[str]:
-    """Return the names to which a method assigns the results of self.<name>(...), because TRL versions differ."""
-    function = inspect.unwrap(function)
-    found = re.search(rf"^ *\(?([\w,\s]+?),?\s*\)? = self\.{name}\(", inspect.getsource(function), re.MULTILINE)
-    return re.findall(r"\w+", found[1])
-
-
 def _policy_trainer(kind: str, reward_weights=(1.0,), **options):
     """Create a GRPOTrainer or RLOOTrainer with the attributes that grpo_loss and rollout need."""
     self = bare(kind, **{"per_device_train_batch_size": 4, "num_generations": 2} | options)
@@ -108,10 +97,9 @@ def _loss(self, method, *inputs) -> Loss:
 def grpo_loss(batch: dict, items: int = 1, kind: str = "GRPO", **options) -> Loss:
     """Call _compute_loss of GRPOTrainer or RLOOTrainer for a micro-batch; items: tokens of a step on all ranks."""
     self, mask = _policy_trainer(kind, **options), batch["mask"].long()
-    returned = _unpacked(self._compute_loss.__func__, "_get_per_token_logps_and_entropies")
-    forward = {name: batch[name] for name in ("per_token_logps", "entropies")}
-    self._get_per_token_logps_and_entropies = lambda *_, **__: tuple(forward.get(name) for name in returned)
-    inputs = {name: value for name, value in batch.items() if value is not None and name not in forward}
+    forward = batch["per_token_logps"], batch["entropies"], None
+    self._get_per_token_logps_and_entropies = lambda *_, **__: forward
+    inputs = {name: value for name, value in batch.items() if value is not None}
     inputs |= {"prompt_ids": torch.ones(len(mask), 1).long(), "prompt_mask": torch.ones(len(mask), 1).long()}
     inputs |= {"completion_ids": mask, "completion_mask": mask, "num_items_in_batch": torch.tensor(items)}
     if kind == "RLOO":
@@ -127,21 +115,13 @@ def rollout(rewards, kind="GRPO", logps=(None, None), completions=None, sampling
     """
     n = len(rewards)
     self = _policy_trainer(kind, per_device_train_batch_size=n, **options)
-    generated = {"prompt_ids_list": [[7]] * n, "completion_ids_list": completions or [[5, 1]] * n}
-    generated |= {"completions": ["x"] * n, "sampling_per_token_logps_list": sampling, "extra_fields": {}}
-    generated |= {"forward_kwargs": {}, "num_items_in_batch": torch.tensor(2 * n)}
-    method = self._generate_and_score_completions
-    order = _unpacked(method.__func__, "_generate")
-    self._generate = lambda *_: tuple(generated.get(name) for name in order)
+    ids, texts = ([[7]] * n, completions or [[5, 1]] * n), ["x"] * n
+    of_grpo = *ids, None, texts, sampling, {}, None, None  # without tools and images
+    self._generate = lambda *_: of_grpo if kind == "GRPO" else (*ids, texts)
     self._calculate_rewards = lambda *_, **__: rewards
     old, ref = torch.zeros(n, 2) if logps[0] is None else logps[0], logps[1]
-    returned = len(_unpacked(method.__func__, "_get_per_token_logps_and_entropies"))
-
-    def forward(model, *_, **__):
-        return ((old if model is self.model else ref), None, None)[:returned]
-
-    self._get_per_token_logps_and_entropies = forward
-    answer = method([{"prompt": "p"} for _ in range(n)])
+    self._get_per_token_logps_and_entropies = lambda model, *_, **__: (old if model is self.model else ref, None, None)
+    answer = self._generate_and_score_completions([{"prompt": "p"} for _ in range(n)])
     flat = self._metrics["train"]["frac_reward_zero_std"]
     return {output: answer[output]} | ({"metric frac_reward_zero_std": torch.tensor(flat[-1])} if flat else {})
 
@@ -186,9 +166,8 @@ def kto_loss(batch: dict, **options) -> Loss:
 def sft_loss(batch: dict, items: int | None, **options) -> Loss:
     """Call SFTTrainer.compute_loss for the tokens (B, T) in the mask; items: tokens of the step on all processes."""
     self, inputs = _with_models("SFT", batch["per_token_logps"], **options), _sequences(batch["mask"])
-    dft_loss = getattr(importlib.import_module(type(self).__module__), "dft_loss", None)
-    self.compute_loss_func = dft_loss if self.args.loss_type == "dft" else None
-    self.get_tp_size, self.label_smoother, self.model_accepts_loss_kwargs = lambda: 1, None, True
+    self.compute_loss_func, self.get_tp_size, self.label_smoother = None, lambda: 1, None
+    self.model_accepts_loss_kwargs = True
     inputs["labels"] = torch.where(inputs.pop("completion_mask").bool(), 1, -100)
     return _loss(self, self.compute_loss, self.model, inputs, False, None if items is None else torch.tensor(items))
 
@@ -203,8 +182,7 @@ def reward_loss(batch: dict, **options) -> Loss:
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
-    make = importlib.import_module("trl.rewards").get_soft_overlong_punishment
-    return make(max_completion_len, soft_punish_cache)([[1] * length])[0]
+    return get_soft_overlong_punishment(max_completion_len, soft_punish_cache)([[1] * length])[0]
 
 
 def what_trl_says(batch: dict, options: dict) -> dict[str, Tensor | dict]:

@@ -208,13 +208,6 @@ def dumped(folder, output, kind, late=None, at=0, **options):
     return read(output / str(at))
 
 
-def step_with(bugs, folder, output, put, **options):
-    """Put bugs into TRL with `put`, train, and return the recorded step that shows the bugs."""
-
-    def late(trainer):
-        for bug in bugs:
-            bug.patch(put, trainer)
-
-    for bug in bugs:
-        options |= bug.options
-    return dumped(folder, output, bugs[0].kind, late, **options)
+def step_with(bug, folder, output, put, **options):
+    """Put a bug into TRL with `put`, train, and return the recorded step that shows the bug."""
+    return dumped(folder, output, bug.kind, lambda trainer: bug.patch(put, trainer), **options | bug.options)

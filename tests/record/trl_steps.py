@@ -407,11 +407,7 @@ def keep_outputs(part: dict, output, mask=1):
             part[name] = x.detach().clone()
         if x is not None and x.requires_grad:
             part[slope_name] = torch.zeros_like(part[name])
-            x.register_hook(partial(keep_slope, part, slope_name, mask))
-
-
-def keep_slope(part: dict, name: str, mask, gradient):
-    part[name] = gradient * mask
+            x.register_hook(lambda gradient, name=slope_name: part.update({name: gradient * mask}))
 
 
 def noises(model):

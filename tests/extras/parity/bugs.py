@@ -133,27 +133,18 @@ ENDS_WITH_PICTURES = (
 )
 
 
-def repositioned(change: Callable) -> Callable:
-    """Return a patch that applies change(positions (3, S), columns of the image) to each row."""
+def axes_apart(put, trainer):
+    """Continue the positions of each axis from the largest of this axis."""
 
     def compute(rope_index, input_ids, mm_token_type_ids, **named):
         positions, deltas = rope_index(input_ids, mm_token_type_ids, **named)
         for row, kinds in zip(positions.unbind(1), mm_token_type_ids, strict=True):
-            change(row, kinds.nonzero()[:, 0])
+            begin = int(kinds.nonzero().max()) + 1
+            row[:, begin:] = row[:, :begin].amax(1, keepdim=True) + torch.arange(1, row.shape[1] - begin + 1)
         return positions, deltas
 
-    return lambda put, trainer: around(trainer.model.model, "get_rope_index", compute)(put)
-
-
-def continue_by_axis(positions, places):
-    begin = int(places.max()) + 1
-    following = torch.arange(1, positions.shape[1] - begin + 1)
-    positions[:, begin:] = positions[:, :begin].amax(1, keepdim=True) + following
-
-
-def axes_apart(put, trainer):
     put(trainer.processing_class, "chat_template", ENDS_WITH_PICTURES)
-    repositioned(continue_by_axis)(put, trainer)
+    around(trainer.model.model, "get_rope_index", compute)(put)
 
 
 def clip_own(training_step, model, *arguments):

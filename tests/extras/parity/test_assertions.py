@@ -25,13 +25,11 @@ def mean_of_means(parts):
     return {"w": sum(total / count for total, count in map(sums, parts)) / len(parts)}
 
 
-NAN = {"a": torch.ones(2), "b": torch.tensor([1.0, torch.nan])}
-
-
 @pytest.mark.parametrize("rows, gradients, expected", [
     (6, mean_of_means, "^micro-batches .* the gradient of w differs"),
     (6, lambda parts: {"w": torch.zeros(2)}, "all gradients are zero"),
-    (6, lambda parts: NAN, "the gradient of b differs from the gradient of the whole step by inf"),
+    (6, lambda parts: {"a": torch.ones(2), "b": torch.tensor([1.0, torch.nan])},
+     "the gradient of b differs from the gradient of the whole step by inf"),
     (6, lambda parts: {"abc"[i]: torch.ones(2) for i in range(len(parts))}, "b has a gradient either only"),
     (1, mean_over_tokens, "rows is 1, but at least 2 rows are needed"),
 ])  # fmt: skip

@@ -53,16 +53,6 @@ def explained(name, d):
     return find_bugs(name, d).explained
 
 
-def in_order(rows):
-    return lambda x: x[rows]
-
-
-def test_a_correct_step_agrees():
-    d = step()
-    shown = report(audit(d), d)
-    assert "DIFFERS" not in shown and "not in this step: advantages, " in shown
-
-
 @pytest.mark.parametrize("options, expected", [
     ({"top_k": 5, "top_p": 1.0, "min_p": None}, "top_k = 5, but"),
     ({"top_p": 0.9, "min_p": 0.1}, "top_p = 0.9 and min_p = 0.1, but"),
@@ -80,10 +70,11 @@ def test_a_step_with_filters_does_not_agree_without_a_note(options, expected, tm
 
 @pytest.mark.parametrize("name, change, expected", [
     # in rollout order, the two groups are rows 1, 3, 5 and rows 0, 2, 4
-    ("advantages", in_order([2, 3, 4, 5, 0, 1]), "a row has the advantage of the next row in its group"),
-    ("advantages", in_order([3, 4, 5, 0, 1, 2]), "a row has the advantage of the next micro-batch"),
-    ("advantages", in_order(ROW.argsort()), "a row has the advantage of the completion that had its place before"),
-    ("old", in_order([2, 0, 1, 5, 3, 4]), "an old log-probability is taken from the previous row in its micro-batch"),
+    ("advantages", lambda x: x[[2, 3, 4, 5, 0, 1]], "a row has the advantage of the next row in its group"),
+    ("advantages", lambda x: x[[3, 4, 5, 0, 1, 2]], "a row has the advantage of the next micro-batch"),
+    ("advantages", lambda x: x[ROW.argsort()], "a row has the advantage of the completion that had its place before"),
+    ("old", lambda x: x[[2, 0, 1, 5, 3, 4]],
+     "an old log-probability is taken from the previous row in its micro-batch"),
     ("logps", lambda x: x.roll(1, 1), "a log-probability is taken from the previous token in its row"),
 ])  # fmt: skip
 def test_a_value_from_another_row_or_token_is_named(name, change, expected):
@@ -104,7 +95,8 @@ def test_the_report_says_when_too_few_numbers_differ():
     for rows, is_said in (([1.0, 1.0, 0.3, 1.0, 1.0, 1.0], True), ([1.0, 1.0, 0.3, 1.0, 0.7, 1.0], False)):
         d = step(gradient=lambda x, rows=rows: x * torch.tensor(rows)[:, None])
         text = "only one row differs, too few to tell causes apart; record a larger step"
-        assert (text in report(audit(d, seconds=0), d)) == is_said
+        shown = report(audit(d, seconds=0), d)
+        assert (text in shown) == is_said and "not in this step: advantages, rows, tokens, " in shown
 
 
 def test_a_search_ends_with_the_causes_that_it_has_found(monkeypatch):
@@ -143,7 +135,6 @@ def test_sources_of_causes_exist_and_the_page_counts_the_causes():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_mask_is_not_explained_by_itself(seed):
-    """No cause may explain a recorded mask by using this mask."""
     d = step()
     d.about["stop_token_ids"] = [7]
     own = torch.rand(6, 5, generator=torch.Generator().manual_seed(seed)) < 0.5
@@ -206,12 +197,10 @@ ONE_ROW = {"input_ids": ONE.long(), "completion_mask": ONE, "per_token_logps": -
     ({"completion_mask": None}, {}, "completion_mask is missing. A step needs the tensors input_ids, "),
     ({}, {"kind": "kto"}, "kind is 'kto'. A step .* grpo, dpo or sft. Steps of KTO, .* not supported"),
     ({"advantages": torch.ones(2)}, {}, r"advantages has shape \(2,\), which does not match that of input_ids"),
-    (None, {}, "No such file"), ({}, {"kind": ["sft"]}, r"kind is \['sft'\]"),
+    (None, {}, "No such file"),
     ({}, {"temperature": 0}, "step.json: temperature is 0.0, but it must be in \\(0, inf\\)"),
-    ({}, {"loss": {"loss_type": 1}}, "step.json: loss.loss_type is 1, but it must be of type str"),
     ({}, {"loss": {"beta": 1.0}}, "step.json: a name in loss is 'beta', but it must be one of loss_type"),
     ({}, {"optimizer": [1]}, r"step.json: optimizer is \[1\], but it must be an object"),
-    ({}, {"optimizer": {"betas": 0.9}}, "step.json: optimizer.betas is 0.9, but it must be of type tuple"),
     ({"row": -torch.ones(1).long(), "group": torch.zeros(1).long()}, {}, "the tensor row has a negative number"),
     ({}, {"model": "../.."}, "step.json: model is '../..', but it must be a folder inside the step, such as model, or"),
     ({}, {"ref_model": "/x"}, "step.json: ref_model is '/x', but it must be a folder inside the step"),
@@ -230,8 +219,6 @@ def test_an_invalid_step_is_an_error(tensors, about, expected, tmp_path):
 
 @pytest.mark.parametrize("tensors, about, expected", [
     ({}, {"schedule": {"step": 1}, "optimizer": {"learning_rate": 1.0}}, r"'schedule' .* \(KeyError: 'type'\)"),
-    ({"row": torch.zeros(1), "rollout_advantages": torch.ones(1), "advantages": torch.ones(1)}, {},
-     r"'rows' .* \(IndexError: tensors used as indices must be"),
     ({"row": torch.ones(1).long(), "rollout_advantages": torch.ones(1), "advantages": torch.ones(1)}, {},
      r"'rows' .* \(IndexError: index 1 is out of bounds"),
 ])  # fmt: skip
@@ -264,12 +251,8 @@ def test_a_cause_of_a_learning_rate_must_fit_all_steps(rates, rate, name):
     assert [cause.says for cause in explained("schedule", d)] == [name] * bool(name)
 
 
-def centered(r):
-    return r - r.mean(1, keepdim=True)
-
-
 def standard(r):
-    return centered(r) / (r.std(1, keepdim=True) + 1e-4)
+    return (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)
 
 
 def rollout(advantages, **about):
@@ -315,13 +298,6 @@ def test_numbers_that_no_cause_computes_are_not_explained(d):
     """Fitted factors, divisions by zero, and bounds that one row shows must not explain arbitrary numbers."""
     finding = audit(d)[0]
     assert not finding.ok and not finding.explained
-
-
-@pytest.mark.slow
-def test_a_factor_lists_each_count_that_explains_it():
-    d = rollout(lambda r: standard(r) / 2, num_generations=2)  # 2 completions and 2 rewards both explain the factor
-    names = [f"all values are divided by the number of {name}" for name in ("completions of a group", "rewards")]
-    assert [cause.says for cause in explained("advantages", d)] == names
 
 
 @pytest.mark.parametrize("factor, expected", [

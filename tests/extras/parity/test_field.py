@@ -16,7 +16,6 @@ from tests.helpers.links import ROOT
 
 PAGE = (ROOT / "docs" / "losses_of_the_field.md").read_text()
 RECORDED = (ROOT / "tests" / "recorded" / "losses_of_the_field.txt").read_text()
-ON_PYPI = [name for name, project in PROJECTS.items() if project.source.endswith(" on PyPI")]
 
 LOSS = """
 import a_package_that_does_not_exist
@@ -26,6 +25,7 @@ def policy_loss(logps: a_package_that_does_not_exist.Logps, config):
     return config.get("factor") * helpers.total(logps)
 
 class Trainer(a_package_that_does_not_exist.Trainer):
+    @torch.no_grad()
     def total(logps):
         return logps.sum()
 """
@@ -36,18 +36,12 @@ def test_functions_are_read_without_importing_their_package(tmp_path):
     (tmp_path / "theirs" / "loss.py").write_text(LOSS)
     project = Project("theirs on PyPI", "1.0", "theirs/loss.py: policy_loss Trainer.total", {}, modules="helpers")
     theirs = read_functions(project, tmp_path)
-    assert theirs.policy_loss(theirs.torch.ones(3), Settings(factor=2.0)) == 6.0
+    loss = theirs.policy_loss(theirs.torch.ones(3, requires_grad=True), Settings(factor=2.0))
+    assert loss == 6.0 and not loss.requires_grad  # the decorator changes the gradient, as in Liger's VESPO
     with pytest.raises(ValueError, match=r"loss.py has no ppo; the table was made with theirs on PyPI 1.0"):
         read_functions(Project("theirs on PyPI", "1.0", "theirs/loss.py: ppo", {}), tmp_path)
     with pytest.raises(ValueError, match=r"has no file theirs/kl.py; give the folder of a clone or of an unpacked"):
         read_functions(Project("theirs on PyPI", "1.0", "theirs/kl.py: kl", {}), tmp_path)
-
-
-def test_a_decorator_that_changes_the_numbers_is_kept(tmp_path):
-    """Without torch.no_grad, Liger's weights of VESPO would get a gradient."""
-    (tmp_path / "loss.py").write_text("@torch.no_grad()\ndef weight(x):\n    return 2 * x\n")
-    theirs = read_functions(Project("theirs on PyPI", "1.0", "loss.py: weight", {}), tmp_path)
-    assert not theirs.weight(theirs.torch.ones(1, requires_grad=True)).requires_grad
 
 
 STEP = """
@@ -86,17 +80,12 @@ def test_a_loss_of_another_framework_is_read(framework, tmp_path):
     assert loss(batch, Arguments({}, set())).item() == 2
 
 
-LEAKS = """
-def grpo_loss(logps, mask, advantages):
-    return -(logps * advantages).sum() / mask.sum()
-"""
-
-
 def test_the_command_checks_laws_and_trl_numbers(tmp_path, monkeypatch, capsys):
     def adapter(theirs, b, o):
         return theirs.grpo_loss(b.logps, b.mask, b.advantages)
 
-    (tmp_path / "loss.py").write_text(LEAKS)
+    code = "def grpo_loss(logps, mask, advantages):\n    return -(logps * advantages).sum() / mask.sum()\n"
+    (tmp_path / "loss.py").write_text(code)
     project = Project("theirs on PyPI", "1.0", "loss.py: grpo_loss", {adapter: "BNPO"})
     monkeypatch.setitem(PROJECTS, "theirs", project)
     __main__.main(["theirs", str(tmp_path), "--laws"])
@@ -150,7 +139,7 @@ def test_the_table_has_the_recorded_findings_of_all_losses(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ON_PYPI)
+@pytest.mark.parametrize("name", [name for name, x in PROJECTS.items() if x.source.endswith(" on PyPI")])
 def test_the_page_is_what_a_downloaded_wheel_gives(name, tmp_path, capsys):
     project = PROJECTS[name]
     package = f"{project.source.removesuffix(' on PyPI')}=={project.tried}"

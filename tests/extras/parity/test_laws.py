@@ -1,27 +1,18 @@
 """Test that each law of a loss finds a loss that breaks only this law, and that right losses obey all laws."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-import minimal
-from minivlmrl.extras.parity import calling, command, common_laws
+from minivlmrl.extras.parity import command, common_laws
 from minivlmrl.extras.parity.all_laws import LAWS, examine, laws
 from minivlmrl.extras.parity.loss import judge
-from minivlmrl.losses import grpo_variants, preference, sft  # noqa: F401  grpo_variants adds losses to grpo.py
+from minivlmrl.losses import grpo_variants, preference  # noqa: F401  grpo_variants adds losses to grpo.py
 from minivlmrl.losses.grpo import AVERAGES, grpo_loss
-from tests.extras.parity.test_loss import changed, chosen, dual_clip, k3, row_mean, token_mean
-
-
-def gspo(batch, options):
-    """Compute GSPO with the arithmetic mean of the ratios."""
-    ratio = (batch["per_token_logps"] - batch["old_per_token_logps"]).exp()
-    mean = (ratio * batch["mask"]).sum(1, keepdim=True) / batch["mask"].sum(1, keepdim=True)
-    return changed(ratio=lambda q: mean, terms=lambda q: q.term)(batch, options)
-
-
-def usual_grpo(batch, options):
-    return changed()(batch, options | {"loss_type": "grpo"})
+from tests.extras.parity import test_loss as losses
+from tests.extras.parity.test_loss import changed, dual_clip, k3, my_loss, row_mean, row_means, token_mean
 
 
 def dpo(batch, options, **changes):
@@ -34,22 +25,9 @@ def dpo(batch, options, **changes):
     return put["mean"](put["loss"](z, options["label_smoothing"], options["beta"]))
 
 
-def wrong_dpo(**changes):
-    return lambda batch, options: dpo(batch, options, **changes)
-
-
-def smoothed_with_a_wrong_sign(z, e, beta):
-    return -(1 - e) * logsigmoid(beta * z) + e * logsigmoid(-beta * z)
-
-
-def with_gradient_at_padding(q):
-    return token_mean(q.terms, q.mask) + ((1 - q.mask) * (q.logps - q.logps.detach())).sum()
-
-
 def kl_in_the_minimum(q):
-    ratio = q.ratio
-    clipped = ratio.clamp(1 - q.low, 1 + q.high) * q.advantages
-    return -torch.min(ratio * q.advantages - q.beta * q.kl, clipped)
+    clipped = q.ratio.clamp(1 - q.low, 1 + q.high) * q.advantages
+    return -torch.min(q.ratio * q.advantages - q.beta * q.kl, clipped)
 
 
 def maximum(q):
@@ -59,7 +37,10 @@ def maximum(q):
 # For each law, a loss that breaks only this law
 WRONG = {
     "numbers_are_finite": (changed(loss=lambda q: q.loss + q.logps.sum() * 0 / (len(q.mask) - 4)), {}),
-    "masked_tokens_are_inert": (changed(loss=with_gradient_at_padding), {}),
+    "masked_tokens_are_inert": (
+        changed(loss=lambda q: q.loss + ((1 - q.mask) * (q.logps - q.logps.detach())).sum()),
+        {},
+    ),
     "padding_changes_nothing": (changed(loss=lambda q: (q.terms * q.mask).mean(1).mean()), {}),
     "rows_have_no_order": (changed(loss=lambda q: q.loss + (q.logps * q.mask)[0].detach().sum()), {}),
     "micro_batches_add_up": (changed(loss=lambda q: token_mean(q.terms, q.mask)), {"loss_type": "dapo"}),
@@ -70,18 +51,24 @@ WRONG = {
         {},
     ),
     "the_ratio_acts_within_its_bounds": (changed(term=maximum), {}),
-    "ratios_belong_to_their_tokens": (gspo, {"importance_sampling_level": "sequence"}),
-    "the_average_is_that_of_the_loss_type": (usual_grpo, {"loss_type": "dr_grpo"}),
+    "ratios_belong_to_their_tokens": (
+        changed(ratio=lambda q: row_means((q.logps - q.old).exp(), q.mask)),
+        {"importance_sampling_level": "sequence"},
+    ),
+    "the_average_is_that_of_the_loss_type": (changed(loss=lambda q: row_mean(q.terms, q.mask)), {"loss_type": "dapo"}),
     "the_reference_acts_through_beta": (changed(beta=lambda q: q.beta**2), {}),
     "the_kl_acts_apart_from_the_advantage": (changed(terms=kl_in_the_minimum), {}),
     "the_kl_is_that_of_policy_and_reference": (changed(kl=lambda q: k3(q.logps - q.ref)), {}),
-    "answers_act_in_their_directions": (wrong_dpo(margin=lambda s: s[:, 1] - s[:, 0]), {"kind": "dpo"}),
-    "only_log_ratios_count": (wrong_dpo(ref=lambda x: 0 * x), {"kind": "dpo"}),
-    "answers_have_opposite_gradients": (wrong_dpo(margin=lambda s: s[:, 0] - s[:, 1] / 2), {"kind": "dpo"}),
-    "beta_multiplies_the_margin": (wrong_dpo(loss=lambda z, e, beta: -beta * logsigmoid(z)), {"kind": "dpo"}),
-    "log_ratios_are_added_or_averaged": (wrong_dpo(total=lambda x, m: (x * m).sum(-1) / m.sum(-1)), {"kind": "dpo"}),
-    "labels_are_smoothed": (wrong_dpo(loss=smoothed_with_a_wrong_sign), {"kind": "dpo"}),
-    "pairs_are_averaged": (wrong_dpo(mean=torch.sum), {"kind": "dpo"}),
+    "answers_act_in_their_directions": (partial(dpo, margin=lambda s: s[:, 1] - s[:, 0]), {"kind": "dpo"}),
+    "only_log_ratios_count": (partial(dpo, ref=lambda x: 0 * x), {"kind": "dpo"}),
+    "answers_have_opposite_gradients": (partial(dpo, margin=lambda s: s[:, 0] - s[:, 1] / 2), {"kind": "dpo"}),
+    "beta_multiplies_the_margin": (partial(dpo, loss=lambda z, e, beta: -beta * logsigmoid(z)), {"kind": "dpo"}),
+    "log_ratios_are_added_or_averaged": (partial(dpo, total=lambda x, m: (x * m).sum(-1) / m.sum(-1)), {"kind": "dpo"}),
+    "labels_are_smoothed": (
+        partial(dpo, loss=lambda z, e, beta: -(1 - e) * logsigmoid(beta * z) + e * logsigmoid(-beta * z)),
+        {"kind": "dpo"},
+    ),
+    "pairs_are_averaged": (partial(dpo, mean=torch.sum), {"kind": "dpo"}),
     "tokens_are_averaged": (lambda batch, _: -row_mean(batch["per_token_logps"], batch["mask"]), {"kind": "sft"}),
 }
 # laws that only yield notes, because some projects break them on purpose
@@ -105,54 +92,30 @@ def test_each_law_has_a_loss_that_breaks_it():
     assert {law.__name__ for group in (common_laws.COMMON_LAWS, *LAWS.values()) for law in group} == {*WRONG, *NOTED}
 
 
-def of_both(q):
-    """Compute two mistakes at once: the maximum in place of the minimum, and a KL without a gradient."""
-    return maximum(q) + q.beta * k3(q.ref - q.logps).detach()
-
-
-def twice_detached(q):
-    return q.term * q.ratio.detach()
-
-
-LUSPO = {"loss_type": "luspo", "importance_sampling_level": "sequence"}
 # Mistakes that need no name in names.py, because a law says them: (loss, options, beginnings of the sentences)
 SAID = {
-    "LUSPO trains padding": (changed(loss=lambda q: q.terms.sum(1).mean()), LUSPO,
-        ["masked tokens are trained", "padding changes the loss"]),
     "p log p as entropy": (changed(terms=lambda q: q.term + q.beta * q.kl + 0.01 * q.logps.exp() * q.logps), {},
         ["a token whose advantage is 0 is trained, although beta is 0"]),
-    "dual clip of the wrong sign": (changed(term=lambda q: q.term.where(q.advantages >= 0, 3 * q.advantages)), {},
-        ["a token is not pushed in the direction of its advantage"]),
-    "rows with a positive advantage": (
-        changed(loss=lambda q: (q.terms * q.mask).sum() / (q.mask * (q.advantages > 0)).sum().clamp(min=1)), {},
-        ["the advantage of a row changes the gradient of another row"]),
-    "ratio over the whole batch": (changed(log_ratio=lambda q: token_mean(q.log_ratio, q.mask)), {},
-        ["a token is not pushed in the direction", "the advantage of a row changes the gradient of another row"]),
-    "ratio twice": (changed(term=twice_detached), {}, ["the gradient of a token is wrong. Smallest batch: one token"]),
+    "rounded ratio": (changed(ratio=lambda q: q.log_ratio.bfloat16().exp().double()), {},
+        ["the gradient of a token is wrong. Smallest batch: one token"]),
     "clipped product": (
         changed(term=lambda q: -torch.min(q.ratio * q.advantages, (q.ratio * q.advantages).clamp(max=1 + q.high))
                 .where(q.advantages > 0, torch.min(q.ratio * q.advantages, q.ratio.clamp(1 - q.low) * q.advantages))),
         {}, ["A > 0: a token has a gradient where the clip must stop it. Smallest batch: one token, advantage 0.5"]),
-    "pi / pi_ref as weight": (changed(weight=lambda q: (q.logps - q.ref).exp()), {},
-        ["the KL is not that of policy and reference"]),
     "CISPO without a gradient outside of its bounds": (
         changed(term=lambda q: -q.ratio.clamp(1 - q.low, 1 + q.high) * q.advantages), {"loss_type": "cispo"},
         ["a token outside of the bounds has no gradient, but CISPO keeps every token's gradient"]),
-    "two at once with DAPO's average": (changed(terms=of_both), {"loss_type": "dapo"}, [
+    "two at once with DAPO's average": (
+        changed(terms=lambda q: maximum(q) + q.beta * k3(q.ref - q.logps).detach()), {"loss_type": "dapo"}, [
         "A > 0: a token has no gradient where the loss must act", "A > 0: a token has a gradient where the clip must",
         "A < 0: a token has a gradient where the clip must", "A < 0: a token has no gradient where the loss must act",
         "the KL has no gradient, but only a value"]),
     "IPO with 1 / beta": (
-        wrong_dpo(total=lambda x, mask: (x * mask).sum(-1) / mask.sum(-1), loss=lambda z, e, beta: (z - 1 / beta) ** 2),
+        partial(dpo, total=lambda x, m: (x * m).sum(-1) / m.sum(-1), loss=lambda z, e, beta: (z - 1 / beta) ** 2),
         {"kind": "dpo", "loss_type": "ipo"}, ["the loss is not 0 at IPO's margin 1 / (2 beta)"]),
-    "advantages normalized in a micro-batch": (
-        changed(advantages=lambda q: (q.advantages - q.advantages.mean()) / (q.advantages.std() + 1e-4)), {},
-        ["the loss or its gradient is not a number", "a token is not pushed in the direction",
-         "the advantage of a row changes the gradient of another row"]),
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:std")
 @pytest.mark.parametrize("name", SAID)
 def test_laws_say_what_has_no_name(name):
     loss, options, beginnings = SAID[name]
@@ -172,28 +135,15 @@ def test_our_policy_losses_obey_all_laws(loss_type, corrected):
 
 @pytest.mark.parametrize("level", ("sequence", "sequence_token"))
 def test_our_gspo_obeys_all_laws(level):
-    loss = lambda b, o: calling.call(grpo_loss, b, o | {"importance_sampling_level": level})  # noqa: E731
+    loss = lambda b, o: my_loss(b, o | {"importance_sampling_level": level})  # noqa: E731
     assert laws(loss, importance_sampling_level="sequence") == 16
 
 
-@pytest.mark.parametrize("loss_type", preference.DPO_LOSSES)
-def test_our_preference_losses_obey_all_laws(loss_type):
-    loss = lambda b, o: preference.dpo_loss(**b, **chosen(preference.dpo_loss, o))[0]  # noqa: E731
-    laws(loss, kind="dpo", loss_type=loss_type)
-
-
-@pytest.mark.parametrize("loss_type", ("nll", "dft"))
-def test_our_sft_losses_obey_all_laws(loss_type):
-    assert laws(lambda batch, options: sft.sft_loss(**batch, loss_type=loss_type), kind="sft", loss_type=loss_type) == 6
-
-
-def test_the_loss_of_minimal_py_obeys_all_laws():
-    def loss(b, options):
-        named = {name: options[name] for name in ("epsilon_low", "epsilon_high", "beta")}
-        named |= {name: b[name] for name in ("old_per_token_logps", "ref_per_token_logps")}
-        return minimal.grpo_loss(b["per_token_logps"], b["advantages"], b["mask"], **named)
-
-    assert laws(loss, loss_type="grpo") == 16
+@pytest.mark.parametrize(("kind", "loss_type"), [
+    *(("dpo", name) for name in preference.DPO_LOSSES), ("sft", "nll"), ("sft", "dft")
+])  # fmt: skip
+def test_our_preference_and_sft_losses_obey_all_laws(kind, loss_type):
+    assert laws(my_loss, kind=kind, loss_type=loss_type) > 5
 
 
 def losses_with_notes():
@@ -202,15 +152,9 @@ def losses_with_notes():
     yield changed(), "the cosine between the gradients is 0.88"
     yield changed(ratio=lambda q: (q.logps - q.logps.detach()).exp()), "no ratio, which is right for one update"
     yield changed(high=lambda q: q.low), "only one bound: the ratio is clipped at 1.2 instead of 1.28"
-    yield (
-        changed(term=dual_clip(3.0)),
-        "a dual clip: a token with a negative advantage has no gradient at ratios above 3",
-    )
-    yield changed(term=dual_clip(1.5)), "no gradient at ratios above 1.5 "
+    dual = "a dual clip: a token with a negative advantage has no gradient at ratios above 1.5 "
+    yield changed(term=dual_clip(1.5)), dual
     yield changed(term=dual_clip(3.0), high=lambda q: q.low), "ratios above 3, and only one bound"
-    mask = "a mask: no token with a ratio below 0.8 or above 1.28 has a gradient"
-    yield changed(term=lambda q: q.term * (q.ratio > 0.8) * (q.ratio < 1.28)), mask
-    yield changed(term=lambda q: -q.ratio.detach() * q.advantages * q.logps), "CISPO's gradient, with weights between"
     mask = "a mask: no token with a ratio below 0.5 or above 2 has a gradient"
     yield changed(term=lambda q: -q.ratio * q.advantages * (q.ratio > 0.5) * (q.ratio < 2)), mask
     clipped = changed(term=lambda q: -q.ratio.clamp(max=q.high).detach() * q.advantages * q.logps)
@@ -231,14 +175,14 @@ def test_designs_of_projects_are_notes(loss, expected):
 def test_a_named_loss_type_is_a_law():
     cispo = changed(term=lambda q: -q.ratio.detach() * q.advantages * q.logps)
     assert examine(cispo, loss_type="grpo").broken_laws() == ["the_ratio_acts_within_its_bounds"]
-    gspo_loss = changed(log_ratio=lambda q: (q.log_ratio * q.mask).sum(1, keepdim=True) / q.mask.sum(1, keepdim=True))
+    gspo_loss = changed(log_ratio=lambda q: row_means(q.log_ratio, q.mask))
     assert "one ratio, the geometric mean" in notes(gspo_loss)
     assert examine(gspo_loss, importance_sampling_level="token").broken_laws() == ["ratios_belong_to_their_tokens"]
 
 
 def test_projects_average_gspo_differently():
-    mean = lambda q: (q.log_ratio * q.mask).sum(1, keepdim=True) / q.mask.sum(1, keepdim=True)  # noqa: E731
-    loss = changed(log_ratio=mean, loss=lambda q: token_mean(q.terms + 0 * q.mask, q.mask), kl=lambda q: 0 * q.kl)
+    mean, average = lambda q: row_means(q.log_ratio, q.mask), lambda q: token_mean(q.terms + 0 * q.mask, q.mask)
+    loss = changed(log_ratio=mean, loss=average, kl=lambda q: 0 * q.kl)
     assert examine(loss, loss_type="grpo", importance_sampling_level="sequence").agrees
     assert examine(loss, loss_type="grpo").broken_laws()
 
@@ -253,42 +197,23 @@ def test_label_smoothing_without_an_effect_is_not_tested():
 
 
 def test_an_ipo_loss_is_recognized():
-    def ipo(batch, options):
-        assert options["loss_type"] == ["sigmoid"]  # a list, as in the recorded cases
-        sums = ((batch["per_token_logps"] - batch["ref_per_token_logps"]) * batch["mask"]).sum(-1)
-        return (sums[:, 0] - sums[:, 1] - 0.5 / options["beta"]).square().mean()
-
-    assert examine(ipo, kind="dpo").agrees
-    assert examine(ipo, kind="dpo", loss_type="sigmoid").broken_laws() == ["beta_multiplies_the_margin"]
+    assert examine(losses.ipo_of_sums, kind="dpo").agrees
+    assert examine(losses.ipo_of_sums, kind="dpo", loss_type="sigmoid").broken_laws() == ["beta_multiplies_the_margin"]
 
 
 def test_a_loss_with_one_bound_has_no_sentence_about_the_other():
     """The maximum is wrong for negative advantages; the missing second bound is a design."""
-
-    def loss(q):
-        clipped = q.ratio.clamp(1 - q.low, 1 + q.low) * q.advantages
-        smaller, larger = torch.min(q.ratio * q.advantages, clipped), torch.max(q.ratio * q.advantages, clipped)
-        return -smaller.where(q.advantages > 0, larger)
-
-    expected = examine(changed(term=loss)).sentences("broken")
+    expected = examine(losses.one_bound_maximum).sentences("broken")
     assert expected and all(text.startswith("A < 0: ") for text in expected)
 
 
 def test_a_report_counts_the_tested_laws_and_shows_different_numbers():
     expected = str(examine(changed(term=maximum, beta=lambda q: 0)))
     assert expected.startswith("the loss breaks 1 of 12 laws, in 4 ways\n") and "not tested: the KL" in expected
-    [expected] = examine(wrong_dpo(margin=lambda s: s[:, 0] - s[:, 1].roll(1)), kind="dpo").sentences("broken")
+    [expected] = examine(partial(dpo, margin=lambda s: s[:, 0] - s[:, 1].roll(1)), kind="dpo").sentences("broken")
     assert expected.endswith("the loss is 0.6748 instead of 0.6745")
     for text in examine(changed(old=lambda q: q.old.half().double()), loss_type="grpo").sentences("note"):
         assert "[[1]] in the KL, and [[1]]" not in text
-
-
-def test_rounding_and_a_detached_kl_are_found():
-    rounded = changed(ratio=lambda q: q.log_ratio.bfloat16().exp().double())
-    assert "the_ratio_acts_within_its_bounds" in examine(rounded).broken_laws()
-    [expected] = examine(changed(kl=lambda q: k3(q.ref - q.logps).detach())).sentences("broken")
-    assert expected.startswith("the KL has no gradient, but only a value")
-    assert "not tested: the KL, because beta changes nothing" in str(examine(changed(beta=lambda q: 0)))
 
 
 def test_the_command_prints_the_smallest_batch(tmp_path, monkeypatch, capsys):
@@ -303,9 +228,6 @@ def test_the_command_prints_the_smallest_batch(tmp_path, monkeypatch, capsys):
     assert "the loss obeys all 6 laws" in capsys.readouterr().out
     assert command.main(["--laws", "mine.py:wrong", "--only", "kind=sft"]) == 1
     assert "broken: masked tokens are trained. Smallest batch: mask [[1, 0]]; its gr" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        command.main(["--laws", "a_folder"])
-    assert "--laws is an option for a loss function, FILE.py:FUNCTION" in capsys.readouterr().err
 
 
 def test_laws_refuse_what_they_do_not_know():
@@ -319,10 +241,6 @@ def test_laws_refuse_what_they_do_not_know():
 
 @pytest.mark.parametrize("framework", ("jax", "mlx"))
 def test_a_loss_of_another_framework_has_laws(framework):
-    pytest.importorskip({"jax": "jax", "mlx": "mlx.core"}[framework])
-
-    loss = lambda b, o: -(b["per_token_logps"] * b["mask"]).sum() / b["mask"].sum()  # noqa: E731
-    assert laws(loss, kind="sft", tolerance=1e-5, framework=framework) == 6
-    of_all_places = lambda b, o: -b["per_token_logps"].mean()  # noqa: E731
-    report = examine(of_all_places, kind="sft", tolerance=1e-5, framework=framework)
-    assert "masked_tokens_are_inert" in report.broken_laws()
+    np = pytest.importorskip({"jax": "jax.numpy", "mlx": "mlx.core"}[framework])
+    report = examine(lambda b, o: -np.mean(b["per_token_logps"]), kind="sft", tolerance=1e-5, framework=framework)
+    assert report.broken_laws() == ["masked_tokens_are_inert", "padding_changes_nothing", "tokens_are_averaged"]

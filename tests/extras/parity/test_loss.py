@@ -14,7 +14,7 @@ from minivlmrl.extras.parity.all_laws import LAWS
 from minivlmrl.extras.parity.calling import call
 from minivlmrl.extras.parity.command import main
 from minivlmrl.extras.parity.common_laws import COMMON_LAWS
-from minivlmrl.extras.parity.loss import cases, check, compare, distance, judge
+from minivlmrl.extras.parity.loss import cases, check, distance, judge
 from minivlmrl.extras.parity.vectors import read_cases
 from minivlmrl.losses import preference, sft
 from minivlmrl.losses.grpo import grpo_loss
@@ -38,8 +38,12 @@ def token_mean(x, mask):
     return (x * mask).sum() / mask.sum()
 
 
+def row_means(x, mask):
+    return (x * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
 def row_mean(x, mask):
-    return ((x * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+    return row_means(x, mask).mean()
 
 
 DIVISORS = {"dapo": token_mean, "grpo": row_mean, "dr_grpo": lambda x, mask: ((x * mask).sum(1) / 9).mean()}
@@ -51,10 +55,6 @@ def surrogate(q, ratio):
 
 def k3(d):
     return d.exp() - d - 1
-
-
-def bare(logps, A, *rest, **named):
-    return grpo_loss(logps, A, *rest, **named)[0]
 
 
 def usual(batch, options, **changes):
@@ -79,7 +79,7 @@ def usual(batch, options, **changes):
     put("beta", options["beta"])
     log_ratio = q.logps - q.old
     if options["importance_sampling_level"] == "sequence":
-        log_ratio = (log_ratio * q.mask).sum(1, keepdim=True) / q.mask.sum(1, keepdim=True).clamp(min=1)
+        log_ratio = row_means(log_ratio, q.mask)
     put("log_ratio", log_ratio)
     put("ratio", q.log_ratio.exp())
     put("term", surrogate(q, q.ratio))
@@ -117,6 +117,7 @@ NO_KL = GRPO | {"beta": 0.0}
 SWAPPED = "policy and reference are swapped in the KL"
 DPO = {"kind": "dpo", "loss_type": "sigmoid"}
 GSPO = NO_KL | {"importance_sampling_level": "sequence"}
+SAPO = NO_KL | {"loss_type": "sapo"}
 
 
 def test_a_loss_of_ones_own_is_checked_against_recorded_numbers(monkeypatch):
@@ -124,14 +125,16 @@ def test_a_loss_of_ones_own_is_checked_against_recorded_numbers(monkeypatch):
     numbers = {"grpo": 267, "dpo": 35, "sft": 6}
     assert {kind: check(my_loss, kind=kind) for kind in numbers} == numbers and check(my_loss, delta=3.0) == 8
     assert check(grpo_loss) == 267  # a loss of a recipe needs no wrapper
-    with_metrics = [lambda *args, **kwargs: grpo_loss(*args, **kwargs), lambda *given: (my_loss(*given), {"metric": 1})]
-    assert [check(loss, loss_type="dr_grpo") for loss in (*with_metrics, bare)] == [33, 33, 33]
+    for loss in (
+        lambda logps, *rest, **named: grpo_loss(logps, *rest, **named)[0],
+        lambda *given: (my_loss(*given), {"metric": 1}),
+    ):
+        assert check(loss, loss_type="dr_grpo") == 33
     assert check(my_loss, loss_type="dapo") == 50 and check(my_loss, kind="dpo", loss_type="sigmoid") == 5
     assert check(usual, whole_step=True, **DAPO) == 23
 
 
 @pytest.mark.parametrize("only, phrase", [
-    ({"kind": "ppo"}, r"no recorded case has all .* together; .*'kind': \['dpo', 'grpo', 'sft'\]"),
     ({"loss_type": "gspo"}, r"'bnpo', 'cispo', 'dapo', 'dft', 'dr_grpo', .*; options: .*importance_sampling_level"),
     ({"beta": 3}, r"'beta': \['0.0', '0.05', '0.1', "),
     ({"epsilon": 1}, r"'epsilon': \['None'\]}; options: beta, .*epsilon_high, epsilon_low, .*whole_step$"),
@@ -141,56 +144,8 @@ def test_a_check_of_no_case_lists_what_there_is(only, phrase):
         check(my_loss, **only)
 
 
-@pytest.mark.parametrize("loss, phrase", [
-    (lambda batch, options: batch["mask"], r"my_loss returned tensor.* a tensor of shape \(\)"),
-    (lambda logps, advantages, mask, *, normalizer, **others: (logps.sum(1), {}), r"my_loss returned .* shape \(\)"),
-], ids=["for parity", "for a recipe"])  # fmt: skip
-def test_what_a_loss_must_return_is_said(loss, phrase):
-    with pytest.raises(ValueError, match=f"(?s){phrase}"):
-        check(loss)
-
-
-def test_the_report_of_a_wrong_loss():
-    with pytest.raises(AssertionError) as error:
-        check(lambda batch, options: 2 * my_loss(batch, options), kind="sft")
-    head, *lines, more, name, effect = str(error.value).splitlines()
-    assert (head, len(lines), more) == ("6 of 6 cases differ from TRL", 4, "... and 2 more")
-    assert all(re.match(r"sft\d+ \(.*\): value differs by .*, gradient by \d", line) for line in lines)
-    assert name == "mistake: all values are 2 times as large" and effect.startswith("  effect: ")
-
-
-def clamp(name, low=None, high=None):
-    return changed(**{name: lambda q: getattr(q, name).clamp(low, high)})
-
-
-def test_recorded_cases_have_ratios_that_a_clamp_changes():
-    """A clamp of log-ratios shows only if the policy is far from the old policy."""
-    for loss_type in DIVISORS:
-        only = {"loss_type": loss_type, "importance_sampling_level": "token", "whole_step": True}
-        assert check(usual, **only) > 6
-        for loss in (clamp("log_ratio", None, 20), clamp("log_ratio", -10), clamp("ratio", high=10)):
-            assert differs(loss, **only)
-    for loss_type in preference.DPO_LOSSES.keys() - {"sft"}:  # sft has no log-ratio
-        assert differs(clamped_dpo, kind="dpo", loss_type=loss_type)
-
-
-def differs(loss, **only):
-    return any(compare(loss, 1e-6, *case).error > 1e-6 for case in cases(**only))
-
-
-def clamped_dpo(batch, options):
-    drift = batch["per_token_logps"] - batch["ref_per_token_logps"]
-    return my_loss(batch | {"ref_per_token_logps": batch["per_token_logps"] - drift.clamp(-2, 2)}, options)
-
-
 def ipo_of_sums(batch, options):
-    margin = dpo_sums(batch)
-    return (margin[:, 0] - margin[:, 1] - 0.5 / options["beta"]).square().mean()
-
-
-def only_gradients(batch, options):
-    loss = usual(batch, options)
-    return loss - loss.detach()
+    return (margins(batch) - 0.5 / options["beta"]).square().mean()
 
 
 def low_var_kl(q):
@@ -198,32 +153,25 @@ def low_var_kl(q):
     return k3((q.ref - q.logps).clamp(-20, 20)).clamp(-10, 10)
 
 
-def two_bounds(q):
-    return -q.ratio.detach().clamp(1 - q.low, 1 + q.high) * q.advantages * q.logps
-
-
 # (loss, options of its cases, kinds and texts of the findings)
 NAMED = [
     (changed(term=dual_clip(3.0)), GRPO, "design: dual clip: with a negative advantage, a ratio counts at most 3"),
-    (clamp("log_ratio", -20, 20), NO_KL, "design: the log of the ratio is clamped to -20 and 20"),
-    (changed(kl=low_var_kl), PLAIN, "design: the KL is clamped to -10 and 10"),
+    (changed(log_ratio=lambda q: q.log_ratio.clamp(-20, 20)), NO_KL,
+     "design: the log of the ratio is clamped to -20 and 20"),
     (changed(kl=lambda q: k3((q.ref - q.logps).clamp(-5, 5))), PLAIN, "design: the log-ratio in the KL is clamped to"),
-    (changed(kl=low_var_kl, term=dual_clip(3.0)), GRPO, "design: dual clip; design: the KL is clamped"),
     (changed(weight=lambda q: 1), GRPO, "design: the KL is not weighted with the ratio"),
     (changed(loss=lambda q: (q.terms * q.mask).sum()), GRPO, "design: .* the sum over all tokens"),
     (changed(loss=lambda q: DIVISORS["dr_grpo"](q.terms, q.mask)), GRPO,
      "design: .*(fixed length of 9 for|averaged as in dr_grpo)"),
-    (changed(loss=lambda q: row_mean(q.terms, q.mask)), WHOLE, "design: the loss is averaged as in grpo"),
     (changed(loss=lambda q: (q.terms * q.mask).mean()), WHOLE, "mistake: the loss is divided by all columns, padding"),
-    (changed(loss=lambda q: (q.terms * q.mask).mean()), NO_KL | {"loss_type": "dr_grpo"},
-     "mistake: the loss is divided by all columns, padding included"),
     (changed(kl=low_var_kl, term=dual_clip(3.0), loss=lambda q: ((q.terms * q.mask).sum(1) / q.mask.sum(1)).mean()),
      GRPO, "design: dual clip; design: the KL is clamped; mistake: a row without tokens is divided by 0"),
     (changed(kl=lambda q: low_var_kl(q) + low_var_kl(q).detach()), KL,
      "design: the KL is clamped; design: the remaining differences are in the value"),
     (changed(weight=lambda q: q.ratio.detach()), GRPO | {"use_bias_correction_kl": True},
      "mistake: the ratio that weights the KL is detached"),
-    (clamp("log_ratio", -0.1, 0.1), NO_KL, "mistake: the log of the ratio is clamped to -0.1 and 0.1"),
+    (changed(log_ratio=lambda q: q.log_ratio.clamp(-0.1, 0.1)), NO_KL,
+     "mistake: the log of the ratio is clamped to -0.1 and 0.1"),
     (changed(term=lambda q: -q.ratio * q.advantages * (q.ratio >= 1 - q.low) * (q.ratio <= 1 + q.high)), NO_KL,
      "design: no token outside of 1 - epsilon_low"),
     (changed(loss=lambda q: (q.terms * q.mask).sum() / (q.mask * (q.advantages > 0)).sum().clamp(min=1)), NO_KL | DAPO,
@@ -235,66 +183,57 @@ NAMED = [
      "mistake: the first token of each answer is left out"),
     (lambda b, o: dpo_of()(b | {"mask": b["mask"] * pad(b["mask"], (0, 1))[..., 1:]}, o), DPO,
      "mistake: the last token of each answer is left out$"),
-    (changed(loss=lambda q: ((q.terms * q.mask).sum(1) / q.mask.sum(1)).mean()), WHOLE,
-     "design: the loss is averaged as in grpo; mistake: a row without tokens is divided by 0"),
     (changed(loss=lambda q: row_mean(q.terms, q.mask) * len(q.mask) / q.mask.any(1).sum()), GRPO,
      "mistake: the mean of the rows is only over rows with a token"),
-    (changed(term=two_bounds), WHOLE | {"loss_type": "cispo", "beta": 0.0},
-     r"design: cispo's ratio is clamped to 1 - epsilon_low and 1 \+ epsilon_high"),
+    (changed(term=lambda q: -q.ratio.detach().clamp(1 - q.low, 1 + q.high) * q.advantages * q.logps),
+     WHOLE | {"loss_type": "cispo", "beta": 0.0}, r"design: cispo's ratio is clamped to 1 - epsilon_low and 1 \+ eps"),
     (ipo_of_sums, {"kind": "dpo", "loss_type": "ipo"}, "design: .* the sum over its tokens"),
     (changed(loss=lambda q: q.loss + 0.5), WHOLE, "design: the value has a constant of 0.5 without gradient"),
-    (only_gradients, WHOLE, "design: the values differ, but the gradients are equal in all cases$"),
+    (changed(loss=lambda q: q.loss - q.loss.detach()), WHOLE,
+     "design: the values differ, but the gradients are equal in all cases$"),
     (changed(mask=lambda q: q.mask.roll(1, 1)), WHOLE, "mistake: a mask value .* the previous token in its row$"),
     (lambda *given: my_loss(*given) / 2, {}, "mistake: all values are 0.5 times as large$"),
-    (lambda *given: my_loss(*given) * 0, {}, "mistake: no gradient reaches the policy$"),
+    (lambda *given: my_loss(*given).detach(), PLAIN, "mistake: no gradient reaches the policy$"),
     (lambda b, o: my_loss(b, o) * len(b["mask"]), {}, "mistake: .* multiplied by the number of rows"),
     (lambda b, o: my_loss(b, o) / o["beta"], KL, "mistake: all values are divided by beta$"),
-    (lambda b, o: my_loss(b, o) / math.log(2), WHOLE, "mistake: .* multiplied by 1 / ln 2, as in bits$"),
     (lambda b, o: my_loss(b, o) / o["max_completion_length"], PLAIN,
      "mistake: .* divided by the number of tokens of max_completion_length$"),
     (changed(term=lambda q: q.term * q.ratio), NO_KL, "mistake: the policy .* by the ratio a second time"),
-    (changed(kl=lambda q: k3(q.logps - q.ref)), PLAIN, "mistake: policy and reference are swapped in the KL"),
     (changed(kl=lambda q: q.ref - q.logps), KL, "mistake: the KL estimator is k1 with the wrong sign"),
+    (changed(term=lambda q: -q.term), KL, "mistake: the policy term, without the KL, has the wrong sign"),
     (changed(loss=lambda q: (q.terms * q.mask).sin().sum()), WHOLE | {"beta": 0.0}, ""),
 ]  # fmt: skip
 
 
-def drop_last(q):
-    return ((q.term * q.mask * pad(q.mask, (-1, 1))).sum(1) / q.mask.sum(1).clamp(min=1)).mean()
-
-
-def clipped_log_ratio(q):
-    return -torch.min(q.ratio * q.advantages, q.log_ratio.clamp(-q.low, q.high).exp() * q.advantages)
-
-
-def maximum_for_negative(q):
-    one, other = q.ratio * q.advantages, q.ratio.clamp(1 - q.low, 1 + q.high) * q.advantages
-    return -torch.where(q.advantages >= 0, torch.min(one, other), torch.max(one, other))
-
-
 def dpo_of(change=lambda z, _: z):
     def loss(batch, options):
-        sums = dpo_sums(batch)
-        return softplus(-change(options["beta"] * (sums[:, 0] - sums[:, 1]), options["beta"])).mean()
+        return softplus(-change(options["beta"] * margins(batch), options["beta"])).mean()
 
     return loss
 
 
-def dpo_with_reference(*signs):
-    """Return a DPO loss whose reference has these signs for the chosen and the rejected answer."""
-
-    def loss(batch, options):
-        policy, reference = ((batch[f"{name}per_token_logps"] * batch["mask"]).sum(-1) for name in ("", "ref_"))
-        log_ratio = policy - reference * torch.tensor(signs)
-        return softplus(-options["beta"] * (log_ratio[:, 0] - log_ratio[:, 1])).mean()
-
-    return loss
+def chosen_reference_negated(batch, options):
+    signs = torch.tensor([[-1.0], [1.0]])
+    return dpo_of()(batch | {"ref_per_token_logps": signs * batch["ref_per_token_logps"]}, options)
 
 
 def aot_in_order(batch, options):
-    sums, smoothing = dpo_sums(batch), options["label_smoothing"]
-    z = options["beta"] * (sums[:, 0] - sums[:, 1])
+    z, smoothing = options["beta"] * margins(batch), options["label_smoothing"]
     return ((1 - smoothing) * softplus(-z) + smoothing * softplus(z)).mean()
+
+
+def sapo(q, positive=1.0, negative=1.05, scale=4.0):
+    """Compute SAPO with two temperatures; 4 / temperature is the gate's usual scale."""
+    tau = torch.tensor(positive).double().where(q.advantages > 0, torch.tensor(negative).double())
+    return -(tau * (q.ratio - 1)).sigmoid() * scale / (tau if scale == 4 else 1) * q.advantages
+
+
+def one_bound_maximum(batch, options):
+    """Compute the GRPO of reasoning-from-scratch, which reads one epsilon, so that the two cannot be swapped."""
+    advantages, epsilon = batch["advantages"][:, None], options["epsilon_low"]
+    ratio = (batch["per_token_logps"] - batch["old_per_token_logps"]).exp()
+    both = ratio * advantages, ratio.clamp(1 - epsilon, 1 + epsilon) * advantages
+    return -row_mean(torch.where(advantages >= 0, torch.min(*both), torch.max(*both)), batch["mask"])
 
 
 # mistakes that were written without looking at the names of known mistakes; some names were added afterwards
@@ -309,15 +248,15 @@ UNSEEN = [
     (changed(kl=lambda q: (q.ref - q.logps).abs()), KL, "estimator is k1; the KL is replaced by its absolute"),
     (changed(kl=lambda q: q.kl.detach()), KL, "the KL is detached"),
     (changed(ref=lambda q: q.old), KL, "the reference is the old policy"),
-    (changed(high=lambda q: 0.2), NO_KL, "epsilon_low on both sides|epsilon_high is 0.2"),
     (changed(high=lambda q: math.inf, low=lambda q: math.inf), NO_KL, "ratios are not clipped"),
     (changed(mask=lambda q: q.mask * (q.mask.cumsum(1) > 1)), NO_KL, "first token"),
-    (changed(loss=drop_last), NO_KL, "no gradient of the last counted tokens"),
+    (changed(loss=lambda q: ((q.term * q.mask * pad(q.mask, (-1, 1))).sum(1) / q.mask.sum(1).clamp(min=1)).mean()),
+     NO_KL, "no gradient of the last counted tokens"),
     (changed(log_ratio=lambda q: ((q.logps - q.old) * q.mask).sum(1, keepdim=True)), GSPO,
      "the product of its tokens' ratios"),
     (changed(log_ratio=lambda q: ((q.logps - q.old) * q.mask).mean(1, keepdim=True)), GSPO, "divided by all columns,"),
-    (changed(term=clipped_log_ratio), NO_KL, "ratios are clipped to exp"),
-    (changed(term=maximum_for_negative), NO_KL, "is used for negative advantages"),
+    (changed(term=lambda q: -torch.min(q.ratio * q.advantages, q.log_ratio.clamp(-q.low, q.high).exp() * q.advantages)),
+     NO_KL, "ratios are clipped to exp"),
     (changed(loss=lambda q: row_mean(q.term, q.mask) + q.beta * token_mean(q.kl, q.mask)), KL,
      "averaged as in|all tokens"),
     (changed(term=lambda q: -q.ratio.clamp(max=q.high) * q.advantages * q.logps),
@@ -326,7 +265,6 @@ UNSEEN = [
     (changed(weight=lambda q: q.ratio.clamp(1 - q.low, 1 + q.high)), GRPO, "weighted with the clipped ratio"),
     (dpo_of(lambda z, beta: beta * z), DPO, "beta is applied twice"),
     (dpo_of(lambda z, _: z.mean()), DPO, "averaged over the pairs"),
-    (changed(term=lambda q: -q.advantages * q.logps), KL, "REINFORCE"),
     (changed(term=lambda q: -q.advantages * q.logps, kl=lambda q: k3(q.logps - q.ref)), KL | {"loss_type": "dapo"},
      "REINFORCE; policy and reference are swapped in the KL"),
     (lambda batch, options: dpo_of()(batch | {"mask": batch["mask"][:, :1]}, options), DPO, "both answers have the"),
@@ -334,26 +272,6 @@ UNSEEN = [
      "averaged over all columns, padding included"),
     (lambda batch, options: my_loss(batch, options | {"beta": 1 / options["beta"]}),
      {"kind": "dpo", "loss_type": "ipo"}, "one over beta"),
-]  # fmt: skip
-SAPO = NO_KL | {"loss_type": "sapo"}
-
-
-def sapo(q, positive=1.0, negative=1.05, scale=4.0):
-    """Compute SAPO with two temperatures; 4 / temperature is the gate's usual scale."""
-    tau = torch.tensor(positive).double().where(q.advantages > 0, torch.tensor(negative).double())
-    return -(tau * (q.ratio - 1)).sigmoid() * scale / (tau if scale == 4 else 1) * q.advantages
-
-
-def one_bound_maximum(batch, options):
-    """Compute the GRPO of reasoning-from-scratch, which reads one epsilon, so that the two cannot be swapped."""
-    advantages = batch["advantages"][:, None]
-    ratio = (batch["per_token_logps"] - batch["old_per_token_logps"]).exp()
-    clipped = ratio.clamp(1 - options["epsilon_low"], 1 + options["epsilon_low"])
-    both = torch.min(ratio * advantages, clipped * advantages), torch.max(ratio * advantages, clipped * advantages)
-    return -row_mean(both[0].where(advantages >= 0, both[1]), batch["mask"])
-
-
-UNSEEN += [  # from authors who did not know the causes
     (one_bound_maximum, NO_KL, "for negative advantages; design: ratios are clipped with epsilon_low on both sides"),
     (changed(term=lambda q: sapo(q, 1.05, 1.0)), SAPO, "temperatures are swapped; averaged as in dapo"),
     (changed(term=lambda q: sapo(q, scale=4.000000000001)), SAPO,
@@ -373,12 +291,8 @@ UNSEEN += [  # from authors who did not know the causes
         lambda b, o: softplus(
             ((o["beta"] * b["per_token_logps"] - b["ref_per_token_logps"]) * b["mask"]).sum(-1).diff(dim=1)).mean(),
         DPO, "beta multiplies only the policy's"),
-]  # fmt: skip
-UNSEEN += [
     (lambda b, o: -(b["per_token_logps"] * b["mask"]).sum(-1).mean(), {"kind": "sft", "loss_type": "nll"},
      "the tokens of each row of nll are added up"),
-]  # fmt: skip
-UNSEEN += [  # several mistakes at once, of which no recorded case shows only one
     (changed(kl=lambda q: k3(q.logps - q.ref), loss=lambda q: row_mean(q.terms, q.mask)), KL | {"loss_type": "dapo"},
      "averaged as in grpo; swapped in the KL"),
     (changed(kl=lambda q: 0 * q.kl, advantages=lambda q: q.advantages.sign()), KL,
@@ -401,9 +315,6 @@ UNSEEN += [  # several mistakes at once, of which no recorded case shows only on
     (changed(kl=lambda q: q.ratio * (q.logps - q.ref).exp() - (q.logps - q.ref) - 1), KL, "which is not least at the"),
     (changed(loss=lambda q: token_mean(q.terms, q.mask) if q.options["whole_step"] else row_mean(q.terms, q.mask)),
      DAPO | {"beta": 0.0}, "only in whole steps"),
-]  # fmt: skip
-UNSEEN += [
-    (changed(old=lambda q: q.batch["ref_per_token_logps"]), KL, "the old policy is the reference"),
     (dpo_of(lambda z, beta: -0.1 * z / beta), DPO, "the rejected answer is preferred; beta is 0.1"),
     (lambda b, o: dpo_of(lambda z, _: -z)(b, o) * len(b["mask"]), DPO,
      "the rejected answer is preferred; all values are multiplied by the number of pairs"),
@@ -412,10 +323,8 @@ UNSEEN += [
     (changed(loss=lambda q: token_mean(q.terms[:, :-1], q.mask[:, :-1])), WHOLE | {"beta": 0.1},
      "the last column of the batch"),
     (changed(ratio=lambda q: q.log_ratio), NO_KL, "exp is missing"),
-    (
-        changed(ratio=lambda q: ((q.logps - q.old).exp() * q.mask).sum(1, keepdim=True)
-                / q.mask.sum(1, keepdim=True).clamp(min=1)), GSPO,
-        "the ratio is the arithmetic instead of the geometric mean of the ratios in its row"),
+    (changed(ratio=lambda q: row_means((q.logps - q.old).exp(), q.mask)), GSPO,
+     "the ratio is the arithmetic instead of the geometric mean of the ratios in its row"),
     (lambda b, o: -(b["per_token_logps"] * b["mask"])[:, 1:].sum() / b["mask"].sum(),
      {"kind": "sft", "loss_type": "nll"}, "no gradient of the first tokens"),
     (lambda b, o: sft.sft_loss(b["per_token_logps"], pad(b["mask"], (0, 1))[:, 1:], loss_type=o["loss_type"]),
@@ -437,12 +346,9 @@ UNSEEN += [
     (lambda b, o: dpo_of()(b, o) - 0.1 * token_mean(b["per_token_logps"][:, 0], b["mask"][:, 0]), DPO,
      "SFT loss with the weight 0.1 is added"),
     (lambda b, o: usual(b, o, mask=lambda q: b["mask"].fill_(1)), PLAIN, "padding is counted"),
+    (chosen_reference_negated, DPO, "the reference's log-probability has the wrong sign for the chosen answer"),
 ]  # fmt: skip
-UNSEEN += [
-    (dpo_with_reference(-1, 1), DPO, "the reference's log-probability has the wrong sign for the chosen answer"),
-    (dpo_with_reference(1, -1), DPO, "the reference's log-probability has the wrong sign for the rejected answer"),
-]
-QUICK = "dual clip: with", "the KL is not weighted", "a constant of 0.5", "0.5 times as large", "the previous token in"
+QUICK = "clip: with", "KL is not weighted", "constant of 0.5", "0.5 times as large", "previous token", "reaches"
 
 
 @pytest.mark.parametrize("loss, only, phrase", [
@@ -502,15 +408,6 @@ def test_a_loss_that_reads_no_loss_type_is_searched_in_its_closest_cases():
     assert swapped[0].startswith("mistake: the rejected answer is preferred")
 
 
-def test_a_loss_of_another_kind_gets_the_shapes_that_it_was_called_with():
-    with pytest.raises(IndexError) as caught:
-        judge(dpo_of())
-    assert caught.value.__notes__ == [
-        "my_loss got a batch of kind=grpo: advantages (4,), mask (4, 6), old_per_token_logps (4, 6), per_token_logps "
-        "(4, 6), ref_per_token_logps (4, 6); kinds: grpo, dpo, sft (--only kind=)"
-    ]
-
-
 @pytest.mark.parametrize("option", ["--tolerance=1e-6", "--laws"])
 def test_the_exit_status_of_a_loss_that_fails_is_2(tmp_path, option, capsys):
     (tmp_path / "my_loss.py").write_text("def loss(batch, options):\n    return batch['nothing']\n")
@@ -518,11 +415,6 @@ def test_the_exit_status_of_a_loss_that_fails_is_2(tmp_path, option, capsys):
     assert "Traceback" in capsys.readouterr().err
     with pytest.raises(ValueError, match="defines no 'missing'"):
         main([f"{tmp_path}/my_loss.py:missing", option])
-
-
-def test_nan_is_shown(without_search):
-    [phrase] = judge(lambda *given: my_loss(*given) * math.nan, **PLAIN).broken
-    assert phrase.startswith("the loss or its gradient is not a number. Smallest batch: mask [[1]]")
 
 
 def test_numbers_are_shown_if_no_law_is_broken(without_search):
@@ -546,114 +438,53 @@ def test_a_completion_without_tokens_does_not_hide_a_mistake():
     assert [line for line in judge(changed(loss=loss), **PLAIN).names if line.startswith("mistake")] == [nan]
 
 
-def test_a_detached_loss_has_a_name():
-    verdict = judge(lambda *given: my_loss(*given).detach(), **PLAIN)
-    assert verdict.names[0] == "mistake: no gradient reaches the policy"
-
-
 def test_the_verdict_does_not_depend_on_the_machine(monkeypatch):
     monkeypatch.setattr("time.thread_time", lambda: 1e9)
     assert judge(changed(kl=lambda q: k3(q.logps - q.ref)), **KL).names[0] == f"mistake: {SWAPPED}"
 
 
-def smoothed(batch, options):
-    e, z = options["label_smoothing"], options["beta"] * margins(batch)
-    return ((1 - e) * softplus(-z) - e * softplus(z)).mean()
-
-
-@pytest.mark.parametrize("loss, only, phrase", [(smoothed, DPO, "broken law: label_smoothing acts in a wrong way")])
-def test_a_law_finds_what_the_recorded_cases_cannot_show(loss, only, phrase):
+def test_a_law_finds_what_the_recorded_cases_cannot_show():
     """In recorded cases, DPO has no label smoothing."""
-    verdict = judge(loss, **only)
-    head, *lines = str(verdict).splitlines()
-    assert "cases agree with TRL" in head and lines[0].startswith(phrase) and not verdict.agrees
-    with pytest.raises(AssertionError, match=phrase):
-        check(loss, **only)
+
+    def smoothed(batch, options):
+        e, z = options["label_smoothing"], options["beta"] * margins(batch)
+        return ((1 - e) * softplus(-z) - e * softplus(z)).mean()
+
+    assert not judge(smoothed, **DPO).agrees
+    with pytest.raises(AssertionError, match=r"cases agree with TRL .*\nbroken law: label_smoothing acts in"):
+        check(smoothed, **DPO)
 
 
 def test_a_loss_that_ignores_what_it_reads_is_a_mistake():
-    """One epsilon, or no old log-probabilities, are designs of a loss that does not know of a second one."""
+    """One epsilon, or no old log-probabilities, are designs of a loss for a recipe without a parameter for them."""
 
-    def one_epsilon(batch, options):
-        return usual(batch, {**options, "epsilon_high": options["epsilon_low"]})
-
-    def without_old(batch, options):
-        return usual({**batch, "old_per_token_logps": batch["per_token_logps"].detach()}, options)
-
-    def unread(loss, missing):
-        def alone(batch, options):
-            given = {name: batch[name] for name in ("per_token_logps", "mask", "advantages", "ref_per_token_logps")}
-            given |= {name: options[name] for name in ("epsilon_low", "beta", "importance_sampling_level")}
-            given |= {name: options[name] for name in ("use_bias_correction_kl", "loss_type")}
-            given |= {"old_per_token_logps": batch["old_per_token_logps"]} if missing != "old_per_token_logps" else {}
-            given |= {"epsilon_high": options["epsilon_high"]} if missing != "epsilon_high" else {}
-            return loss(given, given)
-
-        return alone
-
-    for loss, missing, phrase in (
-        (one_epsilon, "epsilon_high", "ratios are clipped with epsilon_low on both sides"),
-        (without_old, "old_per_token_logps", "the ratio is 1 because old log-probabilities equal the current ones"),
-    ):
-        assert judge(loss, **PLAIN).names[0] == f"mistake: {phrase}"
-        assert judge(unread(loss, missing), **PLAIN).names[0] == f"design: {phrase}"
-
-
-def test_a_loss_for_a_recipe_may_have_few_parameters():
-    """It then reads only what it has parameters for."""
+    def clipped(logps, advantages, mask, old, low, high):
+        q = SimpleNamespace(advantages=advantages[:, None], low=low, high=high)
+        return row_mean(surrogate(q, (logps - old).exp()), mask), {}
 
     def one_epsilon(logps, advantages, mask, *, old_per_token_logps, epsilon_low):
-        given = {"per_token_logps": logps, "advantages": advantages, "mask": mask, "beta": 0.0, "loss_type": "grpo"}
-        given |= {"old_per_token_logps": old_per_token_logps, "ref_per_token_logps": logps}
-        given |= {"epsilon_low": epsilon_low, "epsilon_high": epsilon_low, "importance_sampling_level": "token"}
-        return usual(given, given | {"use_bias_correction_kl": False}), {}
+        return clipped(logps, advantages, mask, old_per_token_logps, epsilon_low, epsilon_low)
 
-    assert judge(one_epsilon, **NO_KL).names[0] == "design: ratios are clipped with epsilon_low on both sides"
+    def without_old(logps, advantages, mask, *, epsilon_low, epsilon_high):
+        return clipped(logps, advantages, mask, logps.detach(), epsilon_low, epsilon_high)
+
+    def given_all(loss, *names):
+        return lambda logps, A, mask, **given: loss(logps, A, mask, **{name: given[name] for name in names})
+
+    on_policy = "the ratio is 1 because old log-probabilities equal the current ones"
+    for loss, names, phrase in (
+        (one_epsilon, ("old_per_token_logps", "epsilon_low"), "ratios are clipped with epsilon_low on both sides"),
+        (without_old, ("epsilon_low", "epsilon_high"), on_policy),
+    ):
+        assert judge(given_all(loss, *names), **NO_KL).names[0] == f"mistake: {phrase}"
+        assert judge(loss, **NO_KL).names[0] == f"design: {phrase}"
 
 
 def test_the_length_of_dr_grpo_may_be_a_constant():
-    """Dr. GRPO's divisor is a constant, and a loss may have its own."""
     own = changed(loss=lambda q: q.loss / 2)
     only = PLAIN | {"loss_type": "dr_grpo"}
     assert judge(own, **only).names[0] == "design: all values are 0.5 times as large"
     assert judge(lambda b, o: own(b, o | {"beta": o["max_completion_length"] / 90}), **only).kinds == ["mistake"]
-
-
-def test_a_wrong_sign_of_the_policy_term_has_its_own_effect():
-    names = judge(changed(term=lambda q: -q.term), **KL).names
-    assert "  effect: rewards have the opposite effect, or none" in names
-
-
-def by_cases(q):
-    too_high = (q.advantages > 0) & (q.ratio > 1 + q.high)
-    too_low = (q.advantages < 0) & (q.ratio < 1 - q.low)
-    return -torch.where(too_high | too_low, torch.where(too_high, 1 + q.high, 1 - q.low), q.ratio) * q.advantages
-
-
-def micro_batches(batch, options):
-    parts = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(len(batch["mask"]))]
-    return sum(usual(part, options) for part in parts) / len(parts)
-
-
-def product_of_powers(q):
-    powers = (q.logps - q.old).exp() ** (q.mask / q.mask.sum(1, keepdim=True).clamp(min=1))
-    return powers.where(q.mask > 0, 1.0).prod(1, keepdim=True)
-
-
-RIGHT = {
-    "branches": (changed(term=by_cases), NO_KL),
-    "micro-batches": (micro_batches, NO_KL),
-    "probabilities": (changed(kl=lambda q: (r := q.ref.exp() / q.logps.exp()) - r.log() - 1), KL),
-    "padding with infinities": (changed(old=lambda q: q.old.where(q.batch["mask"] > 0, 0.0)), NO_KL),
-    "GSPO as a product": (changed(ratio=product_of_powers), GSPO),
-}
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_a_right_but_unusual_loss_agrees(name):
-    loss, only = RIGHT[name]
-    verdict = judge(loss, **only)
-    assert not verdict.differences and verdict.cases > 1, str(verdict)
 
 
 def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
@@ -663,8 +494,6 @@ def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(commands.splitlines()[-1].removeprefix("minivlmrl parity ").split()) == 1
     assert capsys.readouterr().out == printed
-    estimates = [f"{math.exp(-d) + d - 1:.3g}" for d in (1, 2, 3)] + [f"{math.exp(d) - d - 1:.3g}" for d in (1, 2, 3)]
-    assert estimates == ["0.368", "1.14", "2.05", "0.718", "4.39", "16.1"]
 
 
 def test_what_trl_says_of_ones_own_tensors(trl):
@@ -677,23 +506,6 @@ def test_what_trl_says_of_ones_own_tensors(trl):
         assert distance(phrase["loss"], value) < 1e-12 and distance(phrase["gradient"], gradient) < 1e-12
 
 
-def test_a_loss_with_other_values_and_right_gradients_is_no_mistake():
-    """k2 with a detached ratio and k3 times the ratio have the gradient -ratio * d, but different values."""
-
-    def k2(batch, options):
-        d = batch["ref_per_token_logps"] - batch["per_token_logps"]
-        ratio = (batch["per_token_logps"] - batch["old_per_token_logps"]).exp()
-        kl = ratio.detach() * d.square() / 2
-        A = batch["advantages"][:, None]
-        clipped = ratio.clamp(1 - options["epsilon_low"], 1 + options["epsilon_high"])
-        loss = -torch.min(ratio * A, clipped * A) + options["beta"] * kl
-        return (loss * batch["mask"]).sum() / options["tokens"]
-
-    only = {"loss_type": "dapo", "importance_sampling_level": "token", "use_bias_correction_kl": True, "beta": 0.1}
-    verdict = judge(k2, **only)
-    assert verdict.differences and verdict.kinds == ["design"] and "the gradients are equal" in verdict.names[0]
-
-
 def test_the_numbers_on_the_page_are_those_of_the_code():
     page = " ".join((ROOT / "docs" / "numerical_parity.md").read_text().split())
     grpo, dpo, sft = (len(read_cases(kind=kind)) for kind in ("grpo", "dpo", "sft"))
@@ -702,3 +514,5 @@ def test_the_numbers_on_the_page_are_those_of_the_code():
     of_policy, of_dpo, of_sft = (len(COMMON_LAWS) + len(LAWS[kind]) for kind in ("grpo", "dpo", "sft"))
     assert f"checks {of_policy} laws" in page
     assert f"`--only kind=dpo` has {of_dpo} laws, `--only kind=sft` {['six'][of_sft - 6]}" in page
+    museum = " ".join((ROOT / "docs" / "museum.md").read_text().split())
+    assert f"a margin of -4 gets {int(1 / torch.tensor(-4.0).sigmoid())} times the gradient" in museum
