@@ -272,7 +272,8 @@ REFUSED = [  # (recipe, overrides, error message)
     ("seed: [1", [], NO_YAML),
     ("seed: 2024-13-45", [], NO_YAML),
     ("seed: " + "[" * 2000, [], NO_YAML),
-    ("sft: {max_steps: 1}\nsft: {}", [], f"{NO_YAML} (the key 'sft' occurs twice"),  # YAML would take the last value
+    # YAML would take the last value
+    ("sft: {max_steps: 1}\nsft: {}", [], NO_YAML + " (the key 'sft' occurs twice\n  in \"<byte string>\", line 2"),
     (SECTION, ["--again.shere=1"], "command line: unknown key again.shere; did you mean --again.share?"),
     (SECTION, ["--again.share=2"], "command line: again.share is 2.0, but it must be in [0, 1]"),
     (SECTION, ["--stages=3"], "command line: stages is 3, but it must be of type list"),

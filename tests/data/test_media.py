@@ -31,6 +31,17 @@ PROCESSOR = Processor(shapes.tokenizer(), ImageProcessor(7, 2, 2, min_pixels=28 
 COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 
 
+@pytest.mark.parametrize(("mode", "white"), [("L", 255), ("I;16", 65535)])
+def test_a_rotated_grayscale_tiff_file_is_turned_upright(tmp_path, mode, white):
+    """If Pillow 13 gets a path, it swaps the width and height of such a file."""
+    image = PIL.Image.new(mode, (3, 2))
+    image.putpixel((0, 0), white)
+    image.getexif()[0x0112] = 6  # rotate clockwise
+    image.save(tmp_path / "a.tif", exif=image.getexif())
+    turned = fetch_image(tmp_path / "a.tif")
+    assert turned.size == (2, 3) and turned.getpixel((1, 0)) == (255, 255, 255)
+
+
 @pytest.fixture
 def folder(tmp_path):
     for name, color in COLORS.items():

@@ -113,6 +113,7 @@ ANSWERS = {
     "<think>dotted</think><answer>frilly</answer>": ("frilly", *["<answer>frilly</answer>"] * 2),
     "<think>a</think>frilly<think>dotted": (None, None, None),
     BOTH: (" frilly", BOTH, "<answer> frilly</answer>"),
+    "<answer>dotted<answer>frilly</answer>": ("dotted<answer>frilly", *["<answer>dotted<answer>frilly</answer>"] * 2),
 }
 
 
