@@ -7,20 +7,9 @@ import torch
 
 import minimal
 from minivlmrl.config.options import SamplingOptions
+from minivlmrl.data import chat_template
 from minivlmrl.data.boxes import Box, iou, match
-from minivlmrl.data.chat_template import (
-    DEFAULT,
-    END,
-    IMAGE,
-    START,
-    VIDEO,
-    VISION,
-    WITH_TOOLS,
-    ChatTemplate,
-    join_flagged,
-    join_text,
-    with_values,
-)
+from minivlmrl.data.chat_template import DEFAULT, IMAGE, VIDEO, WITH_TOOLS, ChatTemplate, with_values
 from minivlmrl.data.image import smart_resize
 from minivlmrl.data.messages import content_parts, part_kind
 from minivlmrl.distributed.saving import divide
@@ -263,15 +252,18 @@ def message_pieces(message):
     pieces = []
     for part in content_parts(message):
         kind = part_kind(part)
-        pieces += [part["text"]] if kind == "text" else [VISION[0], IMAGE if kind == "image" else VIDEO, VISION[2]]
-    return [START, f"{message['role']}\n", *pieces, END, "\n"]
+        start, _, end = chat_template.VISION
+        pieces += [part["text"]] if kind == "text" else [start, IMAGE if kind == "image" else VIDEO, end]
+    return [chat_template.START, f"{message['role']}\n", *pieces, chat_template.END, "\n"]
 
 
 def render(messages):
     """Render a prompt without Jinja."""
     default = {"role": "system", "content": "You are a helpful assistant."}
     messages = messages if messages[0]["role"] == "system" else [default, *messages]
-    return join_text([*itertools.chain(*map(message_pieces, messages)), START, "assistant\n"])
+    return chat_template.join_text(
+        [*itertools.chain(*map(message_pieces, messages)), chat_template.START, "assistant\n"]
+    )
 
 
 def render_completion(turns):
@@ -282,7 +274,7 @@ def render_completion(turns):
         flagged += [(start, False), (role, False)]
         flagged += [(piece, turn["role"] == "assistant") for piece in inside]
         flagged.append((newline, False))
-    return join_flagged(flagged[2:-1])
+    return chat_template.join_flagged(flagged[2:-1])
 
 
 @any_input

@@ -9,14 +9,7 @@ import pytest
 
 from minivlmrl.config import time_limit as limits
 
-
-def endless():
-    while True:
-        pass
-
-
 STOPPED = {
-    "a loop": endless,
     "a sleep": lambda: time.sleep(60),
     "a lock": threading.Event().wait,
     "a regular expression": lambda: re.match(r"(a+)+$", "a" * 60 + "b"),

@@ -120,7 +120,6 @@ def controls(pieces):
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_text_that_spells_a_control_token_stays_text(name):
-    """A text cannot add a control token to a prompt, and no text is lost."""
     text = CHATML.replace("<|im_end|>", "{{ message.tool_calls }}<|im_end|>")
     template, content = ChatTemplate(text, "a.jinja"), ATTACKS[name]
     plain = json.loads(json.dumps(content).replace("<", "("))

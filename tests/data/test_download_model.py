@@ -69,11 +69,9 @@ def test_a_cached_config_is_enough_for_the_settings(cache):
     assert find_folder(REPOSITORY, SETTINGS) == folder
 
 
-@pytest.mark.parametrize(
-    ("offline", "cached"),
-    [(False, ()), (True, ()), (True, WANTED - {"model-00001-of-00001.safetensors"})],
-    ids=["online", "offline, nothing", "offline, no weights"],
-)
+@pytest.mark.parametrize(("offline", "cached"), [
+    (False, ()), (True, ()), (True, WANTED - {"model-00001-of-00001.safetensors"}),
+])  # fmt: skip
 def test_an_incomplete_cache_without_network_is_refused(cache, monkeypatch, offline, cached):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     if cached:
@@ -98,8 +96,6 @@ def test_a_repository_without_huggingface_hub_says_what_to_install(cache, monkey
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ValueError, match=r"^Qwen/tiny@main: .* huggingface_hub; run pip install -e '\.\[hub\]'"):
         find_folder(f"{REPOSITORY}@main")
-    (cache.parent / REPOSITORY).mkdir(parents=True)  # a folder needs no other package
-    assert find_folder(REPOSITORY) == Path(REPOSITORY)
 
 
 def test_only_needed_files_are_downloaded(cache, monkeypatch):

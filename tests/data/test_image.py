@@ -13,10 +13,6 @@ from minivlmrl.data.image import ImageProcessor, load_image, smart_resize
 from tests.record.record_vision import noise
 
 
-def load(image):
-    return load_image(image if isinstance(image, PIL.Image.Image) else PIL.Image.open(image))
-
-
 def test_the_largest_aspect_ratio_is_200():
     smart_resize(1, 200, 28, 3136, 12845056)
     with pytest.raises(ValueError, match="9 x 2000 pixels, but its aspect ratio"):
@@ -46,10 +42,11 @@ def test_patches_of_2000_images_equal_transformers_bit_for_bit(mode, seeds, tran
 
 
 def tiff(bits, photometric, data):
-    """Return a TIFF file with two gray pixels; the value 0 is white if `photometric` is 0, else black."""
+    """Open a TIFF file with two gray pixels; the value 0 is white if `photometric` is 0, else black."""
     tags = {256: 2, 257: 1, 258: bits, 259: 1, 262: photometric, 273: 8, 277: 1, 278: 1, 279: len(data)}
     directory = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
-    return struct.pack("<2sHI", b"II", 42, 8 + len(data)) + data + struct.pack("<H", len(tags)) + directory + bytes(4)
+    header = struct.pack("<2sHI", b"II", 42, 8 + len(data))
+    return PIL.Image.open(io.BytesIO(header + data + struct.pack("<H", len(tags)) + directory + bytes(4)))
 
 
 def in_memory(mode, pixel, palette=(0, 0, 0, 200, 100, 50), **info):
@@ -86,14 +83,14 @@ def in_file(image, kind="PNG", **options):
     (in_file(in_memory("I;16", 0x1234), transparency=0x1234), (255, 255, 255)),
     (in_file(in_memory("I;16", 0x1234), transparency=0x1235), (18, 18, 18)),
     (in_file(in_memory("I;16", 0x1234), "TIFF"), (18, 18, 18)),
-    (io.BytesIO(tiff(16, 1, struct.pack("<2H", 0x1234, 0))), (18, 18, 18)),
-    (io.BytesIO(tiff(16, 0, struct.pack("<2H", 0x1234, 0))), (237, 237, 237)),
-    (io.BytesIO(tiff(12, 1, b"\x12\x30\0")), (18, 18, 18)),
-    (io.BytesIO(tiff(8, 0, b"\x12\0")), (237, 237, 237)),
-], ids=lambda value: str(value) if isinstance(value, tuple) else getattr(value, "mode", "TIFF"))  # fmt: skip
+    (tiff(16, 1, struct.pack("<2H", 0x1234, 0)), (18, 18, 18)),
+    (tiff(16, 0, struct.pack("<2H", 0x1234, 0)), (237, 237, 237)),
+    (tiff(12, 1, b"\x12\x30\0"), (18, 18, 18)),
+    (tiff(8, 0, b"\x12\0"), (237, 237, 237)),
+], ids=lambda value: getattr(value, "mode", str(value)))  # fmt: skip
 def test_each_mode_is_shown_as_a_person_sees_it(image, rgb):
     """The color of the first pixel was computed by hand, so the rounding may differ by 1."""
-    found = load(image).getpixel((0, 0))
+    found = load_image(image).getpixel((0, 0))
     assert all(abs(a - b) <= 1 for a, b in zip(found, rgb, strict=True)), found
 
 
@@ -101,11 +98,11 @@ def test_other_images_are_turned_upright():
     image = PIL.Image.new("LA", (3, 2), (0, 0))
     image.getexif()[0x0112] = 6
     for turned in (image, in_file(in_memory("I;16", 0x1234), exif=image.getexif())):
-        assert load(turned).size == turned.size[::-1]
+        assert load_image(turned).size == turned.size[::-1]
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_pixels_without_a_known_white_are_refused(mode):
     for image in (in_memory(mode, 1), in_file(in_memory(mode, 1), "TIFF")):
         with pytest.raises(ValueError, match=rf"32-bit numbers \(mode {mode}\), .*; save the image with 8 bits per"):
-            load(image)
+            load_image(image)

@@ -270,7 +270,6 @@ def test_a_reward_with_columns_receives_every_column(tmp_path):
 @pytest.mark.parametrize(("name", "message"), [
     ("Scorer", r"mine\.py:Scorer is <class .*, but it must be a function, .* such as an instance of a class$"),
     ("NUMBER", r"^reward .*mine\.py:NUMBER is 3, but it must be a function, or an object with __call__, such as an "),
-    ("unusd", r"mine\.py defines no 'unusd'; did you mean unused\?$"),
 ])  # fmt: skip
 def test_what_is_no_function_is_refused(tmp_path, name, message):
     (tmp_path / "mine.py").write_text(OWN)

@@ -52,9 +52,8 @@ class Case:
     # for each row: its turns under "prompt" and ANSWERS, and its values in other columns
     rows: list[dict] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)  # words in the error message
-    converted: bool = (
-        False  # whether the rows of the table are those that `convert` writes, although a run reads the file
-    )
+    # whether the rows of the table are those that `convert` writes, although a run reads the file
+    converted: bool = False
     skipped: list[int] = field(default_factory=list)  # rows that data.skip_unreadable skips
     typed: bool = False  # whether texts spell control tokens that must stay text
 

@@ -24,11 +24,7 @@ def test_options_of_a_task():
     assert [len(training[needs]) for needs in ("demonstrations", "pairs")] == [3, 2]
 
 
-@pytest.mark.parametrize("name, error", [
-    ("counting", r"^unknown data\.task 'counting'; known names are: shapes, file\.py:name$"),
-    ("minivlmrl.tasks.shapes:COLORS", r"^data\.task minivlmrl.tasks.shapes:COLORS: .*, but it must be a Task of "),
-    ("shapes(pairs=0)", r"^data\.task shapes\(pairs=0\): pairs is 0, but it must be >= 1$"),
-])  # fmt: skip
-def test_an_unknown_task_is_named(name, error):
+def test_what_is_no_task_is_named():
+    error = r"^data\.task minivlmrl.tasks.shapes:COLORS: .*, but it must be a Task of "
     with pytest.raises(ValueError, match=error):
-        get_task(name)
+        get_task("minivlmrl.tasks.shapes:COLORS")
