@@ -28,3 +28,15 @@ def test_a_run_equals_trls_but_for_the_named_designs(kind, kept, our_run):
     assert (1e-9 < apart < 0.1) if kept else apart < 1e-12
     if not kept:
         assert losses == pytest.approx([line["loss"] for line in ours.metrics], rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", trl_runs.KINDS)
+def test_the_runs_have_what_trainers_could_treat_differently(kind, our_run):
+    _, ours = our_run(kind)
+    assert trl_runs.differences(ours.weights, ours.weights[:1] * (STEPS + 1))[-1] > 1e-3
+    assert any(line["grad_norm"] > trl_runs.OPTIMIZER["max_grad_norm"] for line in ours.metrics)
+    if kind == "grpo":
+        assert any(line["clip_ratio/region_mean"] > 0 for line in ours.metrics)
+        assert len({len(completion.ids) for completion in ours.completions}) > 3
+        assert {completion.stopped for completion in ours.completions} == {True, False}
+        assert {bool(x) for completion in ours.completions for x in completion.policy_mask} == {True, False}
