@@ -1,4 +1,4 @@
-"""Compare packed groups with separate rows in float64; test_properties.py tests the content of a packed batch."""
+"""Compare packed groups with separate rows in float64."""
 
 import pytest
 import torch
@@ -37,18 +37,3 @@ def test_one_group_equals_separate_rows(num_generations, kind):
     for actual, expected in zip(scored(model, together, weights), separate, strict=True):
         largest = expected.abs().max()
         assert largest > 0 and (actual - expected).abs().max() <= 1e-12 * largest
-
-
-def test_an_empty_completion_is_refused():
-    prompt = tiny.prompt(torch.Generator(), [])
-    with pytest.raises(ValueError, match="no tokens"):
-        tiny.pack([prompt], [[torch.zeros(0, dtype=torch.long)]], tiny.config())
-
-
-def test_cached_image_embeddings_are_used_if_all_prompts_have_them():
-    generator = torch.Generator().manual_seed(0)
-    prompts = [tiny.prompt(generator, grids) for grids in ([(1, 4, 6)], [(1, 2, 2)])]
-    prompts[0].vision_embeds = torch.ones(6, 64)
-    assert tiny.pack(prompts, [[], []], tiny.config()).vision_embeds is None
-    prompts[1].vision_embeds = torch.zeros(1, 64)
-    assert tiny.pack(prompts, [[], []], tiny.config()).vision_embeds.tolist() == [[1.0] * 64] * 6 + [[0.0] * 64]
