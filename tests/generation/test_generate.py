@@ -86,6 +86,12 @@ def test_logits_that_are_not_finite_end_the_generation():
         sample(model, [row], 2, sampling, (), sample_by_uniforms(uniform_numbers(["a"], 2, 4)))
 
 
+def test_a_random_number_selects_a_token_by_cumulative_probability():
+    probs = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]]).expand(7, -1)
+    numbers = torch.tensor([0.0, 0.2499, 0.25, 0.5, 0.7499, 0.75, 1 - 2**-53], dtype=torch.float64)
+    assert inverse_cdf(probs, numbers).tolist() == [0, 0, 2, 2, 2, 3, 3]
+
+
 def test_tokens_removed_by_filters_are_never_sampled():
     """Cumulative sums of 152k float32 probabilities are off by 1e-6, but sums of integers are exact."""
     probs = torch.rand(151_936, generator=torch.Generator().manual_seed(0))

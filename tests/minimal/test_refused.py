@@ -134,6 +134,15 @@ CONFIG, IMAGES = "config.json", "preprocessor_config.json"
     ("tokenizer_config.json", "chat_template", "You are Bob.", "train.py reads other chat templates than Qwen2.5-VL's"),
     (IMAGES, "image_mean", [0.5, 0.5, 0.5], "image_mean is [0.5, 0.5, 0.5]"),
     (IMAGES, "do_resize", False, "do_resize is False"),
+    (CONFIG, "use_sliding_window", True, "use_sliding_window is True"),
+    (CONFIG, "attention_dropout", 0.1, "attention_dropout is 0.1"),
+    (CONFIG, "quantization_config", {"bits": 4}, "quantization_config is {'bits': 4}"),
+    (IMAGES, "image_std", [0.5, 0.5, 0.5], "image_std is [0.5, 0.5, 0.5]"),
+    (IMAGES, "image_std", 0.5, "image_std is 0.5"),
+    (IMAGES, "resample", 2, "resample is 2, but minimal.py computes 3"),
+    (IMAGES, "do_rescale", False, "do_rescale is False"),
+    (IMAGES, "rescale_factor", 1 / 127.5, "rescale_factor is 0.00784"),
+    (IMAGES, "do_normalize", False, "do_normalize is False"),
     (IMAGES, "min_pixels", 10**9, "an image has 1000000000 or more pixels, but at most 12845056"),
 ])  # fmt: skip
 def test_a_setting_that_minimal_does_not_compute_is_named(tiny, tmp_path, file, key, value, expected):

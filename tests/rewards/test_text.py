@@ -5,7 +5,7 @@ import pytest
 from minivlmrl.rewards import text as rewards_file
 from minivlmrl.rewards.registry import get_reward
 from minivlmrl.rewards.text import accuracy, find_answer, tag_format
-from tests.helpers.score_texts import logged_reasons
+from tests.helpers.score_texts import logged_reasons, score_texts
 
 GOOD = "<think>I see green</think><answer>green square</answer>"
 
@@ -50,8 +50,7 @@ def test_accuracy_gives_a_reason():
 
 @pytest.mark.parametrize(("solution", "right", "wrong"), [
     ("cat", ["cat", "Cat."], ["a cat"]),
-    # the last two wrong answers have another letter that looks like g, and a zero-width space
-    ("green square", [" Green \n SQUARE. "], ["green", ".*", "ɡreen square", "green\u200b square"]),
+    ("green square", [" Green \n SQUARE. "], ["green"]),
     ("straße", ["STRASSE"], []),
     ("cafe\u0301", ["caf\u00e9", "CAFE\u0301"], ["cafe"]),
     # signs of other keyboards
@@ -94,6 +93,29 @@ def test_a_solution_that_no_answer_equals_is_refused(name, solution):
 
 def test_accuracy_is_none_without_a_solution():
     assert accuracy(["green square"] * 4, [None, "  ", ".", "<answer></answer>"]) == [None] * 4
+
+
+# completions of a policy that does not look at the image, for the solution "green square", with their rewards
+# (format, accuracy)
+HACKS = {
+    "<think>a</think><answer>green</answer>": (1.0, 0.0),
+    "<think>a</think><answer>green square or red square</answer>": (1.0, 0.0),
+    "<think>a</think><answer>.*</answer>": (1.0, 0.0),
+    "<think>a</think><answer>ɡreen square</answer>": (1.0, 0.0),  # a different letter that looks like g
+    "<think>a</think><answer>green\u200b square</answer>": (1.0, 0.0),  # a zero-width space
+    "<think>green square</think><answer>red square</answer>": (1.0, 0.0),
+    "<think>a</think><answer>green square": (0.0, 0.0),
+    "<answer>red<answer>green square</answer>": (0.0, 0.0),
+    "<ANSWER>green square</ANSWER>": (0.0, 0.0),
+    "<answer>green square</answer><answer>red square</answer>": (0.0, 0.0),  # the last answer counts
+    "<answer>red square</answer><answer>green square</answer>": (0.0, 1.0),  # this is also one guess
+    GOOD: (1.0, 1.0),
+}
+
+
+def test_red_team():
+    earned = score_texts(["format", "accuracy"], list(HACKS), {"solution": ["green square"] * len(HACKS)})
+    assert dict(zip(HACKS, map(tuple, earned.tolist()), strict=True)) == HACKS
 
 
 @pytest.mark.parametrize(("unit", "expected"), [("<answer>", None), ("<answer>a</answer>", "a"), ("a", None)])

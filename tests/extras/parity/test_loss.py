@@ -516,3 +516,15 @@ def test_the_numbers_on_the_page_are_those_of_the_code():
     assert f"`--only kind=dpo` has {of_dpo} laws, `--only kind=sft` {['six'][of_sft - 6]}" in page
     museum = " ".join((ROOT / "docs" / "museum.md").read_text().split())
     assert f"a margin of -4 gets {int(1 / torch.tensor(-4.0).sigmoid())} times the gradient" in museum
+
+
+def test_a_loss_for_a_recipe_may_have_few_parameters():
+    """It then reads only what it has parameters for."""
+
+    def one_epsilon(logps, advantages, mask, *, old_per_token_logps, epsilon_low):
+        given = {"per_token_logps": logps, "advantages": advantages, "mask": mask, "beta": 0.0, "loss_type": "grpo"}
+        given |= {"old_per_token_logps": old_per_token_logps, "ref_per_token_logps": logps}
+        given |= {"epsilon_low": epsilon_low, "epsilon_high": epsilon_low, "importance_sampling_level": "token"}
+        return usual(given, given | {"use_bias_correction_kl": False}), {}
+
+    assert judge(one_epsilon, **NO_KL).names[0] == "design: ratios are clipped with epsilon_low on both sides"
