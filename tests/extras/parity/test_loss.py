@@ -509,8 +509,8 @@ def test_what_trl_says_of_ones_own_tensors(trl):
 def test_the_numbers_on_the_page_are_those_of_the_code():
     page = " ".join((ROOT / "docs" / "numerical_parity.md").read_text().split())
     grpo, dpo, sft = (len(read_cases(kind=kind)) for kind in ("grpo", "dpo", "sft"))
-    assert f"compared with {grpo} losses" in page  # without those with a dual clip
-    assert f"`--only kind=dpo` ({dpo} cases) and `--only kind=sft` ({sft})" in page
+    assert f"TRL 1.16 gave {grpo} cases" in page  # without those with a dual clip
+    assert f"`--only kind=dpo` {dpo} DPO losses, and `--only kind=sft` {['six'][sft - 6]} SFT losses" in page
     of_policy, of_dpo, of_sft = (len(COMMON_LAWS) + len(LAWS[kind]) for kind in ("grpo", "dpo", "sft"))
     assert f"checks {of_policy} laws" in page
     assert f"`--only kind=dpo` has {of_dpo} laws, `--only kind=sft` {['six'][of_sft - 6]}" in page
