@@ -63,6 +63,9 @@ def in_file(image, kind="PNG", **options):
     return PIL.Image.open(file)
 
 
+ANIMATED = {"save_all": True, "append_images": [PIL.Image.new("RGB", (2, 1), "blue")]}
+
+
 @pytest.mark.parametrize(("image", "rgb"), [
     (in_memory("1", 1), (255, 255, 255)),
     (in_memory("L", 100), (100, 100, 100)),
@@ -76,7 +79,10 @@ def in_file(image, kind="PNG", **options):
     (in_file(in_memory("RGB", (10, 20, 30)), transparency=(10, 20, 30)), (255, 255, 255)),
     (in_file(in_memory("RGB", (10, 20, 30)), transparency=(10, 20, 31)), (10, 20, 30)),
     (in_memory("CMYK", (255, 0, 0, 64)), (0, 191, 191)),
+    (in_file(in_memory("CMYK", (255, 0, 0, 64)), "TIFF"), (0, 191, 191)),
     (in_file(in_memory("CMYK", (255, 0, 0, 64)), "JPEG"), (0, 191, 191)),
+    (in_memory("YCbCr", (100, 100, 200)), (201, 58, 50)),  # 100 + 1.402 * 72, ..., 100 - 1.772 * 28
+    (in_memory("HSV", (0, 255, 200)), (200, 0, 0)),
     (in_memory("I;16", 0x1234), (18, 18, 18)),
     (in_memory("I;16B", 0x1234), (18, 18, 18)),
     (in_file(in_memory("I;16", 0x1234)), (18, 18, 18)),
@@ -87,6 +93,9 @@ def in_file(image, kind="PNG", **options):
     (tiff(16, 0, struct.pack("<2H", 0x1234, 0)), (237, 237, 237)),
     (tiff(12, 1, b"\x12\x30\0"), (18, 18, 18)),
     (tiff(8, 0, b"\x12\0"), (237, 237, 237)),
+    (in_file(in_memory("RGB", (200, 0, 0)), "GIF", **ANIMATED), (200, 0, 0)),
+    (in_file(in_memory("RGB", (200, 0, 0)), "PNG", **ANIMATED), (200, 0, 0)),
+    (in_file(in_memory("RGB", (200, 0, 0)), "TIFF", **ANIMATED), (200, 0, 0)),
 ], ids=lambda value: getattr(value, "mode", str(value)))  # fmt: skip
 def test_each_mode_is_shown_as_a_person_sees_it(image, rgb):
     """The color of the first pixel was computed by hand, so the rounding may differ by 1."""

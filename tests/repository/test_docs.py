@@ -1,11 +1,13 @@
 """Check README and docs/: links have a target, commands and snippets run, and numbers and pages are up to date."""
 
+import dataclasses
 import itertools
 import json
 import re
 import shlex
 import subprocess
 import sys
+import typing
 import xml.etree.ElementTree
 
 import PIL.Image
@@ -15,13 +17,16 @@ from docs.scripts import make_pages, notebooks
 from minivlmrl.__main__ import COMMANDS as COMMAND_NAMES
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.loading import load_config
+from minivlmrl.config.options import RunConfig, TrainingOptions
 from minivlmrl.distributed.saving import save_model
+from minivlmrl.losses.preference import DPO_LOSSES
 from minivlmrl.model.build import random_model
 from minivlmrl.rewards.registry import REWARDS, get_reward
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.tasks import shapes
+from minivlmrl.trainers.registry import TRAINERS
 from tests.helpers.draws import ids_of
-from tests.helpers.links import ROOT, blocks, links, missing, rows_of
+from tests.helpers.links import ROOT, blocks, links, missing, names, rows_of
 from tests.helpers.runs import metrics
 from tests.parity.test_families import FAMILIES
 
@@ -99,6 +104,11 @@ def test_commands_of_scripts_have_files_and_flags_that_exist():
     assert found > 8
 
 
+def test_the_reading_list_names_what_its_files_define():
+    rows = re.findall(r"^\| \[[\w./]+\]\(\.\./([\w./]+)\).*\| `([\w.]+)` \|$", PAGES["docs/developer_guide.md"], re.M)
+    assert len(rows) > 10 and [(file, name) for file, name in rows if name not in names(ROOT / file)] == []
+
+
 def test_the_band_of_the_default_run():
     shown = re.findall(r"\.\d{3}", " ".join(itertools.chain(*rows_of(RESULTS, "The default run"))))
     for run in json.loads((ROOT / "recipes" / "expected.json").read_text()):
@@ -129,14 +139,56 @@ def test_the_page_shows_the_gradients_that_its_program_prints(capsys):
 
 
 def test_the_promises_of_the_readme():
-    """README quotes minimal.py, and has a command that trains and one that runs the tests."""
+    """Both READMEs have a command that trains and one that runs the tests; the English one quotes minimal.py."""
     quoted = blocks(README, "python")[0]
     assert quoted.startswith("def grpo(") and quoted in (ROOT / "minimal.py").read_text()
     [pattern] = re.findall(r'grep -E "(.+)" README.md', (ROOT / ".ci" / "run").read_text())
-    found = commands(README)
-    assert "python train.py" in found and len([line for line in found if re.match(pattern, line)]) == 1
+    for found in map(commands, (README, CHINESE)):
+        assert "python train.py" in found and len([line for line in found if re.match(pattern, line)]) == 1
     [torch_version] = re.findall("pip install (torch==[^ ]+) ", README)
     assert torch_version in (ROOT / "constraints.txt").read_text().splitlines()
+
+
+def test_the_index_lists_all_recipes_and_pages():
+    index = PAGES["docs/README.md"]
+    recipes = {path.name for path in (ROOT / "recipes").glob("*.yaml")}
+    assert set(re.findall(r"recipes/([\w.]+\.yaml)", index.partition("## Recipes")[2])) == recipes
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").glob("**/*.md")}
+    papers = {f"papers/{page}" for page in re.findall(r"\((\w+\.md)\)", PAGES["docs/papers/README.md"])}
+    assert pages - set(re.findall(r"\((\S+\.md)\)", index)) - papers == {"README.md"}
+
+
+LOSS_PAGES = "\n".join(PAGES[f"docs/{page}.md"] for page in ("policy_gradients", "preferences"))
+CODE = {code.rpartition(".")[2] for code in re.findall(r"`([^`\n]+)`", LOSS_PAGES)}
+STAGES = [typing.get_type_hints(RunConfig)[name] for name in TRAINERS]
+SHARED = {"max_tokens_per_micro_batch", *(field.name for field in dataclasses.fields(TrainingOptions))}
+
+
+def choices(hint) -> set[str]:
+    """Return the strings of all Literals in a type annotation."""
+    if typing.get_origin(hint) is typing.Literal:
+        return {text for text in typing.get_args(hint) if isinstance(text, str)}
+    return {text for part in typing.get_args(hint) for text in choices(part)}
+
+
+@pytest.mark.parametrize("options", STAGES, ids=lambda options: options.__name__)
+def test_every_option_of_a_stage_is_explained(options):
+    hints = {name: hint for name, hint in typing.get_type_hints(options).items() if name not in SHARED}
+    names = {*hints, *DPO_LOSSES, *(text for hint in hints.values() for text in choices(hint))}
+    missing = ", ".join(sorted(names - CODE))
+    assert not missing, f"docs/policy_gradients.md or docs/preferences.md must explain: {missing}"
+
+
+def test_every_metric_is_explained(run, plain):
+    """docs/metrics.md contains the full name of each metric, or the part after its group; NAME stands for a reward."""
+    folder = run("--stages=[sft, dpo, reward_model, grpo, ppo]", "--grpo.beta=0.1", "--ppo.kl_coef=0.1")
+    logged = {name for line in metrics(folder) for name in line} - {"stage", "step"}
+    # the page explains minimum and maximum as `min_...` and `max_...`
+    logged -= {f"completions/{of}_terminated_length" for of in ("min", "max")}
+    short = {re.sub(r"^rewards/(format|accuracy)/", "rewards/NAME/", name) for name in logged}
+    page = PAGES["docs/metrics.md"]
+    assert len(logged) > 30
+    assert {n for n in short if f"`{n}`" not in page and f"`{n.partition('/')[2] or n}`" not in page} == set()
 
 
 def test_the_table_of_rewards():

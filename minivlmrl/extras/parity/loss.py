@@ -195,23 +195,24 @@ class CloseLoss:
 def closest_losses(results: list[Comparison], settings: list[str], tolerance: float) -> list[CloseLoss]:
     """Sort TRL's losses by agreement with the user's loss, best first."""
     names = "kind", *settings
+    is_wrong = [result.error > tolerance for result in results]
     groups = defaultdict(list)
     for i, result in enumerate(results):
         values = (result.options[name] for name in names)
         groups[tuple(x[0] if isinstance(x, list) else x for x in values)].append(i)
     close = []
     for values, group in groups.items():
-        share = statistics.mean(results[i].error > tolerance for i in group)
+        share = statistics.mean(is_wrong[i] for i in group)
         close.append(CloseLoss(dict(zip(names, values, strict=True)), group, share))
 
     def difference(loss: CloseLoss) -> tuple:
-        # best agreement first; among losses with similar agreement, TRL's defaults
-        # all test cases with beta=0 have use_bias_correction_kl=True and would favor it: average over both settings
+        # test cases with beta=0 all have use_bias_correction_kl=True and would favor it: average over both values
         corrected = {"use_bias_correction_kl": True}
-        pair = [other for other in close if other.only | corrected == loss.only | corrected]
-        wrong = sum(other.share * len(other.cases) for other in pair) / sum(len(other.cases) for other in pair)
-        is_default = loss.only["loss_type"] == "dapo", not loss.only.get("use_bias_correction_kl")
-        return loss.share > 0, round(wrong, 1), [not x for x in is_default], -len(loss.cases)
+        both = [other.cases for other in close if other.only | corrected == loss.only | corrected]
+        wrong = statistics.mean(is_wrong[i] for group in both for i in group)
+        # a loss that agrees in all cases first; then the best agreement; if similar, TRL's defaults
+        is_dapo, is_corrected = loss.only["loss_type"] == "dapo", bool(loss.only.get("use_bias_correction_kl"))
+        return loss.share > 0, round(wrong, 1), not is_dapo, is_corrected, -len(loss.cases)
 
     return sorted(close, key=difference)
 
