@@ -313,7 +313,7 @@ class Search:
         has_own_length = d.about.get("loss_type") == "dr_grpo" and not d.reads("max_completion_length")
         for region in self.regions:
             if count_wrong(region.of(self.base)) <= 2:
-                continue  # one factor fits two numbers by chance, such as advantages a and -a in a group of two
+                continue  # one factor fits two numbers by chance, such as the advantages 1 and -1 in a group of two
             product = square = 0.0
             for key, mask in region.inside.items():
                 theirs, ours, unit = self.base[key]
