@@ -16,6 +16,7 @@ from minivlmrl.config.import_utils import find_stage, recipes_folder, split_opti
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import TypeHint, build, options_of, parse_yaml, read_value, type_text
 from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
+from minivlmrl.config.yaml_errors import yaml_cure
 from minivlmrl.errors import UserError, did_you_mean, error_context, require
 from minivlmrl.json_files import json_text
 
@@ -54,9 +55,9 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
             joined.append(argument)
     overrides = joined[1:]
     path = _find_recipe(recipe)
-    values = read_yaml(path) or {}
+    values = _read_recipe(path)
     resolver = Resolver(path, {override.removeprefix("--").partition("=")[0] for override in overrides}, is_found)
-    recipe_stages = _stages(values, recipe) if isinstance(values, dict) else []
+    recipe_stages = _stages(values, recipe)
     stages = recipe_stages
     for override in overrides:
         if override.startswith("--stages="):
@@ -95,6 +96,16 @@ def _find_recipe(recipe: str | Path) -> Path:
     meant = did_you_mean(Path(recipe).stem, names, "{}.yaml".format)
     folders = " and ".join(dict.fromkeys(str(path.parent.absolute()) for path in paths))
     raise UserError(f"{recipe}: there is no such recipe in {folders}{meant}")
+
+
+def _read_recipe(path: Path) -> dict[str, Plain]:
+    """Read a recipe without overrides; refuse a list or one string, which overrides would replace."""
+    values = read_yaml(path)
+    if isinstance(values, str):
+        raise UserError(f"{path}: the recipe has no names and values; {yaml_cure(path.read_text('utf-8'))}")
+    expected = "names and values, one `name: value` per line, such as seed: 7"
+    require(isinstance(values, dict | None), f"{path}: the recipe", values, expected)
+    return values or {}
 
 
 def _stages(values: dict, where: str | Path) -> list[str]:

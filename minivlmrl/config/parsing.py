@@ -14,6 +14,7 @@ from yaml.composer import ComposerError
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.types import Code, Finite, Plain
+from minivlmrl.config.yaml_errors import yaml_cure
 from minivlmrl.errors import UserError, did_you_mean, error_context, invalid_value, require, truncate
 from minivlmrl.load_extra import has_extras, load_extra
 
@@ -39,16 +40,20 @@ class Loader(yaml.SafeLoader):
         keys = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if str(key.value) in keys:
-                raise ComposerError(None, None, f"the key {key.value!r} occurs twice", key.start_mark)
+                raise ComposerError(
+                    None, None, f"the key {key.value!r} occurs twice; remove one of them", key.start_mark
+                )
             keys.add(str(key.value))
         return node
 
 
 def parse_yaml(text: str | bytes) -> Any:
+    """Parse YAML; the message for invalid text names the line and what to write."""
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"the text is not valid YAML ({error})") from error
+        text = text.decode(errors="replace") if isinstance(text, bytes) else text
+        raise UserError(f"the text is not valid YAML ({yaml_cure(text, error)})") from error
 
 
 def build(

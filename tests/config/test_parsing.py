@@ -128,7 +128,7 @@ def test_an_alias_is_refused():
     """Ten lines of YAML with nine aliases each would expand to 9**9 values."""
     lines = ["a0: &a0 [1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10))]
     for text in ("\n".join(lines), "a: &a {b: 1}\nc:\n  <<: *a", "&a [*a]"):
-        with pytest.raises(ValueError, match=r"not valid YAML \(the alias \*a0? is not supported; write its value"):
+        with pytest.raises(ValueError, match=r"not valid YAML \(.*: the alias \*a0? is not supported; write its value"):
             parse_yaml(text)
     assert parse_yaml("a: &a 1") == {"a": 1}
 
