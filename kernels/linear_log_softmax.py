@@ -246,6 +246,8 @@ def linear_log_softmax(
     """
     if hidden.shape[:-1] != ids.shape:
         raise ValueError(f"hidden has the shape {tuple(hidden.shape)}, which does not fit ids {tuple(ids.shape)}")
+    if not temperature > 0:
+        raise ValueError(f"the temperature is {temperature}, but it must be greater than 0")
     mask = ids.new_empty(2, 0) if sampling_mask is None else sampling_mask
     logps, entropies, *_ = _linear_log_softmax(hidden, weight, ids.contiguous(), mask, temperature)
     return logps, entropies

@@ -311,6 +311,8 @@ def selective_log_softmax(logits: Tensor, ids: Tensor, temperature: float = 1.0)
     """
     if logits.shape[:-1] != ids.shape:
         raise ValueError(f"logits have the shape {tuple(logits.shape)}, which does not fit ids {tuple(ids.shape)}")
+    if not temperature > 0:
+        raise ValueError(f"the temperature is {temperature}, but it must be greater than 0")
     logps, entropies = _SelectiveLogSoftmax.apply(
         logits.reshape(-1, logits.shape[-1]).contiguous(), ids.flatten(), temperature
     )

@@ -26,9 +26,14 @@ def load_name(target: str) -> Any:
     file, _, name = target.rpartition(":")
     if file.endswith(".py"):
         paths = [Path(file), recipes_folder().parent / file]
-        path = os.path.abspath(next(filter(Path.is_file, paths), file))
-        if os.path.isfile(path):
-            USER_FILES.add(path)  # before run_file, so that an error in the file counts as a user code error
+        found = next(filter(Path.is_file, paths), None)
+        if found is None:
+            raise UserError(
+                f"there is no file {file}; code is searched beside the recipe, in the working folder {os.getcwd()} and "
+                f"in {recipes_folder()}"
+            )
+        path = os.path.abspath(found)
+        USER_FILES.add(path)  # before run_file, so that an error in the file counts as a user code error
         module = run_file(path)
     else:
         try:

@@ -61,9 +61,11 @@ def get_rope_index(
             time = (time * seconds * tokens_per_second).long()
         # (3, merged tokens)
         grid = torch.cartesian_prod(time, torch.arange(h // merge), torch.arange(w // merge)).T
+        done = begin + grid.shape[1]
+        if ids[begin:done] != [ids[begin]] * grid.shape[1]:
+            raise UserError(f"input_ids lack the {grid.shape[1]} tokens of the grid {(t, h, w)} at position {begin}")
         pieces.append(grid + position)
         position += int(grid.max()) + 1
-        done = begin + grid.shape[1]
     pieces.append(_text_positions(position, len(ids) - done))
     return torch.cat(pieces, dim=1)
 

@@ -34,6 +34,10 @@ REWARDS: dict[str, str | Callable] = {  # {reward name: "module:function" or fun
 # before training, a check calls these rewards to find invalid solutions
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
+STEP_METRICS = {  # first parts of the names of a run's own metrics, which rewards must not log
+    "stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate", "reward", "reward_std",
+    "group_reward_std", "frac_reward_zero_std", "rewards", "completions", "clip_ratio", "rollout", "tools", "eval",
+}  # fmt: skip
 QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
 
 # error messages if a function reads completion[0]["content"] from a string
@@ -54,6 +58,8 @@ class RewardLog:
 
     def log_metric(self, name: str, value: float):
         """Log a number; metrics.jsonl has the mean over the rollout."""
+        if name.partition("/")[0] in STEP_METRICS:  # the check of rewards before a run calls this, too
+            raise UserError(f"log_metric: {name!r} is a name of the run's own metrics; use another name")
         self.metrics.setdefault(name, []).append(float(value))
 
 

@@ -31,6 +31,8 @@ SUMMARY, BEST = "summary.json", "best"
 
 def check_outputs(config: RunConfig, trainers: dict[str, type[Trainer]]):
     """Raise UserError if best_metric is unknown, or torchrun restarts failed ranks but --resume=auto is missing."""
+    for path in (Path(config.output_dir), *Path(config.output_dir).parents):
+        require(not path.is_file(), "output_dir", str(path), "a folder, and this is a file")
     rewards = config.eval_rewards
     ways = ["sampled", "greedy", *(IMAGE_ABLATIONS if config.data.eval_without_images else ())]
     names = [*metrics_by_name(rewards, dict.fromkeys(ways, [0.0] * len(rewards)))]

@@ -11,8 +11,6 @@ from minivlmrl.errors import UserError
 from minivlmrl.losses.advantages import group_std, nanstd
 from minivlmrl.rewards.registry import RewardLog
 
-# rewards must not log metrics with these names
-STEP_METRICS = "stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate"
 # metrics to sum over micro-batches; see GRPOTrainer.loss
 CLIP_RATIOS = "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio"
 
@@ -80,7 +78,7 @@ def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> d
     log.metrics = {}
     means = {}
     for name in sorted(set(chain(*metrics_of_ranks))):
-        if name in {*metrics, *STEP_METRICS}:
+        if name in metrics:
             raise UserError(
                 f"log_metric was called with the name {name!r}, which the trainer uses for a metric "
                 "of its own; use a different name"

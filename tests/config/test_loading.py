@@ -255,7 +255,7 @@ def test_recipes_are_found_by_their_names(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=rf"in {tmp_path} and .*recipes; did you mean {meant}"):
             load_config(name)
     assert load_config("recipes/shapes.yaml").output_dir == "runs/shapes"  # as every page writes it
-    with pytest.raises(FileNotFoundError, match=rf"{tmp_path}/gone\.py"):
+    with pytest.raises(ValueError, match=rf"no file {tmp_path}/gone\.py; .*, in the working folder {tmp_path} and in "):
         load_config("shapes.yaml", ["--stages=gone.py:Mine"])
 
 

@@ -1,5 +1,7 @@
 """Compare log-probabilities computed in pieces with log_softmax; test_backend.py runs the kernels interpreted."""
 
+import math
+
 import pytest
 import torch
 
@@ -140,6 +142,9 @@ def test_what_does_not_fit_is_said():
     hidden, weight, ids, _ = inputs(rows=3)
     with pytest.raises(ValueError, match=r"hidden has the shape \(3, \d+\), which does not fit ids \(2,\)"):
         linear_log_softmax(hidden, weight, ids[1:])
+    for temperature in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match=f"the temperature is {temperature}, but it must be greater than 0"):
+            linear_log_softmax(hidden, weight, ids, temperature)
 
 
 @only_torch

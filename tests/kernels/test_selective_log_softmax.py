@@ -1,5 +1,7 @@
 """Compare log-probabilities and entropies of logits with float64; test_backend.py interprets the kernels."""
 
+import math
+
 import pytest
 import torch
 
@@ -127,3 +129,6 @@ def test_parts_of_a_row_join_to_the_whole(widths):
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"logits have the shape \(3, 5\), which does not fit ids \(2,\)"):
         kernel.selective_log_softmax(torch.zeros(3, 5), torch.zeros(2, dtype=torch.long))
+    for temperature in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match=f"the temperature is {temperature}, but it must be greater than 0"):
+            kernel.selective_log_softmax(torch.zeros(3, 5), torch.zeros(3, dtype=torch.long), temperature)

@@ -23,9 +23,11 @@ def test_positions_equal_those_of_transformers_4_51(model_type):
 
 
 @pytest.mark.parametrize("ids, grids", [([5, *[tiny.IMAGE] * 5], [(1, 4, 6)]), ([*[tiny.IMAGE] * 7], [(1, 4, 6)]),
-                                        ([5, 6], [(1, 4, 6)]), ([tiny.IMAGE], []), ([tiny.VIDEO], [])])  # fmt: skip
+                                        ([5, 6], [(1, 4, 6)]), ([tiny.IMAGE], []), ([tiny.VIDEO], []),
+                                        ([tiny.IMAGE, 5, tiny.IMAGE], [(1, 2, 4)]),
+                                        ([tiny.IMAGE, 5, *[tiny.IMAGE] * 2], [(1, 2, 4), (1, 2, 2)])])  # fmt: skip
 def test_image_and_video_tokens_that_do_not_fit_the_grids_are_refused(ids, grids):
-    with pytest.raises(ValueError, match=r"image|video"):
+    with pytest.raises(ValueError, match=r"image|video|input_ids lack"):
         rope.get_rope_index(torch.tensor(ids), torch.tensor(grids).view(-1, 3), tiny.config())
 
 

@@ -109,6 +109,9 @@ def test_a_best_metric_that_no_evaluation_of_the_run_measures_is_refused(name, n
         results.check_outputs(run, trainers)
     run.best_metric = {"demonstrations": "eval/loss", "pairs": "eval/pair_accuracy"}[max(needs - {"prompts"})]
     results.check_outputs(run, trainers)
+    run.output_dir = f"{__file__}/run"
+    with pytest.raises(ValueError, match=f"output_dir is '{__file__}', but it must be a folder, and this is a file"):
+        results.check_outputs(run, trainers)
 
 
 @pytest.fixture(scope="module")
