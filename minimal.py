@@ -20,6 +20,7 @@ memory, and adds LoRA, several GPUs, videos and resume.
 """
 
 import argparse
+import contextlib
 import copy
 import json
 import math
@@ -61,15 +62,12 @@ STD = np.float32([0.26862954, 0.26130258, 0.27577711])  # RGB standard deviation
 
 def load_image(file) -> PIL.Image.Image:
     """Read an image in RGB, apply its EXIF rotation, and replace transparency with white."""
-    try:
-        image = file if isinstance(file, PIL.Image.Image) else PIL.Image.open(file)
+    with open_image(file) as image:
         image = PIL.ImageOps.exif_transpose(image)
-    except OSError as error:  # for example, a truncated file
-        raise OSError(f"{file} cannot be read as an image: {error}") from error
-    if image.has_transparency_data:
-        white = PIL.Image.new("RGBA", image.size, "white")
-        image = PIL.Image.alpha_composite(white, image.convert("RGBA"))
-    return image.convert("RGB")
+        if image.has_transparency_data:
+            white = PIL.Image.new("RGBA", image.size, "white")
+            image = PIL.Image.alpha_composite(white, image.convert("RGBA"))
+        return image.convert("RGB")
 
 
 def smart_resize(height, width, factor, min_pixels, max_pixels) -> tuple[int, int]:
@@ -901,6 +899,8 @@ def save(model, folder):
 # ---- File of rows -> rows
 
 ANSWERS = {grpo: ["solution"], sft: ["completion"], dpo: ["chosen", "rejected"]}
+# formats with which Pillow runs other programs or opens other files, as in the package
+PROGRAMS = ("EPS", "IPTC", "WMF")
 # unsupported fields that change the prompt
 REFUSED = ("system", "video", "videos", "tools", "min_pixels", "max_pixels", "messages", "prompt")
 # sentence after each question, as in recipes/own_data.yaml
@@ -908,10 +908,31 @@ ASK = " First think about it between <think> and </think>, then give the answer 
 ASK += "between <answer> and </answer>."
 
 
+@contextlib.contextmanager
+def open_image(file):
+    """Open an image, or its file, for a `with` block; errors in the block name the file."""
+    try:
+        image = file
+        if not isinstance(file, PIL.Image.Image):
+            require(Path(file).is_file(), "no such file")  # a pipe would never end
+            image = PIL.Image.open(file)
+            image.filename = ""  # else Pillow 13 swaps the sides of some rotated TIFF images
+        with image:
+            require(image.format not in PROGRAMS, f"{image.format} can run programs; save it as PNG")
+            # 16 or 32 bits: Pillow would make nearly all pixels white or black
+            require(image.mode[0] not in "IF", "save the image with 8 bits per color")
+            is_long = max(image.size) > 200 * min(image.size)
+            require(not is_long, "it is more than 200 times as long as wide")
+            yield image
+    except Exception as error:  # Pillow raises many kinds, such as struct.error
+        raise InputError(f"{file!s:.200} cannot be read as an image: {error}") from error
+
+
 def read_row(line, answers, folder) -> dict:
     """Read and check a JSON row, and its image headers."""
     row = json.loads(line)
     require(isinstance(row, dict), f"a row is an object {{...}}, but this is {row!r:.80}")
+    json.dumps(row, ensure_ascii=False).encode()  # fails for half a surrogate pair
     row = {field: value for field, value in row.items() if value is not None}
     for field in REFUSED:
         require(not row.get(field), f"minimal.py does not read {field!r}; train.py reads such rows")
@@ -928,11 +949,8 @@ def read_row(line, answers, folder) -> dict:
     names = row.get("images", [row.get("image")])
     row["images"] = [Path(folder, name) for name in names]
     for path in row["images"]:
-        with PIL.Image.open(path) as image:
-            # 16 or 32 bits: Pillow would make nearly all pixels white or black
-            require(image.mode[0] not in "IF", f"{path}: save the image with 8 bits per color")
-            is_long = max(image.size) > 200 * min(image.size)
-            require(not is_long, f"{path} is more than 200 times as long as wide")
+        with open_image(path):  # read only the header
+            pass
     places = row["problem"].count("<image>")
     message = f"'problem' has {places} <image>, but the row's images are {len(names)}"
     require(places in (0, len(names)), message)
@@ -950,7 +968,7 @@ def read_rows(file, answers) -> tuple[list[dict], str]:
         try:
             if line.strip():
                 rows.append(read_row(line, answers, Path(file).parent))
-        except (OSError, TypeError, ValueError) as error:
+        except (OSError, RecursionError, TypeError, ValueError) as error:
             raise InputError(f"{file}, line {number}: {error}"[:400]) from error
     require(rows, f"{file} has no rows")
     has_tags = answers == ["solution"] or all("<answer>" in row[answers[0]] for row in rows)

@@ -1,20 +1,26 @@
 """Compare minimal.py with the package in float64: inputs, log-probabilities, losses, gradients, steps and samples."""
 
+import io
+import os
+import struct
+import zlib
 from argparse import Namespace
 from types import SimpleNamespace
 
+import PIL.Image
 import pytest
 import torch
 
 import minimal
 from minivlmrl.config.options import OptimizerOptions, TrainingOptions
 from minivlmrl.data.image import ImageProcessor
-from minivlmrl.data.media import fetch_image
+from minivlmrl.data.media import PROGRAMS, fetch_image
 from minivlmrl.data.messages import conversation
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.saving import save_model
+from minivlmrl.errors import UserError
 from minivlmrl.generation.generate import generate, make_token_sampler
 from minivlmrl.losses import grpo, preference, sft
 from minivlmrl.losses.advantages import group_advantages
@@ -81,6 +87,68 @@ def test_files_are_read_equally(tmp_path, mode, orientation):
     loaded = minimal.load_image(tmp_path / "image.png")
     assert loaded.mode == "RGB" and loaded.size == ((7, 4) if orientation < 5 else (4, 7))
     assert loaded.tobytes() == expected.tobytes()
+
+
+def encoded(image: PIL.Image.Image, kind: str, **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def png(width: int, height: int) -> bytes:
+    """Return a PNG file that declares a size, and has nearly no pixels."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    crc = struct.pack(">I", zlib.crc32(head))
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + crc + b"\0\0\0\4IDATxxxx"
+
+
+ROTATED = PIL.Image.Exif()
+ROTATED[0x0112] = 6
+HOSTILE = {
+    "Ghostscript": encoded(IMAGES["small"], "EPS"),
+    "13,378 x 13,377 pixels": png(13_378, 13_377),
+    "no pixels": png(100, 0),
+    "201 times as long as wide": png(201, 1),
+    "201 times as wide as long": png(1, 201),
+    "float": encoded(PIL.Image.new("F", (9, 9)), "TIFF"),
+    "32 bits": encoded(PIL.Image.new("I", (9, 9)), "TIFF"),
+    "half a file": encoded(IMAGES["odd"], "TGA")[:200],
+    "no image": b"no image",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_image_files_are_refused_by_both(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: pytest.fail("Ghostscript"))
+    (tmp_path / "image.png").write_bytes(HOSTILE[name])
+    with pytest.raises(UserError, match=r"image\.png"):
+        fetch_image(tmp_path / "image.png")
+    with pytest.raises(minimal.InputError, match=r"image\.png cannot be read as an image: "):
+        minimal.load_image(tmp_path / "image.png")
+    assert minimal.PROGRAMS == PROGRAMS
+
+
+def test_a_pipe_is_refused_by_both(tmp_path):
+    os.mkfifo(tmp_path / "image.png")
+    with pytest.raises(UserError, match="a pipe"):
+        fetch_image(tmp_path / "image.png")
+    with pytest.raises(minimal.InputError, match=r"image\.png cannot be read as an image: no such file"):
+        minimal.load_image(tmp_path / "image.png")
+
+
+@pytest.mark.parametrize("mode", ["I", "F", "I;16", "I;16B"])
+def test_images_with_more_than_8_bits_are_refused_by_minimal(mode):
+    """The package converts 16 bits; minimal.py would see white instead, and black for floats from 0 to 1."""
+    with pytest.raises(minimal.InputError, match="save the image with 8 bits per color"):
+        minimal.load_image(PIL.Image.new(mode, (9, 9)))
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_a_rotated_tiff_is_read_as_by_the_package(tmp_path, mode):
+    (tmp_path / "image.tiff").write_bytes(encoded(noise(mode, (7, 4)), "TIFF", exif=ROTATED))
+    ours, package = minimal.load_image(tmp_path / "image.tiff"), fetch_image(tmp_path / "image.tiff")
+    assert ours.size == (4, 7) and ours.tobytes() == package.tobytes()
 
 
 @pytest.mark.parametrize("name", PROMPTS)

@@ -53,13 +53,13 @@ def read(tmp_path, row, answers=GRPO):
     ({"images": ["a.png"]}, GRPO, "but it needs either 'image' or 'images'"),
     ({"image": {"path": "a.png"}}, GRPO, "os.PathLike object"),
     ({"image": "data:image/png;base64," + 9000 * "A"}, GRPO, "File name too long"),
-    ({"image": "no.png"}, GRPO, "no.png"),
+    ({"image": "no.png"}, GRPO, "no.png cannot be read as an image: no such file"),
     ({"image": None}, GRPO, "but it needs either 'image' or 'images'"),
     ({"problem": None}, GRPO, "'problem' must be a text with letters or digits in {'image': 'a.png', 'solution': '2'"),
     ({"problem": "Is <image> like <image>?"}, GRPO, "'problem' has 2 <image>, but the row's images are 1"),
-    ({"image": "long.png"}, SFT, "long.png is more than 200 times as long as wide"),
+    ({"image": "long.png"}, SFT, "long.png cannot be read as an image: it is more than 200 times as long"),
     ({"image": "rows.jsonl"}, SFT, "cannot identify image file"),
-    ({"image": "deep.png"}, DPO, "deep.png: save the image with 8 bits per color"),
+    ({"image": "deep.png"}, DPO, "deep.png cannot be read as an image: save the image with 8 bits per color"),
     ({"problem": 5}, GRPO, "'problem' must be a text with letters or digits in {'image': 'a.png', 'problem': 5"),
     ({"completion": TURNS}, SFT, "'completion' must be a text with letters or digits in {'image'"),
     ({"rejected": " "}, DPO, "'rejected' must be a text with letters or digits in {'image'"),
@@ -68,6 +68,8 @@ def read(tmp_path, row, answers=GRPO):
     ("[1, 2]", GRPO, "a row is an object {...}, but this is [1, 2]"),
     ("{'image': 'a.png'}", GRPO, "Expecting property name"),
     (b"{'problem': 'caf\xe9'}", GRPO, "'utf-8' codec can't decode"),
+    (b'{"problem": "\\ud800"}', GRPO, "'utf-8' codec can't encode"),
+    ("[" * 100_000, GRPO, "maximum recursion depth exceeded"),
 ])  # fmt: skip
 def test_a_row_that_would_mean_something_else_is_refused(tmp_path, changes, answers, expected):
     with pytest.raises(minimal.InputError, match=r"rows\.jsonl, line 3: ") as error:
@@ -184,7 +186,7 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "half.png").write_bytes((tmp_path / "half.png").read_bytes()[:500])
     (tmp_path / "text.png").write_text("no image")
     for name in ("half.png", "text.png"):
-        with pytest.raises(OSError, match=rf"{name} cannot be read as an image: "):
+        with pytest.raises(minimal.InputError, match=rf"{name} cannot be read as an image: "):
             minimal.load_image(tmp_path / name)
 
 
