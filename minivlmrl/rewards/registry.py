@@ -4,11 +4,12 @@ A reward is a name in REWARDS, "my_rewards.py:brevity" or "package.module:brevit
 "mine.py:near(tolerance=0.05)".
 """
 
+import asyncio
 import inspect
 import math
 import numbers
-import re
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
@@ -40,12 +41,9 @@ STEP_METRICS = {  # first parts of the names of a run's own metrics, which rewar
 }  # fmt: skip
 QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
 
-# error messages if a function reads completion[0]["content"] from a string
-READS_MESSAGES = re.compile(
-    "string indices must be integers|'str' object (?:is not a mapping|has no attribute '(?:get|items|keys|pop|values)')"
-)
-# sets of reward arguments to try as chat messages instead of strings
-FORMS = (), ("prompts",), ("prompts", "completions")
+# {reward name: True if its function reads prompts and completions as chat messages}, from the first call
+READS_MESSAGES: dict[str, bool] = {}
+SHARED = {"images", "environments"}  # all other lists are copied for each call
 
 
 @dataclass
@@ -76,7 +74,6 @@ class Reward:
     world: World = field(default_factory=World)  # if one of these ranks fails, all raise RewardFailed
     log: RewardLog | None = None  # None outside training
     max_seconds: float | None = None
-    form: tuple[str, ...] = ()  # names of arguments that are passed as chat messages, not strings
 
     @property
     def columns(self) -> set[str]:
@@ -134,6 +131,8 @@ class Reward:
         prefixes = [f"{row}: " for row in columns.get("row_names", ())] or [""] * len(texts)
         try:
             with time_limit(self.max_seconds):
+                if self.name not in READS_MESSAGES:
+                    self._choose_form(columns, callbacks, prefixes[0])
                 try:
                     values = self._call(columns, callbacks)
                 except Exception as error:
@@ -146,46 +145,45 @@ class Reward:
             ) from error
         return checked_values(self.name, values, texts, prefixes)
 
-    def _call(self, columns: dict[str, list], callbacks: dict[str, Any]) -> Any:
-        """Call the reward function with prompts and completions as strings.
+    def _choose_form(self, columns: dict[str, list], callbacks: dict[str, Any], prefix: str):
+        """Call the function with one completion as text and, if this fails, as chat messages; keep what works."""
+        one = {name: values[:1] for name, values in columns.items()}
+        one["completions"] = [one["completions"][0] or "?"]  # ""[0] would fail in a function that reads texts
+        errors: list[Exception] = []
+        for reads_messages in (False, True):
+            try:
+                self._call(one, callbacks | QUIET, reads_messages)
+            except Exception as error:
+                errors.append(error)
+            else:
+                READS_MESSAGES[self.name] = reads_messages
+                return
+        as_text, as_messages = (f"{type(error).__name__}: {error}" for error in errors)
+        raise RewardFailed(
+            f"{prefix}reward {self.name}, for the completion {truncate(one['completions'][0], 80)}: {as_text}; if "
+            f"prompts and completions are chat messages: {as_messages}"
+        ) from errors[0]
 
-        If the function expects chat messages, try prompts as messages, then prompts and completions as messages.
-        """
-        try:
-            return self._values(columns, callbacks)
-        except (AttributeError, IndexError, TypeError):
-            former = self.form
-            # test with "?" instead of empty completions, because ""[0] raises IndexError
-            trial = columns | {"completions": [text or "?" for text in columns["completions"]]}
-            for form in (*FORMS, ()):
-                self.form = form
-                try:
-                    self._values(trial, callbacks | QUIET)
-                except Exception as error:
-                    if READS_MESSAGES.search(str(error)):
-                        continue
-                break
-            if self.form == former:
-                raise
-        return self._values(columns, callbacks)
-
-    def _values(self, columns: dict[str, list], callbacks: dict[str, Any]) -> Any:
-        """Call the function. Prompts and completions are messages if named in self.form, otherwise strings."""
-        arguments = columns | callbacks
+    def _call(self, columns: dict[str, list], callbacks: dict[str, Any], reads_messages: bool | None = None) -> Any:
+        """Call the function with its own copy of the columns, and with prompts and completions in the chosen form."""
+        reads_messages = READS_MESSAGES[self.name] if reads_messages is None else reads_messages
+        arguments: dict[str, Any] = {**callbacks}
+        for name, values in columns.items():
+            arguments[name] = values if name in SHARED else [deepcopy(value) for value in values]
         for name, role in (("prompts", "user"), ("completions", "assistant")):
             conversations = [as_turns(value, role) for value in columns.get(name, ())]
-            if name in self.form:
+            if reads_messages:
                 arguments[name] = [[{**turn, "content": text_of(turn)} for turn in turns] for turns in conversations]
             elif conversations:
                 arguments[name] = ["".join(map(text_of, turns[-1:])) for turns in conversations]
-        values = self.function(**arguments)
+        values = run_async(self.function(**arguments))
         return [*values] if isinstance(values, Iterator) else values  # a generator fails only when read
 
     def _find_failure(self, columns: dict[str, list], callbacks: dict[str, Any], prefixes: list[str]) -> str:
         """Call the function once per completion, and describe the first completion for which it fails."""
         for i, (prefix, text) in enumerate(zip(prefixes, columns["completions"], strict=True)):
             try:
-                self._values({name: [values[i]] for name, values in columns.items()}, callbacks | QUIET)
+                self._call({name: [values[i]] for name, values in columns.items()}, callbacks | QUIET)
             except Exception:
                 return f"{prefix}reward {self.name}, for the completion {truncate(text, 80)}"
         return f"reward {self.name}, for {pluralize(len(prefixes), 'completion')} together"
@@ -231,6 +229,15 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
                 "but it must return a finite number, or None if it cannot score the completion"
             )
     return checked
+
+
+def run_async(value: Any) -> Any:
+    """Return the result of an `async def` function, and other values unchanged."""
+
+    async def wait() -> Any:
+        return await value
+
+    return asyncio.run(wait()) if inspect.isawaitable(value) else value
 
 
 def plain_value(value: Any) -> float | str | None:

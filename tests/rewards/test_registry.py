@@ -1,5 +1,7 @@
 """Test rewards by name: options, arguments, compatibility with TRL, checks of returned values, and errors."""
 
+import asyncio
+import json
 import math
 import os
 import signal
@@ -25,7 +27,9 @@ CHAT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text":
 
 
 def ask(monkeypatch, function, completions, **columns):
-    monkeypatch.setitem(file.REWARDS, "own", function)
+    if file.REWARDS.get("own") is not function:
+        monkeypatch.setitem(file.REWARDS, "own", function)
+        monkeypatch.setattr(file, "READS_MESSAGES", {})  # the new function decides for itself
     return file.get_reward("own")(completions, **columns)
 
 
@@ -69,7 +73,6 @@ def test_rewards_give_the_same_values_for_every_row_format(form, trl, write_rows
 @pytest.mark.parametrize(("function", "expected"), [
     (lambda completions, **_: [c[0].get("content", "").count("a") for c in completions], [0, 1]),
     (lambda completions, **_: [len(c[-1]["content"]) + (c[0]["role"] == "assistant") for c in completions], [1, 3]),
-    (lambda prompts, completions, **_: [prompts[0][-1]["content"] in c for c in completions], [0, 1]),
     (lambda prompts, completions, **_: [(prompts[0] + c).count("a") for c in completions], [1, 2]),
     (lambda completions, **_: [len(c) for c in completions], [0, 2]),
     (lambda completions, **_: (len(c[-1]["content"]) for c in completions), [0, 2]),
@@ -79,6 +82,49 @@ def test_rewards_give_the_same_values_for_every_row_format(form, trl, write_rows
 def test_a_function_gets_what_it_reads_texts_or_messages(monkeypatch, function, expected):
     """The first completion is empty, so completion[0] of a text fails before the key."""
     assert ask(monkeypatch, function, ["", "ab"], prompts=[turns("a")] * 2) == expected
+
+
+def json_answer(completions, solution, **columns):
+    return [float(json.loads(text).get("answer") == truth) for text, truth in zip(completions, solution, strict=True)]
+
+
+def test_the_form_of_a_call_is_decided_once(monkeypatch):
+    """The completion '"cat"' fails like a function that reads messages, but the first call has chosen texts."""
+    right = '{"answer": "cat"}'
+    assert ask(monkeypatch, json_answer, [right], solution=["cat"]) == [1]
+    with pytest.raises(file.RewardFailed, match="for the completion '\"cat\"': AttributeError"):
+        ask(monkeypatch, json_answer, [right, '"cat"'], solution=["cat"] * 2)
+    assert ask(monkeypatch, json_answer, [right], solution=["cat"]) == [1]
+
+
+def test_a_function_that_fails_in_both_forms_names_both_errors(monkeypatch):
+    calls = []
+
+    def judge(completions, **columns):
+        calls.append(completions)
+        return [completions[0] + 1]
+
+    message = "for the completion 'a': TypeError: can only concatenate str .* messages: TypeError: can only concat"
+    with pytest.raises(file.RewardFailed, match=message):
+        ask(monkeypatch, judge, ["a", "b"])
+    assert len(calls) == 2
+
+
+def test_each_call_and_completion_has_its_own_columns(monkeypatch):
+    def matched(completions, boxes, **columns):
+        return [sum(truth.pop() for _ in range(2)) for truth in boxes]
+
+    truth = [1, 2, 3]
+    for _ in range(2):
+        assert ask(monkeypatch, matched, ["a", "b"], boxes=[truth, truth]) == [5, 5]
+
+
+def test_an_async_function_is_awaited(monkeypatch):
+    async def later(completions, **columns):
+        await asyncio.sleep(0)
+        return [len(text) for text in completions]
+
+    assert ask(monkeypatch, later, ["a", "bb"]) == [1, 2]
 
 
 def strict(completions, **columns):

@@ -77,13 +77,13 @@ def test_the_trial_call_does_not_change_the_module_of_the_run(run, plain, write,
     assert run_file(os.path.abspath("rewards.py")).calls == 3
 
 
-def test_a_file_that_cannot_be_imported_twice_has_no_trial(run, plain, write, monkeypatch, capsys):
+def test_a_file_that_cannot_be_imported_twice_is_tried_as_it_is(run, plain, write, monkeypatch, capsys):
     once = "import sys\n\nif hasattr(sys, 'seen'):\n    raise KeyError('registered twice')\nsys.seen = True\n"
     monkeypatch.chdir(write("once", {"rewards.py": once + COUNT.replace("SIGN", "1")}))
     monkeypatch.setattr(sys, "seen", True, raising=False)
     monkeypatch.delattr(sys, "seen")
     run("--stages=[grpo]", "--rewards={'rewards.py:counts': 1.0}", "--grpo.max_steps=1")
-    message = "the rewards were not tried, because a file cannot be imported twice: KeyError('registered twice')"
+    message = "because a file cannot be imported twice: KeyError('registered twice')"
     assert message in capsys.readouterr().out
 
 

@@ -13,6 +13,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.errors import UserError, error_context, pluralize, require, truncate
 from minivlmrl.extras.agents.schema import json_schema, type_schema
 from minivlmrl.extras.agents.tool_processor import ToolProcessor
+from minivlmrl.rewards.registry import run_async
 
 
 class Environment(Protocol):
@@ -94,7 +95,7 @@ def environment_reward(environments: Sequence[Any], turn_texts: list[list[str]],
     rewards = []
     for environment, texts in zip(environments, turn_texts, strict=True):
         with error_context("reward environment"):
-            reward = None if environment is None else environment.get_reward()
+            reward = None if environment is None else run_async(environment.get_reward())
             if isinstance(reward, list):
                 expected = (
                     f"one number for each of {pluralize(len(texts), 'turn')} (the last may lack it), or their sum"

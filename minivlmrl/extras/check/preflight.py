@@ -8,6 +8,7 @@ from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -31,7 +32,14 @@ from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.peft import find_adapter
 from minivlmrl.rewards.columns import call_rewards, reward_columns
-from minivlmrl.rewards.registry import COMPARE_SOLUTIONS, Reward, held_out_rewards, required_columns, training_rewards
+from minivlmrl.rewards.registry import (
+    COMPARE_SOLUTIONS,
+    READS_MESSAGES,
+    Reward,
+    held_out_rewards,
+    required_columns,
+    training_rewards,
+)
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.trainers.base import Trainer
@@ -55,13 +63,18 @@ class Preflight(Callback):
             try:
                 training_rewards(config)
                 held_out_rewards(config)
+                is_importable = True
             except Exception as error:  # a user file may fail on a second import
+                is_importable = False
                 if world.is_main:
                     print(
-                        f"the rewards were not tried, because a file cannot be imported twice: {truncate(error, 200)}"
+                        "the trial call of the rewards uses the run's own copy, because a file cannot be imported "
+                        f"twice: {truncate(error, 200)}"
                     )
-            else:
+            if is_importable:
                 try_rewards(config, datasets, processor)
+        if not is_importable:
+            try_rewards(config, datasets, processor)
         world.run_on_rank_zero(partial(check_truths, config, datasets), "check the solutions")
 
     def on_model(
@@ -131,17 +144,30 @@ def scored_files(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[tu
 
 
 def try_rewards(config: RunConfig, datasets: dict[str, Dataset], processor: Processor):
-    """Call the rewards with an invented completion for the first row."""
+    """Call the rewards with an invented completion for the first row of each file.
+
+    All ranks and a resumed run choose here, from the same rows, whether a reward reads texts or chat messages.
+    """
+    READS_MESSAGES.clear()
     ids = torch.tensor([*processor.tokenizer.encode("<answer>invented</answer>"), processor.stop_token_ids[0]])
     for stage, rows, rewards in scored_rows(config, datasets):
         no_columns = dict.fromkeys(required_columns(rewards)) if stage == "eval" else {}
         skips = stage != "eval" and config.data.skip_unreadable
-        row, prompt, _ = next_readable(rows, 0, lambda row: row.prompt(processor), skips)
-        row.columns = no_columns | row.columns
-        name = config.sampling.environment
-        environment = None if name is None else agents().begin_with_row(name, row)
-        completion = Completion(ids, tool_use=ToolUse(environment))
-        call_rewards(rewards, reward_columns([row], [prompt], [[completion]], processor, reward_model_scores=[0.0]))
+        for index in first_rows(rows):
+            row, prompt, _ = next_readable(rows, index, lambda row: row.prompt(processor), skips)
+            row.columns = no_columns | row.columns
+            name = config.sampling.environment
+            environment = None if name is None else agents().begin_with_row(name, row)
+            completion = Completion(ids, tool_use=ToolUse(environment))
+            call_rewards(rewards, reward_columns([row], [prompt], [[completion]], processor, reward_model_scores=[0.0]))
+
+
+def first_rows(rows: Dataset) -> Iterable[int]:
+    """Return the index of the first row of each file."""
+    first: dict[Any, int] = {}
+    for index, facts in enumerate(rows.facts if isinstance(rows, FileDataset) else ()):
+        first.setdefault(facts.file, index)
+    return first.values() or [0]
 
 
 def check_truths(config: RunConfig, datasets: dict[str, Dataset]):
