@@ -21,6 +21,9 @@ COMMANDS = {  # {command: (module:function, help text)}
     "replay": ("minivlmrl.extras.replay:main", "repeat a step of a run and compare the results"),
     "parity": ("minivlmrl.extras.parity.command:main", "find mistakes in a loss or in a step of any trainer"),
 }
+# commands of other projects
+OTHERS = {"eval": "evaluate", "export": "merge", "infer": "generate", "predict": "generate", "test": "evaluate"}
+OTHERS |= dict.fromkeys(("sft", "dpo", "grpo", "ppo", "rlhf", "reward", "kto", "rm", "pt"), "train")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,12 +34,20 @@ def main(arguments: list[str] | None = None) -> int:
     set_up_process()
     name = arguments[0] if arguments else "--help"
     try:
+        if name in ("--version", "-V", "version"):
+            from minivlmrl.commands.version import version_text
+
+            print(version_text())
+            return 0
         if name not in COMMANDS:
             lines = [f"  {command:<11}{sentence}" for command, (_, sentence) in COMMANDS.items()]
             print("usage: minivlmrl COMMAND [--help] ...", "", *lines, sep="\n", flush=True)
             if name in ("-h", "--help"):
                 return 0
-            raise UserError(f"this is not one of the commands{did_you_mean(name, COMMANDS)}")
+            meant = f"; did you mean {OTHERS[name]}?" if name in OTHERS else did_you_mean(name, COMMANDS)
+            if name.endswith((".yaml", ".yml")) or name.startswith("--"):
+                meant = f"; write minivlmrl train {name}"
+            raise UserError(f"this is not one of the commands{meant}")
         return load_extra(COMMANDS[name][0], f"the command {name}")(arguments[1:]) or 0
     except BrokenPipeError:  # stdout was closed, for example by `head`
         # avoid a second BrokenPipeError when Python flushes stdout at exit

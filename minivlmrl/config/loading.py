@@ -178,7 +178,9 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
     """Apply "--grpo.beta=0.1" to a copy of recipe values."""
     path, separator, text = override.removeprefix("--").partition("=")
     hint = hints.get(path, Any)
-    if not separator and hint is bool:  # a flag such as --dpo.use_weighting
+    is_section = any(option.startswith(f"{path}.") for option in hints)
+    if not separator and (hint is bool or not (path in hints or is_section)):
+        # a flag such as --dpo.use_weighting, or one of another project, such as --bf16, which is refused by its name
         separator = "="
         text = "true"
     if not override.startswith("--") or not separator:

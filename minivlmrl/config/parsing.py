@@ -186,15 +186,20 @@ class Reader:
         error = str(invalid_value(name, value, expected))
         if isinstance(value, str) and self.root is not None:
             advice = self._foreign_name(self.root, "", value)
-            error += f"; {advice}" if advice else did_you_mean(value, re.findall("'(.*?)'", type_text(hint)))
+            choices = re.findall("'(.*?)'", type_text(hint))
+            meant = [word for word in re.findall(r"`([^`]+)`", advice) if word in choices]  # as in "`k3`"
+            if meant:
+                error += f"; write {meant[0]}"
+            else:
+                error += f"; {advice}" if advice else did_you_mean(value, choices)
         return UserError(error)
 
     def _read_dict(self, hint: TypeHint, value: Plain, name: str) -> dict:
         key_hint, item_hint = typing.get_args(hint)
         expected = f"of type {type_text(hint)}"
-        keys: Plain = [value] if type(value) is str else value
-        if item_hint is Finite and type(keys) is list:  # the user wrote a list of reward names without weights
-            weights = ", ".join(f"{key}: 1.0" for key in keys)
+        texts: Plain = value.split(",") if type(value) is str else value
+        if item_hint is Finite and type(texts) is list:  # names of rewards, without weights or as in accuracy:1.0
+            weights = ", ".join(f"{reward}: {weight}" for reward, weight in map(_name_and_weight, texts))
             given = f'"--{name}={{{weights}}}"' if self.dashes else f"{name}: {{{weights}}}"
             expected += f"; write {given}"
         require(isinstance(value, dict), name, value, expected)
@@ -237,11 +242,17 @@ class Reader:
         return f"unknown key {prefix}{key}{meant or truncate(known, 400, str)}"
 
     def _foreign_name(self, root: type, section: str, name: str) -> str:
-        """Return advice from docs/coming_from.md about a name from a library such as TRL, or ""."""
+        """Return advice from extras/names.csv about a name from a library such as TRL, or ""."""
         if not issubclass(root, RunConfig) or not has_extras():
             return ""
         answer = load_extra("minivlmrl.extras.names:answer", "an unknown option")
         return answer(section, name, self.dashes, [option.path for option in options_of(root)])
+
+
+def _name_and_weight(text: Plain) -> tuple[str, str]:
+    """Split "accuracy:1.0" or "accuracy=1.0" into name and weight, by default 1.0."""
+    match = re.fullmatch(r"\s*(.+?)\s*[:=]\s*(-?[\d.]+)\s*", str(text))
+    return (match[1], match[2]) if match else (str(text).strip(), "1.0")
 
 
 class Option(NamedTuple):

@@ -62,9 +62,21 @@ def test_commands_have_a_help_page(capsys, tool):
 
 def test_a_mistake_is_one_line(capsys):
     assert __main__.main(["memoryd"]) == __main__.main(["memory", "--model", "nowhere"]) == 2
+    assert __main__.main(["eval"]) == __main__.main(["run.yaml"]) == 2
     expected = "minivlmrl memoryd: this is not one of the commands; did you mean memory?\n"
     expected += "minivlmrl memory: nowhere: this folder does not exist"
-    assert capsys.readouterr().err.startswith(expected)
+    printed = capsys.readouterr().err
+    assert printed.startswith(expected)
+    expected = "minivlmrl eval: this is not one of the commands; did you mean evaluate?\n"
+    assert printed.endswith(
+        expected + "minivlmrl run.yaml: this is not one of the commands; write minivlmrl train run.yaml\n"
+    )
+
+
+def test_the_version_is_what_a_bug_report_asks_for(capsys):
+    assert __main__.main(["--version"]) == 0
+    pattern = r"minivlmrl \d+\.\d+\.\d+ \((commit \w+.*|not a clone)\), Python 3.*, torch 2\..*, device .+\n"
+    assert re.fullmatch(pattern, capsys.readouterr().out)
 
 
 def test_too_little_memory_is_one_line(capsys, monkeypatch):

@@ -305,7 +305,9 @@ def test_a_recipe_that_is_refused(write, tmp_path, content, overrides, sentence)
 @pytest.mark.parametrize(("override", "cure"), [
     ("--grpo.loss_type=gspo", r"--grpo\.importance_sampling_level \(`importance_sampling_level: sequence`\)$"),
     ("--grpo.advantages=gae", r"the name in minivlmrl is --stages \(`\[ppo\]`\)$"),
-    ("--model.dtype=bf16", r"\(`bfloat16`, no autocast\)$"),
+    ("--model.dtype=bf16", r"'float64'; write bfloat16$"),
+    ("--bf16", r"unknown key bf16; the name in minivlmrl is --model\.compute_dtype \(`bfloat16`, no autocast\)$"),
+    ("--learning_rate=1", r" or --ppo\.learning_rate$"),  # without the note of another name
     ("--model=Qwen", r"model is 'Qwen', but it must be an object with names and values$"),
     ("--optimizer.name=adamww", r"did you mean adamw\?$"),
     ("--grpo.loss_type=mine", r"'vespo' or file\.py:name$"),

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from minivlmrl.config import loading, options, parsing
-from minivlmrl.extras.names import CODE, read_tables
+from minivlmrl.extras.names import read_table
 from tests.helpers.links import ROOT
 
 OPTIONS = {option.path for option in parsing.options_of(options.RunConfig)}
@@ -22,20 +22,22 @@ def refusal(name):
     return str(error.value)
 
 
-def test_every_name_of_a_table_is_answered_as_the_table_says():
-    assert len(read_tables()) > 300
-    for name, rows in read_tables().items():
+def test_every_name_of_the_table_is_answered_as_the_table_says():
+    assert len(read_table()) > 300
+    for name, rows in read_table().items():
+        assert not {option for row in rows for option in row.options} - OPTIONS - {"rewards"}, name
         if name in {*OPTIONS, *vars(options.RunConfig())}:
             continue
         message = refusal(name)
         for row in rows:
-            ours = OPTIONS & {*CODE.findall(row.here)}
-            if row.title == "removed":
-                assert f"{name} was removed. Instead: {row.here}" in message
-            elif not ours:
-                assert "minivlmrl has no such option: " in message, name
-            assert row.title == "removed" or all(f"--{option}" in message for option in ours), name
-            assert row.title == "removed" or ours or row.here == "none", f"{name}: {row.here} is no option"
+            if row.project == "removed":
+                assert f"{name} was removed. Instead: {row.note}" in message
+            elif not row.options:
+                assert "minivlmrl has no such option: " in message and row.note in message, name
+            assert (
+                all(f"--{option}" in message for option in row.options)
+                and row.note.removeprefix("same").removeprefix("; ") in message
+            )
 
 
 @pytest.mark.parametrize("name", [*SOURCES["options"], *SOURCES["columns"], *SOURCES["words"]])
@@ -53,14 +55,15 @@ def test_every_removed_option_is_answered(name):
     ("kto.beta", "kto was removed. Instead: "),
     ("learning-rate", "unknown key learning-rate; the name in minivlmrl is --sft.learning_rate or --dpo.learning_rate"),
     ("sft.per_device_train_batch_size", "the name in minivlmrl is --sft.micro_batch_size (counts prompts"),
-    ("kl_coef", "the name in minivlmrl is --ppo.kl_coef or --grpo.beta (with `rloo` in the reward"),
-    ("grpo.kl_coef", "the name in minivlmrl is --grpo.beta (with `rloo`"),
+    ("kl_coef", "the name in minivlmrl is --ppo.kl_coef or --grpo.beta (weight of the KL in the loss"),
+    ("grpo.kl_coef", "the name in minivlmrl is --grpo.beta (weight"),
     ("ppo.beta", "no such option in the section ppo; --dpo.beta and --grpo.beta belong to other stages"),
     ("actor_rollout_ref.rollout.n", "unknown key actor_rollout_ref.rollout.n; the name in minivlmrl is --grpo.num_ge"),
     ("model.name", "the name in minivlmrl is --model.path"),
     ("adapter.rank", "the name in minivlmrl is --adapter.r"),
     ("lora.r", "unknown key lora.r; the name in minivlmrl is --adapter.r"),
     ("device", "CUDA_VISIBLE_DEVICES=-1 the CPU"),
+    ("config", "minivlmrl has no such option: the recipe is the first argument"),  # not model.config
 ])  # fmt: skip
 def test_an_answer_fits_the_section_in_which_a_name_is_typed(name, answer):
     assert answer in refusal(name)

@@ -147,13 +147,11 @@ def test_the_page_prints_the_mistake_in_a_wrong_loss(file, python, tmp_path):
 @pytest.mark.slow
 def test_what_is_installed_has_every_module_recipe_and_kernel_and_the_console_script(python):
     [packages] = python.parents[1].glob("lib/python*/site-packages")
-    for folder, inside in (("minivlmrl", ""), ("kernels", "kernels"), ("recipes", "recipes"), ("docs", "docs")):
+    for folder, inside in (("minivlmrl", ""), ("kernels", "kernels"), ("recipes", "recipes")):
         for path in (path for path in map(ROOT.joinpath, files()) if ROOT / folder in path.parents):
             wanted = path.suffix in (".py", ".typed", ".yaml", ".json", ".html", ".jinja", ".safetensors")
             wanted &= path != ROOT / "minivlmrl" / "kernels" / "__init__.py"  # points to kernels/ in a clone
-            wanted |= path.name == "other_names.md" or path.match("vectors/README.md")
-            if folder == "docs":  # only the page that errors quote
-                wanted = path.relative_to(ROOT / folder).as_posix() in ("__init__.py", "coming_from.md")
+            wanted |= path.suffix == ".csv" or path.match("vectors/README.md")
             found = packages / "minivlmrl" / inside / path.relative_to(ROOT / folder)
             assert found.is_file() == wanted, path
     assert (python.parent / "minivlmrl").is_file()
