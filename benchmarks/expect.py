@@ -31,7 +31,7 @@ from minivlmrl.run.process import run_rank
 FILE = "expected.json"
 # options that do not change results, except by rounding or chance
 FREE = {
-    "seed", "num_threads", "output_dir", "resume", "checkpoint_minutes", "checkpoint_steps", "log_completions",
+    "seed", "num_threads", "output_dir", "resume", "state_minutes", "state_steps", "log_completions",
     "best_metric", "report_to", "check_memory", "timeout", "eval_steps", "save_steps", "report_minutes",
 }  # fmt: skip
 

@@ -86,7 +86,7 @@ def read_config(work: Path, sizes: tuple, seed: int, *options: str) -> RunConfig
     steps, every, rows, sft_steps = sizes
     options = (
         f"--seed={seed}", "--num_threads=1", f"--data.eval_rows={rows}", f"--sft.max_steps={sft_steps}",
-        f"--grpo.max_steps={steps}", f"--eval_steps={every}", "--grpo.min_lr_ratio=0", "--checkpoint_minutes=0",
+        f"--grpo.max_steps={steps}", f"--eval_steps={every}", "--grpo.min_lr_ratio=0", "--state_minutes=0",
         "--resume=never", *options,
     )  # fmt: skip
     return load_config(str(ROOT / "recipes" / "shapes.yaml"), list(options))

@@ -74,7 +74,7 @@ def train_ours(options: argparse.Namespace):
     changes = [f"--model.path={options.model}", f"--model.compute_dtype={options.dtype}"]
     changes += [f"--data.train_file={options.rows / 'sums_train.jsonl'}"]
     changes += ["--data.eval_file=null", "--data.eval_rows=0", "--eval_steps=0", "--resume=never"]
-    changes += [f"--output_dir={options.json.with_suffix('')}_run", "--num_threads=1", "--checkpoint_minutes=0"]
+    changes += [f"--output_dir={options.json.with_suffix('')}_run", "--num_threads=1", "--state_minutes=0"]
     config = load_config(str(ROOT / "recipes" / "sums.yaml"), changes)
     run_training(config, [*default_callbacks(config), OurRecord(options)])
 

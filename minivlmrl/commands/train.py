@@ -2,7 +2,7 @@
 
 python train.py                              # recipes/shapes.yaml: a tiny model, 30 to 100 seconds
 python train.py RECIPE --section.name=value  # another recipe, with an option changed
-python train.py RECIPE --resume=auto         # continue from the newest checkpoint in output_dir
+python train.py RECIPE --resume=auto         # continue from the newest state in output_dir
 python train.py --help [SECTION]             # options and defaults
 torchrun --nproc_per_node=8 train.py RECIPE  # eight GPUs
 

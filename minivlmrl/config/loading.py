@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import sys
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import field
@@ -37,6 +38,9 @@ INFERENCE_OPTIONS = {
     ],
 }
 
+# {old option: new name}; old names still work, because config.yaml of earlier runs has them
+RENAMED = {"checkpoint_minutes": "state_minutes", "checkpoint_steps": "state_steps"}
+
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: bool = False) -> RunConfig:
     """Load a recipe: a YAML file with the fields of RunConfig, and sections for your own stages.
@@ -55,7 +59,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
             joined.append(argument)
     overrides = joined[1:]
     path = _find_recipe(recipe)
-    values = _read_recipe(path)
+    values, overrides = _with_new_names(_read_recipe(path), overrides, quiet=is_found)
     resolver = Resolver(path, {override.removeprefix("--").partition("=")[0] for override in overrides}, is_found)
     recipe_stages = _stages(values, recipe)
     stages = recipe_stages
@@ -82,6 +86,17 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
     config.unused_sections = unused_sections
     config.names_of_files = {file: find_stage(file).stage for file in files}
     return config
+
+
+def _with_new_names(values: dict, overrides: list[str], quiet: bool) -> tuple[dict, list[str]]:
+    """Replace the old option names in RENAMED, and print the new ones unless `quiet`."""
+    for old, new in RENAMED.items():
+        renamed = [re.sub(rf"^--{old}(?=$|=)", f"--{new}", override) for override in overrides]
+        if (old in values or renamed != overrides) and not quiet and os.environ.get("RANK", "0") == "0":
+            print(f"{old} is now called {new}", file=sys.stderr)
+        values = {new if name == old else name: value for name, value in values.items()}
+        overrides = renamed
+    return values, overrides
 
 
 def _find_recipe(recipe: str | Path) -> Path:

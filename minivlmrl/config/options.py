@@ -482,16 +482,15 @@ class RunConfig:
     max_epochs: Annotated[float, "(0, 1e6]"] | None = None
     # CPU threads per rank; None uses OMP_NUM_THREADS, or an equal share of cores
     num_threads: Annotated[int, "[1, 4096]"] | None = None
-    # minutes between saved training states; each stage also saves its last state
-    checkpoint_minutes: Annotated[float, "[0, inf)"] = 10.0
-    # also save a training state every N steps; if this and checkpoint_minutes are 0, only a signal such as SIGTERM
-    # saves one
-    checkpoint_steps: Annotated[int, ">= 0"] = 0
-    # "auto" resumes from the newest training state in output_dir, if there is one; a path names a training state;
-    # "never" deletes those in output_dir and starts over
+    # minutes between saved states, from which a run can resume; each stage also saves its last state
+    state_minutes: Annotated[float, "[0, inf)"] = 10.0
+    # also save a state every N steps; if this and state_minutes are 0, only a signal such as SIGTERM saves one
+    state_steps: Annotated[int, ">= 0"] = 0
+    # "auto" resumes from the newest state in output_dir, if there is one; a path names a state; "never" deletes those
+    # in output_dir and starts over
     resume: str | None = None
     eval_steps: Annotated[int, ">= 0"] = 0  # also evaluate every N steps; 0 evaluates only between stages
-    # also write weights to checkpoint/ every N steps; 0 writes them only after a stage
+    # also write a checkpoint (weights) to checkpoint/ every N steps; 0 writes them only after a stage
     save_steps: Annotated[int, ">= 0"] = 0
     # weights that save_steps and best_metric save: all weights with the adapter merged, or only the adapter. Final
     # weights are always merged

@@ -118,13 +118,13 @@ class World:
         restart_watchdog(self.max_wait, self.size)
 
     def run_after_error(self, work: Callable[["World"], object], alone: bool) -> bool:
-        """Save a checkpoint with `work` after an error; every rank that fails must call this method.
+        """Save a state with `work` after an error; every rank that fails must call this method.
 
         If all ranks fail, they save together. If only some ranks fail, the first failed rank saves alone. The other
         failed ranks wait, because torchrun kills all ranks when one exits.
 
         Args:
-            work: saves the checkpoint, given a World of all ranks or one rank.
+            work: saves the state, given a World of all ranks or one rank.
             alone: whether a single rank can run `work`.
         """
         if self.size == 1:

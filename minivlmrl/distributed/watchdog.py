@@ -56,7 +56,7 @@ def restart_watchdog(max_wait: float | None, size: int):
 
     Args:
         max_wait: seconds, None = no limit. With several ranks, the limit is 2 * max_wait: a rank may wait max_wait for
-            others, and then save a checkpoint.
+            others, and then save a state.
     """
     if max_wait is not None:
         faulthandler.dump_traceback_later(max_wait if size == 1 else 2 * max_wait, exit=True, file=2)

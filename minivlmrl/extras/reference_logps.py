@@ -44,7 +44,7 @@ class StoredReference:
     def __init__(self, stored: dict[str, Tensor]):
         self.stored = stored
         self.dtype = next((values.dtype for values in stored.values()), torch.float32)
-        self.model = nn.Module()  # a module without weights, so checkpoints save no reference model
+        self.model = nn.Module()  # a module without weights, so states save no reference model
 
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
         """Return reference log-probs in nats, (answers, tokens)."""

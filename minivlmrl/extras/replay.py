@@ -30,9 +30,9 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack_turns
 from minivlmrl.run import loop
 from minivlmrl.run.callbacks import Callback, default_callbacks
-from minivlmrl.run.checkpoints import COMPLETE, state_folders
 from minivlmrl.run.metrics import METRICS
 from minivlmrl.run.rollout_log import LogLine, groups, read_lines
+from minivlmrl.run.states import COMPLETE, state_folders
 from minivlmrl.run.trainer_state import read_trainer_state
 from minivlmrl.trainers.base import Step, Trainer
 

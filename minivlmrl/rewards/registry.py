@@ -62,7 +62,7 @@ class RewardLog:
 
 
 class RewardFailed(UserError):
-    """A reward function failed. All ranks raise this error, so that they can save a checkpoint together."""
+    """A reward function failed. All ranks raise this error, so that they can save a state together."""
 
 
 @dataclass(eq=False)

@@ -1,1 +1,1 @@
-"""Run a recipe: set up the model, train, evaluate, log metrics and save checkpoints."""
+"""Run a recipe: set up the model, train, evaluate, log metrics and save states."""

@@ -60,7 +60,7 @@ class Callback:
         """Run code after sampling, before the weight update."""
 
     def after_step(self, trainer: Trainer, number: int):
-        """Update state that depends on the weights, such as a moving reference model, before a checkpoint is saved.
+        """Update state that depends on the weights, such as a moving reference model, before a state is saved.
 
         Args:
             number: optimizer step in this stage, from 0.
@@ -76,7 +76,7 @@ class Callback:
         """Run code when the run ends, even after an error or a signal."""
 
     def state_dict(self) -> dict[str, str]:
-        """Return {name: string} to save in checkpoints; a resumed run finds it in TrainerState.logs."""
+        """Return {name: string} to save in states; a resumed run finds it in TrainerState.logs."""
         return {}
 
 

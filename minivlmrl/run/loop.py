@@ -15,13 +15,13 @@ from minivlmrl.distributed.watchdog import hang_watchdog
 from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches, is_sharded
 from minivlmrl.errors import UserError, error_phase
 from minivlmrl.run.callbacks import Callback, Callbacks, default_callbacks
-from minivlmrl.run.checkpoints import UPDATE, CheckpointManager, Resumed, load_checkpoint, remove_state, resume
 from minivlmrl.run.lock import locked
 from minivlmrl.run.metrics import MetricsLog, check_mismatch, merge
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
 from minivlmrl.run.results import BEST, Results, check_output_dir, check_outputs
 from minivlmrl.run.setup import prepare
 from minivlmrl.run.signals import StopSignals
+from minivlmrl.run.states import UPDATE, Resumed, StateSaver, load_state, remove_state, resume
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 from minivlmrl.trainers.registry import find_trainers
 
@@ -56,11 +56,11 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
             hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
             print(f"output: {config.output_dir}; {hint}", flush=True)
         with MetricsLog(config, world, resumed.state) as log:
-            checkpoints = CheckpointManager(config, resumed, signals, log, callbacks)
-            signals.can_stop = lambda: checkpoints.can_save
-            with checkpoints.saved_on_error(), notify_on_error(callbacks):
+            saver = StateSaver(config, resumed, signals, log, callbacks)
+            signals.can_stop = lambda: saver.can_save
+            with saver.saved_on_error(), notify_on_error(callbacks):
                 results = Results(config, model, processor, log, datasets.get("eval"), callbacks)
-                train_stages(trainers, datasets, results, checkpoints, resumed)
+                train_stages(trainers, datasets, results, saver, resumed)
     process_group.shutdown(world)
     return signals.exit_code
 
@@ -69,7 +69,7 @@ def train_stages(
     trainers: dict[str, type[Trainer]],
     datasets: dict[str, Dataset],
     results: Results,
-    checkpoints: CheckpointManager,
+    saver: StateSaver,
     resumed: Resumed,
 ):
     """Train all stages, from the resumed step on, and write the results."""
@@ -95,21 +95,21 @@ def train_stages(
         num_rows = len(datasets[stage])
         if state.rows not in (0, num_rows):
             raise UserError(
-                f"resume: the checkpoint was saved with {state.rows} rows, but the dataset now has {num_rows}; restore "
-                "the earlier rows, or accept the change with --resume=FOLDER (the checkpoint)"
+                f"resume: the state was saved with {state.rows} rows, but the dataset now has {num_rows}; restore "
+                "the earlier rows, or accept the change with --resume=FOLDER (the state)"
             )
         state.rows = num_rows
         optimizer = build_optimizer(trainer.trained, trainer.options, config.optimizer)
         if is_first and resumed.folder is not None:
             with error_phase("load"):
-                load_checkpoint(resumed.folder, resumed.stamps, trainer, optimizer)
+                load_state(resumed.folder, resumed.stamps, trainer, optimizer)
             for group, numbers in zip(optimizer.param_groups, state.optimizer, strict=False):
                 group.update(numbers)
-        checkpoints.trainer = trainer
-        checkpoints.optimizer = optimizer
+        saver.trainer = trainer
+        saver.optimizer = optimizer
         if is_first:
             begin_run(results, resumed)
-        train_stage(trainer, optimizer, datasets[stage], results, checkpoints)
+        train_stage(trainer, optimizer, datasets[stage], results, saver)
     if trainer is None:
         begin_run(results, resumed)
     results.write(trainer)
@@ -144,10 +144,8 @@ def notify_on_error(callbacks: Callbacks) -> Iterator[None]:
         raise
 
 
-def train_stage(
-    trainer: Trainer, optimizer: Optimizer, rows: Dataset, results: Results, checkpoints: CheckpointManager
-):
-    """Train one stage, from its first step or a checkpoint."""
+def train_stage(trainer: Trainer, optimizer: Optimizer, rows: Dataset, results: Results, saver: StateSaver):
+    """Train one stage, from its first step or a state."""
     stage = trainer.stage
     log = results.log
     state = results.state
@@ -174,14 +172,14 @@ def train_stage(
         state.step += 1
         state.steps += 1
         state.batches_consumed = batches.batches_consumed
-        # save no checkpoint if more updates on this rollout follow
-        checkpoints.can_save = step.ends_rollout or checkpoints.stage_ends
+        # save no state if more updates on this rollout follow
+        saver.can_save = step.ends_rollout or saver.stage_ends
         values = log.step(number, metrics, step)
         callbacks.on_step_end(trainer, step, number, values)
         trainer.world.barrier("finish its callbacks and trackers")
         log.snapshot_line_counts()
         state.seconds[stage] = log.seconds
-        checkpoints.after_step()
+        saver.after_step()
     state.seconds[stage] = log.end_stage()
     results.measure(f"after_{stage}", trainer)
 

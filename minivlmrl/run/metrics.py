@@ -65,7 +65,7 @@ class MetricsLog(ExitStack):
             self.trackers[name] = find_tracker(name)(config, self.steps, self)
 
     def open_files(self, resumed: Path | None = None):
-        """Create the log files, or delete lines written after the resumed checkpoint."""
+        """Create the log files, or delete lines written after the resumed state."""
         config = self.config
         self.completions = CompletionsLog(config, self.world, partial(self.write, COMPLETIONS), resumed)
         names = [*FILES, COMPLETIONS] if config.log_completions else FILES
@@ -78,7 +78,7 @@ class MetricsLog(ExitStack):
                 source = folder_of_logs(path.parent, resumed) / name
                 if source != path and source.is_file():
                     shutil.copyfile(file_inside(source.parent, name), path)
-                # keep all lines if the checkpoint has no line count
+                # keep all lines if the state has no line count
                 num_lines = self.state.num_log_lines.get(name)
                 path.touch()
                 with path.open("rb+") as file:
@@ -150,7 +150,7 @@ class MetricsLog(ExitStack):
         self.snapshot_line_counts()
 
     def snapshot_line_counts(self):
-        """Store line counts for all log files, on all ranks: any rank may save a checkpoint after an error."""
+        """Store line counts for all log files, on all ranks: any rank may save a state after an error."""
         self.line_counts = self.world.gather_objects({**self.num_lines})[0]
 
     @property
@@ -159,7 +159,7 @@ class MetricsLog(ExitStack):
         return time.perf_counter() - self.begin_time
 
     def lines_to_keep(self) -> dict[str, int]:
-        """Flush the log files, and return {log file: lines} for a checkpoint.
+        """Flush the log files, and return {log file: lines} for a state.
 
         Lines of later evaluations are not counted, because a resumed run writes them again. After an error between
         step() and snapshot_line_counts(), rank 0 counts all lines, and other ranks return {}.

@@ -36,7 +36,7 @@ def build_optimizer(model: nn.Module, options: TrainingOptions, section: Optimiz
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
     """Run a step with zero gradients, which creates optimizer state such as AdamW moments.
 
-    Call begin_state before loading checkpoint weights, because weight decay changes weights even with zero gradients.
+    Call it before loading the weights of a state, because weight decay changes weights even with zero gradients.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -56,7 +56,7 @@ def check_optimizer(section: OptimizerOptions):
         for group in optimizer.param_groups:
             # the training loop sets group["lr"]
             require("lr" in group, "a parameter group", sorted(group), 'a dictionary with "lr"')
-    with error_context(f"optimizer.name {section.name}: checkpoints cannot save its state"):
+    with error_context(f"optimizer.name {section.name}: its state cannot be saved"):
         save(state)  # fails if two tensors share memory, or if a value is not a tensor
 
 

@@ -1,4 +1,4 @@
-"""Compare a resumed run with its checkpoint: recipe options, and files named in the recipe."""
+"""Compare a resumed run with its state: recipe options, and files named in the recipe."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -20,14 +20,14 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.errors import truncate
 from minivlmrl.files import INDEX, digest, weight_files
 from minivlmrl.json_files import json_text, parse_json
-from minivlmrl.run.checkpoint_files import sampled_blocks
+from minivlmrl.run.state_files import sampled_blocks
 from minivlmrl.run.trainer_state import Fingerprints, TrainerState
 
 # stage options that set the number of dataset rows per batch
 BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
-# paths of initial weights; a resumed run instead loads the weights that its checkpoint contains
+# paths of initial weights; a resumed run instead loads the weights that its state contains
 WEIGHTS = "model.path", "model.config", "adapter.path", "reference.path", "ppo.critic_path"
-# model paths; fingerprints() hashes their settings files and reward model weights, which checkpoints lack
+# model paths; fingerprints() hashes their settings files and reward model weights, which states lack
 MODELS = "model.path", "model.config", "reference.path", "ppo.critic_path", "reward_model.path"
 BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # changes in these options reset the best evaluation
 # {Fingerprints field: words before a changed file's name in messages}
@@ -40,7 +40,7 @@ FILE_KINDS = {
 
 
 class Change(NamedTuple):
-    """A recipe option or file changed since a checkpoint."""
+    """A recipe option or file changed since a state."""
 
     text: str
     moves_rows: bool  # whether the resumed run skips or repeats training rows
@@ -88,7 +88,7 @@ def fingerprints(config: RunConfig, datasets: Mapping[str, Dataset]) -> Fingerpr
 
 
 def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterator[Change]:
-    """Yield changes since the checkpoint `saved`: options, then file contents."""
+    """Yield changes since the state `saved`: options, then file contents."""
     stage = new.stages[old.stage]
     batch_sizes = [f"{stage}.{name}" for name in BATCH_SIZE_OPTIONS] if old.rows else []
     for name in sorted(old.recipe.keys() | new.recipe.keys()):
@@ -96,7 +96,7 @@ def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterato
         if before != now:
             text = f"{name} was {truncate(before, 80)} and is now {truncate(now, 80)}"
             if name in WEIGHTS:
-                text += ", but weights that are in the checkpoint stay as they are"
+                text += ", but weights that are in the state stay as they are"
             yield Change(text, name in batch_sizes or is_about_rows(name), name in BEST_OPTIONS)
     for kind, words in FILE_KINDS.items():
         before, now = getattr(old.files, kind), getattr(new.files, kind)

@@ -19,10 +19,10 @@ from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.plain_weights import has_adapters
 from minivlmrl.rewards.text import normalize, solution_text
 from minivlmrl.run.callbacks import Callbacks
-from minivlmrl.run.checkpoints import check_resume
 from minivlmrl.run.evaluate import ANSWER_METRICS, IMAGE_ABLATIONS, evaluate, lowered_metrics, metrics_by_name
 from minivlmrl.run.metrics import FILES, METRICS, MetricsLog, short_names
 from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES
+from minivlmrl.run.states import check_resume
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
 

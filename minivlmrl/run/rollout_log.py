@@ -77,7 +77,7 @@ class CompletionsLog:
 
     Args:
         write: function that appends a line to completions.jsonl.
-        resumed: checkpoint folder to resume from, None for a new run.
+        resumed: state folder to resume from, None for a new run.
     """
 
     def __init__(self, config: RunConfig, world: World, write: Callable[[dict], None], resumed: Path | None):
@@ -130,10 +130,10 @@ class CompletionsLog:
 
 
 def folder_of_logs(output: Path, resumed: Path) -> Path:
-    """Return the folder with the log files for a checkpoint.
+    """Return the folder with the log files for a state.
 
     Args:
-        resumed: checkpoint folder. If output/states is a symbolic link to another disk, log files stay in `output`.
+        resumed: state folder. If output/states is a symbolic link to another disk, log files stay in `output`.
     """
     states = resumed.absolute().parent
     own_states = output / "states"

@@ -1,4 +1,4 @@
-"""Save a checkpoint and exit after SIGTERM, SIGUSR1, SIGINT (Ctrl-C) or SIGHUP (lost terminal)."""
+"""Save a state and exit after SIGTERM, SIGUSR1, SIGINT (Ctrl-C) or SIGHUP (lost terminal)."""
 
 import math
 import os
@@ -18,7 +18,7 @@ LAST_CALL = 10.0  # seconds that a reward or tool call may take after a stop sig
 
 
 class Preempted(Exception):
-    """Raised on all ranks after a stop signal, to save a checkpoint and exit with code 75."""
+    """Raised on all ranks after a stop signal, to save a state and exit with code 75."""
 
 
 class StopSignals:
@@ -35,7 +35,7 @@ class StopSignals:
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
         self.first: float | None = None  # time of the first signal
         self.exit_code = 0  # exit code for the run: PREEMPTED after a signal
-        # False between updates on one rollout, because checkpoints contain no rollouts
+        # False between updates on one rollout, because states contain no rollouts
         self.can_stop: Callable[[], bool] = lambda: True
 
     def __enter__(self) -> "StopSignals":
@@ -72,7 +72,7 @@ class StopSignals:
             shorten_limits(LAST_CALL)
             if self.world.is_main:  # use os.write, because print is not safe in a signal handler
                 text = (
-                    f"\n{name}: the run stops as soon as possible, and saves a checkpoint if a step is done; a reward "
+                    f"\n{name}: the run stops as soon as possible, and saves a state if a step is done; a reward "
                     f"or a tool may take {LAST_CALL:g} more seconds; send the signal again to exit now\n"
                 )
                 os.write(2, text.encode())
@@ -81,7 +81,7 @@ class StopSignals:
             os.kill(os.getpid(), number)
 
     def stop_if_preempted(self):
-        """Raise Preempted on all ranks if any got a signal and a checkpoint can be saved; all ranks must call this."""
+        """Raise Preempted on all ranks if any got a signal and a state can be saved; all ranks must call this."""
         [signaled] = self.world.sum(self.first is not None)
         if signaled and self.can_stop():
             raise Preempted("preempted")

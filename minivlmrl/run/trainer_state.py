@@ -1,9 +1,10 @@
-"""Training progress, saved as run.json in checkpoints."""
+"""Training progress, saved as run.json in states."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+from minivlmrl.config.loading import RENAMED
 from minivlmrl.config.parsing import build
 from minivlmrl.json_files import read_json
 
@@ -14,7 +15,7 @@ RUN = "run.json"
 class Fingerprints:
     """Hashes of files that a run reads, to detect changes after a resume."""
 
-    base: str | None = None  # hash of frozen base weights (LoRA), which checkpoints lack
+    base: str | None = None  # hash of frozen base weights (LoRA), which states lack
     models: dict[str, str] = field(default_factory=dict)  # {model.path or similar: hash of settings files}
     rows: dict[str, str] = field(default_factory=dict)  # {data option: file hash}
     media: dict[str, str] = field(default_factory=dict)  # {stage: hash of image and video file sizes and times}
@@ -36,7 +37,7 @@ class TrainerState:
     seconds: dict[str, float] = field(default_factory=dict)  # training time per stage, in seconds
     recipe: dict = field(default_factory=dict)  # recipe options; see run/recipe_changes.py
     files: Fingerprints = field(default_factory=Fingerprints)
-    # {log file: number of lines at the checkpoint}
+    # {log file: number of lines at the state}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(default_factory=dict)
     # {log file: line for the last step}; a resumed run writes this line if the log file lacks it
     last_lines: dict[str, dict] = field(default_factory=dict)
@@ -46,5 +47,7 @@ class TrainerState:
 
 def read_trainer_state(folder: Path) -> TrainerState:
     content = read_json(folder / RUN)
-    content.setdefault("batches_consumed", content.get("draws", 0))  # older checkpoints call batches_consumed "draws"
-    return build(TrainerState, content, str(folder / RUN), json=True)
+    content.setdefault("batches_consumed", content.get("draws", 0))  # older states call batches_consumed "draws"
+    state = build(TrainerState, content, str(folder / RUN), json=True)
+    state.recipe = {RENAMED.get(name, name): value for name, value in state.recipe.items()}
+    return state

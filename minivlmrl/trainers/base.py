@@ -115,7 +115,7 @@ class Step:
 
     micro_batches: Sequence[MicroBatch]
     metrics: dict[str, float] = field(default_factory=dict)  # {metric: value}, identical on all ranks
-    ends_rollout: bool = True  # checkpoints are saved only between rollouts
+    ends_rollout: bool = True  # states are saved only between rollouts
     rollout: Rollout | None = None
     groups: Sequence[list[Sample]] = ()  # groups sampled on this rank; rebalancing may send them to other ranks
 
@@ -210,7 +210,7 @@ class Trainer:
         return checked_loss(f"the method loss of the stage {self.stage}", self.loss(batch))
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return modules to save in checkpoints, by name."""
+        """Return modules to save in states, by name."""
         modules: dict[str, nn.Module] = {"policy": self.policy}
         if self.reference is not None:
             modules["reference"] = self.reference.model

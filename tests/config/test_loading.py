@@ -50,6 +50,15 @@ def test_a_recipe_goes_over_the_defaults_and_overrides_over_it(write, recipe):
     assert load_config(rewards, ["--rewards.accuracy=3"]).rewards == {"format": 0.5, "accuracy": 3.0}
 
 
+def test_renamed_options_still_work_and_name_their_successors(write, capsys):
+    """config.yaml of earlier runs has the old names; those of a recipe found beside a model are not mentioned."""
+    path = write({"checkpoint_steps": 7})
+    config = load_config(path, ["--checkpoint_minutes", "3"])
+    assert (config.state_steps, config.state_minutes) == (7, 3)
+    assert "checkpoint_minutes is now called state_minutes\ncheckpoint_steps is now" in capsys.readouterr().err
+    assert load_config(path, is_found=True).state_steps == 7 and not capsys.readouterr().err
+
+
 def test_a_flag_needs_no_value_and_a_value_may_follow_after_a_space(recipe):
     given = ["--data.train_file", "a.jsonl", "--dpo.use_weighting", "--seed", "-1", "--check_memory=false"]
     config = load_config(recipe, [*given, "--grpo.beta=0.5"])

@@ -155,8 +155,8 @@ OUTPUTS = [
     ("log_completions", 0, GRPO, "completions.jsonl"),
     ("num_logged_prompts", 1, GRPO, "completions.jsonl"),
     ("save_steps", 1, SFT, "checkpoint"),
-    ("checkpoint_steps", 1, SFT, "states"),
-    ("checkpoint_minutes", 9, SFT, "states"),
+    ("state_steps", 1, SFT, "states"),
+    ("state_minutes", 9, SFT, "states"),
     ("report_to", "[tensorboard]", SFT, "tensorboard"),
     ("rollout.max_logp_mismatch", 0.1, DRIFT, "error"),
 ]  # fmt: skip

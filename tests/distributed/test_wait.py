@@ -17,7 +17,7 @@ from minivlmrl.distributed import process_group, saving, watchdog
 from minivlmrl.extras import report
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.rewards.registry import Reward, RewardFailed
-from minivlmrl.run import checkpoint_files, process
+from minivlmrl.run import process, state_files
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.tasks.shapes import Shapes
 from tests.helpers import tiny
@@ -74,11 +74,11 @@ def slow(owner, name, rank, monkeypatch):
 @pytest.mark.slow
 def test_a_run_waits_for_slow_work_of_one_rank(home, lively, tmp_path, monkeypatch):
     """Rank 0 is slow in its tracker, its report page and its saves, and rank 1 is slow in loading rows."""
-    options = ["--stages=[sft, grpo]", *(f"--{stage}.max_steps=2" for stage in ("sft", "grpo")), "--checkpoint_steps=1"]
+    options = ["--stages=[sft, grpo]", *(f"--{stage}.max_steps=2" for stage in ("sft", "grpo")), "--state_steps=1"]
     options += ["--data.eval_rows=2", "--eval_steps=1", "--report_minutes=0.0001"]
     (tmp_path / "my_tracker.py").write_text(TRACKER)
     options.append(f"--report_to=[{tmp_path}/my_tracker.py:tracker]")
-    for owner, name in ((report, "write_page"), (checkpoint_files, "save_tensors"), (saving, "save_tensors")):
+    for owner, name in ((report, "write_page"), (state_files, "save_tensors"), (saving, "save_tensors")):
         slow(owner, name, "0", monkeypatch)
     slow(Shapes, "__getitem__", "1", monkeypatch)
     recipe = [str(home / "recipe.yaml"), f"--output_dir={tmp_path}/run", f"--timeout={TIMEOUT}", *options]

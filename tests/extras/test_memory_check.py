@@ -105,7 +105,7 @@ def test_only_recipes_with_a_checkpoint_are_checked(checkpoint, home):
 def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_is_refused(checkpoint, home, tmp_path, monkeypatch):
     """Earlier checkpoints in the folder of the run count as free space."""
     folder = tmp_path / "run"
-    given = ["--model.config=null", "--stages=[sft]", "--checkpoint_steps=2", f"--output_dir={folder}"]
+    given = ["--model.config=null", "--stages=[sft]", "--state_steps=2", f"--output_dir={folder}"]
     run = load_config(home / "recipe.yaml", [*given, f"--model.path={checkpoint}", "--data.eval_rows=1"])
     run_training(run)
     estimator = MemoryEstimator(config_json.from_dict(read_json(checkpoint / "config.json")))
@@ -131,7 +131,7 @@ def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_is_refused(checkpoint, h
     # with save_steps, new weights are written beside the earlier weights
     run.save_steps = 1
     assert is_refused("new/run", 3 * size + 1.9 * weights) and not is_refused("new/run", 3 * size + 2.1 * weights)
-    run.checkpoint_steps = run.checkpoint_minutes = 0
+    run.state_steps = run.state_minutes = 0
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1.9 * weights))
     run.adapter.r = 2
     with pytest.raises(ValueError, match="set save to adapter, or skip"):

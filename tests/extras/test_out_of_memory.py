@@ -14,7 +14,7 @@ from minivlmrl.distributed import saving
 from minivlmrl.errors import is_out_of_memory
 from minivlmrl.extras.memory.out_of_memory import OutOfMemory, cures
 from minivlmrl.generation import generate
-from minivlmrl.run import checkpoint_files, evaluate, setup
+from minivlmrl.run import evaluate, setup, state_files
 from minivlmrl.trainers.base import Trainer
 from tests.helpers.links import ROOT
 from tests.helpers.runs import LETTERS, metrics
@@ -101,12 +101,12 @@ def test_each_phase_is_named(interrupted, phase):
 
 
 EARLIER = [
-    ((torch.optim.AdamW, "step", 2), [], "no checkpoint was saved yet: start the run again$"),
-    ((torch.optim.AdamW, "step", 2), ["--checkpoint_steps=1"],
+    ((torch.optim.AdamW, "step", 2), [], "no state was saved yet: start the run again$"),
+    ((torch.optim.AdamW, "step", 2), ["--state_steps=1"],
      "phase optimizer: .*with --adapter.r=16; --resume=auto continues from STATES/000002"),
-    ((checkpoint_files, "save_tensors", 2), ["--checkpoint_steps=2"],
+    ((state_files, "save_tensors", 2), ["--state_steps=2"],
      "grpo step 1, phase save: .*; --resume=auto continues from STATES/000001"),
-    (PLACES["forward"], ["--grpo.steps_per_generation=2", "--grpo.max_steps=4", "--checkpoint_steps=1"],
+    (PLACES["forward"], ["--grpo.steps_per_generation=2", "--grpo.max_steps=4", "--state_steps=1"],
      "grpo step 1, phase forward: .*; --resume=auto continues from STATES/000001"),
 ]  # fmt: skip
 

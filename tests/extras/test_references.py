@@ -13,7 +13,7 @@ from tests.helpers.runs import LETTERS, metrics, write_lines
 
 MOVES = ["--reference.sync_ref_model=true", "--reference.ref_model_sync_steps=2"]
 GRPO = ["--stages=[grpo]", "--grpo.beta=0.1", LETTERS, *MOVES]
-DPO = ["--stages=[dpo]", "--dpo.max_steps=6", "--checkpoint_steps=1"]
+DPO = ["--stages=[dpo]", "--dpo.max_steps=6", "--state_steps=1"]
 SUMS = "--dpo.precompute_ref_log_probs=true"
 
 
@@ -78,7 +78,7 @@ def test_the_reference_moves_as_in_trl_for_fifty_steps(train):
 
 @pytest.mark.parametrize("adapter", [[], ["--adapter.r=2"]], ids=["all", "adapters"])
 def test_a_moving_reference_resumes_with_the_same_bytes(train, tmp_path, adapter):
-    options = [*GRPO, *adapter, "--grpo.max_steps=5", "--checkpoint_steps=1"]
+    options = [*GRPO, *adapter, "--grpo.max_steps=5", "--state_steps=1"]
     whole = train("whole", *options)
     still = train("still", *options, "--reference.sync_ref_model=false")
     with pytest.raises(ValueError, match="stopped by the test"):
@@ -90,7 +90,7 @@ def test_a_moving_reference_resumes_with_the_same_bytes(train, tmp_path, adapter
 
 def test_two_stages_of_grpo_renew_the_reference_and_resume_with_the_same_bytes(train):
     """DeepSeekMath's outer loop: the second stage begins with a reference equal to the policy, so its KL is 0."""
-    options = ["--stages=[grpo, grpo]", "--grpo.beta=0.1", LETTERS, "--checkpoint_steps=1"]
+    options = ["--stages=[grpo, grpo]", "--grpo.beta=0.1", LETTERS, "--state_steps=1"]
     whole = train("whole", *options)
     assert [line["kl"] > 0 for line in metrics(whole)] == [False, True, True] * 2
     with pytest.raises(ValueError, match="stopped by the test"):

@@ -36,8 +36,8 @@ def table(lines):
 
 
 def test_replay_from_a_checkpoint_and_from_the_start(run, plain, lively, replayed, home, monkeypatch):
-    monkeypatch.setattr("minivlmrl.run.checkpoints.NUM_KEPT_STATES", 9)
-    folder = run("--stages=[sft,dpo,grpo]", "--checkpoint_steps=2", *LOUD)
+    monkeypatch.setattr("minivlmrl.run.states.NUM_KEPT_STATES", 9)
+    folder = run("--stages=[sft,dpo,grpo]", "--state_steps=2", *LOUD)
     for stage, step, state in (("sft", 1, None), ("dpo", 2, "000004"), ("grpo", 2, "000008")):
         code, lines = replayed(folder, stage, step, "--prompt=3")
         began = folder / "states" / state if state else "the start of the run"
@@ -57,7 +57,7 @@ def test_replay_from_a_checkpoint_and_from_the_start(run, plain, lively, replaye
 
 def test_incomplete_logs_and_missing_checkpoints_are_reported(run, plain, lively, replayed):
     """A run that was killed, or that still runs, has incomplete logs."""
-    folder = run("--stages=[grpo]", "--grpo.max_steps=3", "--checkpoint_steps=1", *LOUD)
+    folder = run("--stages=[grpo]", "--grpo.max_steps=3", "--state_steps=1", *LOUD)
     metrics_file = folder / "metrics.jsonl"
     (folder / "completions.jsonl").write_text("")
     first, second, third = metrics_file.read_bytes().splitlines(keepends=True)

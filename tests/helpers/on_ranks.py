@@ -21,7 +21,7 @@ from minivlmrl.distributed import process_group
 from minivlmrl.distributed.weights import is_sharded, reshard
 from minivlmrl.extras.agents import tool_sampler
 from minivlmrl.rewards.registry import REWARDS
-from minivlmrl.run import checkpoint_files, loop, setup
+from minivlmrl.run import loop, setup, state_files
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.tasks import shapes
 from minivlmrl.trainers import registry
@@ -139,7 +139,7 @@ def stage_on_ranks(folder: Path, overrides: list[str], world: process_group.Worl
         weight = parameter.full_tensor() if config.uses_fsdp else parameter
         result.weights[name] = weight.detach().clone()
     if trainer.reference is not None:
-        result.reference = [checkpoint_files.local_rows(p)[0].clone() for p in trainer.reference.model.parameters()]
+        result.reference = [state_files.local_rows(p)[0].clone() for p in trainer.reference.model.parameters()]
     return result
 
 

@@ -70,7 +70,7 @@ RUN_QWEN35_MOE = {
 def recipe(stage: dict, **sections) -> dict:
     """Return a recipe for RUN_MODEL with options `stage` in all stages; `sections` are merged into it."""
     base = {
-        "num_threads": 1, "checkpoint_minutes": 0, "model": {"config": "model.json"}, "data": {"task": "shapes"},
+        "num_threads": 1, "state_minutes": 0, "model": {"config": "model.json"}, "data": {"task": "shapes"},
         "sampling": {"max_new_tokens": 6}, "sft": stage, "dpo": stage, "reward_model": stage,
         "grpo": stage | {"num_generations": 3}, "ppo": stage | {"num_generations": 2},
     }  # fmt: skip

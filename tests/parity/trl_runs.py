@@ -117,7 +117,7 @@ def our_run(kind: str, folder: Path, steps: int) -> OurRun:
     both, options, _ = KINDS[kind]
     recipe = {
         "stages": [kind], kind: SAME | both | options | {"max_steps": steps}, "optimizer": OPTIMIZER,
-        "output_dir": str(folder / "ours"), "resume": "never", "checkpoint_minutes": 0, "num_threads": 1,
+        "output_dir": str(folder / "ours"), "resume": "never", "state_minutes": 0, "num_threads": 1,
         "model": {"path": str(folder / "model"), "dtype": "float64"},
         "data": {"train_file": str(folder / "rows.jsonl")},
     }  # fmt: skip

@@ -96,7 +96,7 @@ def test_the_trl_script_and_its_recipe_are_equivalent(trl, tmp_path, monkeypatch
     prompts = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps // arguments.num_generations
     assert (ours.model.path, ours.output_dir) == (theirs["model"], arguments.output_dir)
     assert ours.grpo.prompts_per_step == prompts
-    assert ours.checkpoint_steps == arguments.save_steps and not ours.save_steps  # both runs can be resumed
+    assert ours.state_steps == arguments.save_steps and not ours.save_steps  # both runs can be resumed
     for name in ("max_steps", "learning_rate", "num_generations", "beta"):
         assert getattr(ours.grpo, name) == getattr(arguments, name)
     small = ["--model.path=model", "--grpo.max_steps=1", "--grpo.prompts_per_step=1", "--sampling.max_new_tokens=4"]

@@ -21,7 +21,7 @@ from tests.repository.test_platforms import pretend
 def train(*options):
     from minivlmrl.commands.train import train_recipe
     short = ["--sft.max_steps=1", "--grpo.max_steps=2", "--grpo.prompts_per_step=2", "--data.eval_rows=2"]
-    logs = ["--log_completions=1", "--checkpoint_steps=1", "--rewards={../my_rewards.py:length: 1.0}"]
+    logs = ["--log_completions=1", "--state_steps=1", "--rewards={../my_rewards.py:length: 1.0}"]
     assert train_recipe(["shapes.yaml", *short, *logs, *options]) == 0
 
 train("--output_dir=linux")

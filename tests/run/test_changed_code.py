@@ -58,7 +58,7 @@ def test_changed_code_is_named_at_a_resume(run, plain, write, monkeypatch, capsy
     """The reward is named relative to the working folder, as README does."""
     reward, *others = FILES[kind]
     monkeypatch.chdir(write(kind, FILES[kind]))
-    options = ["--stages=[grpo]", f"--rewards={{'{reward}:counts': 1.0}}", "--checkpoint_steps=1"]
+    options = ["--stages=[grpo]", f"--rewards={{'{reward}:counts': 1.0}}", "--state_steps=1"]
     run(*options, "--grpo.max_steps=1")
     write(kind, FILES[kind])
     run(*options, "--grpo.max_steps=2", "--resume=auto")

@@ -19,7 +19,7 @@ from tests.helpers.runs import metrics
 
 pytestmark = pytest.mark.usefixtures("default_signals")
 OPTIONS = ["--stages=[sft]", "--sft.max_steps=3", "--eval_steps=1", "--data.eval_rows=2", "--resume=auto"]
-OPTIONS.append("--checkpoint_steps=2")
+OPTIONS.append("--state_steps=2")
 
 
 class Bad(Callback):

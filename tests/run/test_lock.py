@@ -1,4 +1,4 @@
-"""Test that all ranks of a run share its folder; test_checkpoints.py tests that two runs do not."""
+"""Test that all ranks of a run share its folder; test_states.py tests that two runs do not."""
 
 import errno
 import os

@@ -127,7 +127,7 @@ def test_memory_is_checked_before_rows_and_weights_are_read(run, own, monkeypatc
 
 
 def test_callbacks_are_called_in_order_and_do_not_change_the_run(run, home, tmp_path, plain):
-    options = ["--stages=[sft]", "--sft.max_steps=2", "--eval_steps=1", "--checkpoint_steps=2"]
+    options = ["--stages=[sft]", "--sft.max_steps=2", "--eval_steps=1", "--state_steps=2"]
     config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'a'}", *options])
     recorder = Mock(spec=Callback)
     recorder.state_dict.return_value = {"recorder": "text"}

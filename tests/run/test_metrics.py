@@ -258,7 +258,7 @@ def test_trackers_agree_with_the_files(run, monkeypatch, tmp_path):
     for module in ("wandb", "minivlmrl.extras.weights_and_biases"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     options = ["--stages=[sft, grpo]", LETTERS, "--sft.max_steps=2", "--grpo.max_steps=2", "--eval_steps=1"]
-    options += ["--checkpoint_steps=1", '--report_to=[tensorboard, wandb, "CSV"]']
+    options += ["--state_steps=1", '--report_to=[tensorboard, wandb, "CSV"]']
     options[-1] = options[-1].replace("CSV", f"{tmp_path}/my_tracker.py:csv(sign=';')")
     folder = run(*options)
     monkeypatch.delitem(sys.modules, "wandb")

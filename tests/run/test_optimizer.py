@@ -55,7 +55,7 @@ def file(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "error", "expected"), [
-    ("Keeping", ValueError, "optimizer.name FILE:Keeping: checkpoints cannot save .*`0/kept` is invalid"),
+    ("Keeping", ValueError, "optimizer.name FILE:Keeping: its state cannot be saved: .*`0/kept` is invalid"),
     ("nameless", ValueError, 'optimizer.name FILE:nameless: a parameter group is .*, but it must be a dict.* "lr"'),
     ("sgd(decay=1)", ValueError, r"optimizer.name FILE:sgd\(decay=1\): there is no option 'decay'; the options are: "),
 ])  # fmt: skip

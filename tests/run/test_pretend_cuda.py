@@ -18,7 +18,7 @@ from tests.helpers.runs import metrics
 from tests.helpers.stages import Stage, write_recipe
 
 SMALL = [
-    "--data.eval_rows=1", "--checkpoint_steps=1", "--rewards={letters: 1, format: 0.5}", "--grpo.beta=0.1",
+    "--data.eval_rows=1", "--state_steps=1", "--rewards={letters: 1, format: 0.5}", "--grpo.beta=0.1",
     "--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--grpo.micro_batch_size=1", "--sampling.max_new_tokens=3",
 ]  # fmt: skip
 

@@ -98,7 +98,7 @@ def test_files_that_no_run_wrote_are_not_replaced(home, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["checkpoint", "best/checkpoint"])
 def test_the_base_of_an_adapter_is_not_replaced(home, tmp_path, name):
-    """A resumed run loads the base again, because checkpoints have only the adapter."""
+    """A resumed run loads the base again, because states have only the adapter."""
     (tmp_path / "run" / name).mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "run")
     options = [f"--output_dir={tmp_path / 'run'}", "--model.config=null", f"--model.path={tmp_path / 'link' / name}"]

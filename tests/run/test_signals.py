@@ -1,4 +1,4 @@
-"""Test that the first signal requests a checkpoint, and that the second signal ends the process."""
+"""Test that the first signal requests a state, and that the second signal ends the process."""
 
 import os
 import pty
@@ -26,7 +26,7 @@ def test_a_signal_is_recorded_and_printed_once_by_the_first_rank(number, rank, c
         for _ in "12":  # a scheduler and torchrun may both deliver the same signal
             os.kill(os.getpid(), number)
         assert stop.first is not None
-    message = "the run stops as soon as possible, and saves a checkpoint if a step is done; a reward or a "
+    message = "the run stops as soon as possible, and saves a state if a step is done; a reward or a "
     message += "tool may take 10 more seconds; send the signal again to exit now"
     assert capfd.readouterr().err == (f"\n{signal.Signals(number).name}: {message}\n" if rank == 0 else "")
 
@@ -59,7 +59,7 @@ def test_printing_to_a_lost_terminal_does_not_fail():
     assert exit_code(child) == 0
 
 
-def test_long_work_stops_at_once_if_a_checkpoint_can_be_saved():
+def test_long_work_stops_at_once_if_a_state_can_be_saved():
     world = World()
     with signals.StopSignals(world) as stop:
         stop.world.stop_if_preempted()

@@ -56,7 +56,7 @@ def torchrun(tmp_path):
 
 def test_a_dead_rank_leads_to_a_restart_that_resumes(torchrun, tmp_path):
     action = "os.kill(os.getpid(), signal.SIGKILL)"
-    process = torchrun("--checkpoint_steps=1", "--resume=auto", action=action, launcher=["--max-restarts=1"])
+    process = torchrun("--state_steps=1", "--resume=auto", action=action, launcher=["--max-restarts=1"])
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors[-3000:]
     assert "states/000003: 3 steps of sft done" in out
@@ -72,7 +72,7 @@ def test_a_dead_rank_leads_to_a_restart_that_resumes(torchrun, tmp_path):
     ("import time; time.sleep(600)", "rank 1", "did not answer in time"),
 ])  # fmt: skip
 def test_a_lost_rank_is_named_in_one_sentence(torchrun, action, named, summary):
-    process = torchrun("--checkpoint_steps=1", "--timeout=4", action=action)
+    process = torchrun("--state_steps=1", "--timeout=4", action=action)
     try:
         _, errors = process.communicate(timeout=90)
     finally:
@@ -98,5 +98,5 @@ def test_a_signal_to_torchrun_saves_the_state(torchrun, tmp_path, number):
     [state] = (tmp_path / "run" / "states").glob("0*")
     assert (state / "complete.json").is_file()
     assert f" in {state}: continue with --resume=auto" in out, errors[-3000:]
-    assert f"{number.name}: the run stops as soon as possible, and saves a checkpoint" in errors
+    assert f"{number.name}: the run stops as soon as possible, and saves a state" in errors
     assert "KeyboardInterrupt" not in errors

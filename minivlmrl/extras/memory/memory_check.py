@@ -32,7 +32,7 @@ from minivlmrl.kernels.dense_attention import is_before_ampere
 from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.lora import adapter_parameters
 from minivlmrl.run.callbacks import Callback
-from minivlmrl.run.checkpoints import NUM_KEPT_STATES
+from minivlmrl.run.states import NUM_KEPT_STATES
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
@@ -155,11 +155,11 @@ def fitting_pixels(question: MemoryQuestion, available: float) -> int:
 
 
 def written_bytes(question: MemoryQuestion) -> dict[str, float]:
-    """Return the maximum disk space of checkpoints and weights, {name: bytes}."""
+    """Return the maximum disk space of states and weights, {name: bytes}."""
     config, estimator = question.config, question.estimator
     sizes = {}
-    if config.checkpoint_steps or config.checkpoint_minutes:
-        # the newest checkpoint is written before the oldest is deleted
+    if config.state_steps or config.state_minutes:
+        # the newest state is written before the oldest is deleted
         sizes["training states"] = (NUM_KEPT_STATES + 1) * state_bytes(question)
     dtype = config.model.save_dtype or estimator.config.torch_dtype
     weights = estimator.parameters * DTYPES[dtype].itemsize

@@ -1,6 +1,6 @@
-"""Read and write checkpoint tensors as safetensors files, because pickle files could run code.
+"""Read and write state tensors as safetensors files, because pickle files could run code.
 
-Each rank writes the tensor rows that it holds. To load a checkpoint, each rank searches all files for its rows, so a
+Each rank writes the tensor rows that it holds. To load a state, each rank searches all files for its rows, so a
 run may resume on a different number of ranks. Example: rows 128 to 255 of policy.lm_head.weight have the key
 "128:policy.lm_head.weight".
 """
@@ -19,7 +19,7 @@ from minivlmrl.files import flush_file, save_tensors
 from minivlmrl.model.checkpoint import check_finite
 
 BLOCK = 2**16  # block size in bytes, for checksums
-FILE_SIZE = 2**30  # approximate checkpoint file size, in bytes
+FILE_SIZE = 2**30  # approximate state file size, in bytes
 
 
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
@@ -71,7 +71,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
 
 
 def find_shards(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
-    """Return {tensor name: [(first row, number of rows, file), ...]} for checkpoint files."""
+    """Return {tensor name: [(first row, number of rows, file), ...]} for state files."""
     shards = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:
@@ -82,7 +82,7 @@ def find_shards(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
 
 
 def read_rows(name: str, shards: list[tuple[int, int, Path]], start: int, end: int) -> Tensor:
-    """Read tensor rows `start` to `end` (exclusive) from checkpoint files."""
+    """Read tensor rows `start` to `end` (exclusive) from state files."""
     parts = []
     for first, num_rows, file in shards:
         low = max(start, first)
@@ -96,7 +96,7 @@ def read_rows(name: str, shards: list[tuple[int, int, Path]], start: int, end: i
 
 @torch.no_grad()
 def read_into(tensor: Tensor, name: str, shards: list[tuple[int, int, Path]]):
-    """Copy this rank's rows from a checkpoint into a tensor; raise UserError if shape or dtype differ."""
+    """Copy this rank's rows from a state into a tensor; raise UserError if shape or dtype differ."""
     saved_rows = sum(num_rows for _, num_rows, _ in shards)
     tensor_rows = len(tensor) if tensor.dim() else 1
     require(saved_rows == tensor_rows, f"the number of rows of {name}", saved_rows, str(tensor_rows))

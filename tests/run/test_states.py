@@ -1,4 +1,4 @@
-"""Test that resumed runs give the same bytes as uninterrupted runs, and refuse bad checkpoints."""
+"""Test that resumed runs give the same bytes as uninterrupted runs, and refuse bad states."""
 
 import errno
 import functools
@@ -25,7 +25,7 @@ from minivlmrl.extras import report
 from minivlmrl.extras.agents import tool_sampler
 from minivlmrl.generation import generate
 from minivlmrl.rewards.registry import REWARDS
-from minivlmrl.run import checkpoint_files, checkpoints, evaluate, loop
+from minivlmrl.run import evaluate, loop, state_files, states
 from minivlmrl.run.lock import locked
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.recipe_changes import changes, fingerprints
@@ -98,12 +98,12 @@ PLACES = {
     "in backward": (torch.Tensor, "backward", {"after": kill}),
     "in the optimizer": (torch.optim.AdamW, "step", {"after": kill}),
     "when metrics are written": (MetricsLog, "step", {"after": kill}),
-    "before the tensors of a state": (checkpoint_files, "save_tensors", {"before": kill}),
-    "after the tensors of a state": (checkpoint_files, "save_tensors", {"after": kill}),
+    "before the tensors of a state": (state_files, "save_tensors", {"before": kill}),
+    "after the tensors of a state": (state_files, "save_tensors", {"after": kill}),
     "before the rename": (Path, "rename", {"before": kill}),
-    "between the rename and the cleanup": (checkpoints, "flush_file", {"after": kill}),
+    "between the rename and the cleanup": (states, "flush_file", {"after": kill}),
     "in the cleanup": (shutil, "rmtree", {"before": kill}),
-    "while resuming": (loop, "load_checkpoint", {"after": kill}),
+    "while resuming": (loop, "load_state", {"after": kill}),
 }
 
 
@@ -128,7 +128,7 @@ def slow_after(count, cases):
     return [pytest.param(name, marks=[pytest.mark.slow] * (i >= count)) for i, name in enumerate(cases)]
 
 
-def states(output):
+def saved_states(output):
     return sorted(path.name for path in (output / "states").iterdir())
 
 
@@ -145,7 +145,7 @@ def outcome(output):
 
 @pytest.fixture(scope="module")
 def uninterrupted(recipe):
-    """Return a cached function that trains without kills or checkpoints, and returns the outcome."""
+    """Return a cached function that trains without kills or states, and returns the outcome."""
 
     @functools.cache
     def uninterrupted(*options, ranks=1):
@@ -157,10 +157,10 @@ def uninterrupted(recipe):
     return uninterrupted
 
 
-STATES = ["--checkpoint_steps=2", "--resume=auto"]
+STATES = ["--state_steps=2", "--resume=auto"]
 DROPOUT = ["--adapter.r=4", "--adapter.dropout=0.3"]
 BEST = "--best_metric=eval/accuracy_sampled"
-# a step has two micro-batches; a GRPO rollout feeds four steps, and a checkpoint follows the fourth
+# a step has two micro-batches; a GRPO rollout feeds four steps, and a state follows the fourth
 KILLS = {  # case: (stages, options, kills); the first five cases are fast
     "grpo": ("grpo", ["--grpo.max_steps=8"], [("in backward", 9), ("in a rollout", 3), ("in the optimizer", 2)]),
     "sft": ("sft", ["--optimizer.name=adamw_8bit", "--sft.max_steps=8", "--eval_steps=3", BEST], [
@@ -196,7 +196,7 @@ def test_a_killed_and_resumed_run_gives_the_same_result(recipe, uninterrupted, t
         assert attempt(recipe, tmp_path, *options, *STATES, die=die, number=number) == [-signal.SIGKILL], die
     assert attempt(recipe, tmp_path, *options, *STATES) == [0]
     assert outcome(tmp_path) == uninterrupted(*options)
-    assert len(states(tmp_path)) == 2
+    assert len(saved_states(tmp_path)) == 2
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_resuming_with_another_number_of_ranks(recipe, uninterrupted, tmp_path, 
     """Two ranks shard the weights, and other numbers of ranks replicate the weights."""
     options = [f"--stages=[{stages}]", "--model.dtype=float64", "--data.eval_rows=1"]
     for ranks, steps in attempts:
-        more = [f"--sharding.enabled={str(ranks == 2).lower()}", "--checkpoint_steps=1", "--resume=auto"]
+        more = [f"--sharding.enabled={str(ranks == 2).lower()}", "--state_steps=1", "--resume=auto"]
         die = "when metrics are written"
         assert -signal.SIGKILL in attempt(recipe, tmp_path, *options, *more, ranks=ranks, die=die, number=steps)
     assert attempt(recipe, tmp_path, *options, *STATES) == [0]
@@ -222,7 +222,7 @@ def stop(*_):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-SIGNALS = {  # options, place, number of its call, checkpoint
+SIGNALS = {  # options, place, number of its call, state
     "twice in the second of four steps of a rollout": (
         [], (MetricsLog, "step", {"before": lambda *_: (stop(), stop())}), 2, "000004",
     ),
@@ -246,7 +246,7 @@ def test_a_signal_to_one_rank(recipe, uninterrupted, tmp_path, name):
     """A signal ends a run after a rollout, or within a step that the resumed run repeats."""
     options, place, number, kept = SIGNALS[name]
     assert attempt(recipe, tmp_path, *options, ranks=2, die=place, number=number, rank=1) == [PREEMPTED] * 2
-    assert states(tmp_path) == [kept]
+    assert saved_states(tmp_path) == [kept]
     assert attempt(recipe, tmp_path, "--resume=auto", *options, ranks=2) == [0, 0]
     assert outcome(tmp_path) == uninterrupted(*options, ranks=2)
 
@@ -265,13 +265,13 @@ def fails_on_the_second_rank(completions, completion_ids, **columns):
 def test_a_reward_that_fails_on_one_rank(recipe, uninterrupted, tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(REWARDS, "letters", fails_on_the_second_rank)
     monkeypatch.setenv("FAILS_AT", "never")
-    expected = uninterrupted("--checkpoint_minutes=0", ranks=2)
+    expected = uninterrupted("--state_minutes=0", ranks=2)
     monkeypatch.setenv("FAILS_AT", "3")
-    assert attempt(recipe, tmp_path, "--checkpoint_minutes=0", ranks=2) == [1, 1]
+    assert attempt(recipe, tmp_path, "--state_minutes=0", ranks=2) == [1, 1]
     assert capfd.readouterr().err.count("states/000004: continue with --resume=auto") >= 2
     assert (tmp_path / "states" / "000004" / "complete.json").is_file()
     monkeypatch.setenv("FAILS_AT", "never")
-    assert attempt(recipe, tmp_path, "--checkpoint_minutes=0", "--resume=auto", ranks=2) == [0, 0]
+    assert attempt(recipe, tmp_path, "--state_minutes=0", "--resume=auto", ranks=2) == [0, 0]
     assert outcome(tmp_path) == expected
 
 
@@ -285,7 +285,7 @@ def fails(*_):
 
 BACKWARD = torch.Tensor, "backward", {"before": out_of_memory}
 SFT = ["--stages=[sft]", "--sft.max_steps=4"]  # two micro-batches in each step
-ERRORS = {  # options, place, number of its call, checkpoint
+ERRORS = {  # options, place, number of its call, state
     "a backward pass": (SFT, BACKWARD, 6, "000002"),
     "reading a row": (SFT, (Batches, "wait_for", {"before": out_of_memory}), 3, "000002"),
     "a tracker, after the update": (SFT, (MetricsLog, "track", {"before": fails}), 4, "000003"),
@@ -300,10 +300,10 @@ ERRORS = {  # options, place, number of its call, checkpoint
 @pytest.mark.parametrize("name", slow_after(4, ERRORS))
 def test_an_error_between_two_updates_saves_the_steps_before(recipe, uninterrupted, tmp_path, capfd, name):
     options, place, number, kept = ERRORS[name]
-    no_others = "--checkpoint_minutes=1000"
+    no_others = "--state_minutes=1000"
     assert attempt(recipe, tmp_path, *options, no_others, die=place, number=number) == [1]
     assert f"states/{kept}: continue with --resume=auto" in capfd.readouterr().err
-    assert kept in states(tmp_path)
+    assert kept in saved_states(tmp_path)
     assert attempt(recipe, tmp_path, *options, no_others, "--resume=auto") == [0]
     assert outcome(tmp_path) == uninterrupted(*options)
 
@@ -322,11 +322,11 @@ def test_an_error_on_one_or_all_of_two_ranks(recipe, uninterrupted, tmp_path, ca
     """Ranks without sharding save even if one of them fails alone, because each rank holds all weights."""
     monkeypatch.setattr(process_group, "LAST_ERRORS", 1.0)
     options = [*SFT, "--sft.micro_batch_size=1", *options]
-    limits = ["--checkpoint_minutes=1000", "--timeout=60"]
+    limits = ["--state_minutes=1000", "--timeout=60"]
     assert attempt(recipe, tmp_path, *options, *limits, ranks=2, die=BACKWARD, number=6, rank=rank) == [1, 1]
     if kept is None:
         assert not (tmp_path / "states").exists()
-        assert "no checkpoint was saved yet: start the run again" in capfd.readouterr().err
+        assert "no state was saved yet: start the run again" in capfd.readouterr().err
         return
     assert f"states/{kept}: continue with --resume=auto" in capfd.readouterr().err
     # the rank that saved knows the lines of the log files, which only rank 0 writes
@@ -349,9 +349,9 @@ def test_a_resume_shortens_no_log_next_to_a_link_to_the_states(recipe, finished,
 
 def test_a_signal_in_the_first_evaluation_ends_the_run_at_once(recipe, uninterrupted, tmp_path, capfd):
     place = evaluate, "generate_and_score", {"before": stop}
-    options = ["--stages=[sft]", "--sft.max_steps=2", "--checkpoint_minutes=10", "--data.eval_rows=2"]
+    options = ["--stages=[sft]", "--sft.max_steps=2", "--state_minutes=10", "--data.eval_rows=2"]
     assert attempt(recipe, tmp_path, *options, die=place) == [PREEMPTED]
-    assert "preempted: no checkpoint was saved yet: start the run again\n" in capfd.readouterr().out
+    assert "preempted: no state was saved yet: start the run again\n" in capfd.readouterr().out
     assert not (tmp_path / "summary.json").exists()
     assert attempt(recipe, tmp_path, *options, "--resume=auto") == [0]
     assert outcome(tmp_path) == uninterrupted(*options[:-2])
@@ -362,10 +362,10 @@ SHORT = ["--grpo.max_steps=3", "--grpo.num_iterations=1", "--grpo.steps_per_gene
 
 @pytest.fixture(scope="module")
 def finished(recipe):
-    """Return the folder of a run whose rollouts feed one step, with checkpoints after steps 2 and 3."""
+    """Return the folder of a run whose rollouts feed one step, with states after steps 2 and 3."""
     output = recipe.parent / "finished"
-    assert attempt(recipe, output, "--checkpoint_steps=1", *SHORT) == [0]
-    assert states(output) == ["000002", "000003"]
+    assert attempt(recipe, output, "--state_steps=1", *SHORT) == [0]
+    assert saved_states(output) == ["000002", "000003"]
     return output
 
 
@@ -397,9 +397,9 @@ def cut(file):
 
 
 def rewrite(state, name, content):
-    """Replace a file of a checkpoint, and correct its checksum."""
+    """Replace a file of a state, and correct its checksum."""
     (state / name).write_bytes(content)
-    sums = json.loads((state / "complete.json").read_text()) | {name: checkpoints.checksum(state / name)}
+    sums = json.loads((state / "complete.json").read_text()) | {name: states.checksum(state / name)}
     (state / "complete.json").write_text(json.dumps(sums))
 
 
@@ -420,7 +420,7 @@ HARMS = {  # damage: (file, function, sentence that the run prints)
 
 
 @pytest.mark.parametrize("name", HARMS)
-def test_a_damaged_checkpoint_is_skipped(recipe, copy, capsys, monkeypatch, name):
+def test_a_damaged_state_is_skipped(recipe, copy, capsys, monkeypatch, name):
     file, harm, sentence = HARMS[name]
     harm(copy / "states" / "000003" / file)
     monkeypatch.setattr(loop, "train_stage", lambda *_: None)
@@ -428,15 +428,15 @@ def test_a_damaged_checkpoint_is_skipped(recipe, copy, capsys, monkeypatch, name
     message = capsys.readouterr().out
     assert "states/000003 is damaged and is ignored" in message and sentence in message
     assert "resuming from" in message and "states/000002: 2 steps of grpo done" in message
-    assert states(copy) == ["000002"]
+    assert saved_states(copy) == ["000002"]
 
 
 @pytest.mark.parametrize(("owner", "name", "number", "message"), [
-    (checkpoints, "checksum", errno.EIO, r"000002 cannot be read \(.*error.*\)\. Try again, or continue from an"),
-    (checkpoint_files, "save_tensors", errno.ENOSPC,
+    (states, "checksum", errno.EIO, r"000002 cannot be read \(.*error.*\)\. Try again, or continue from an"),
+    (state_files, "save_tensors", errno.ENOSPC,
      r"000003 could not be written .*No space left(.|\n)*--resume=auto continues from .*000002"),
 ], ids=["a read that fails once", "a full disk"])  # fmt: skip
-def test_an_error_of_the_disk_loses_no_checkpoint(recipe, finished, copy, monkeypatch, owner, name, number, message):
+def test_an_error_of_the_disk_loses_no_state(recipe, finished, copy, monkeypatch, owner, name, number, message):
     def fail(path, *_):
         raise OSError(number, os.strerror(number), str(path))
 
@@ -444,22 +444,22 @@ def test_an_error_of_the_disk_loses_no_checkpoint(recipe, finished, copy, monkey
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, fail)
         with pytest.raises(ValueError, match=message):
-            resume(recipe, copy, "--resume=auto", "--checkpoint_steps=1")
-    assert states(copy) == ["000002"]
-    resume(recipe, copy, "--resume=auto", "--checkpoint_steps=1")
+            resume(recipe, copy, "--resume=auto", "--state_steps=1")
+    assert saved_states(copy) == ["000002"]
+    resume(recipe, copy, "--resume=auto", "--state_steps=1")
     assert outcome(copy) == outcome(finished)
 
 
-def test_a_renamed_checkpoint_is_not_deleted_by_its_resume(recipe, copy):
+def test_a_renamed_state_is_not_deleted_by_its_resume(recipe, copy):
     (copy / "states" / "000002").rename(copy / "states" / "000009")
     for selected in ("auto", copy / "states" / "000009"):
         with pytest.raises(ValueError, match=r"000009 was saved after 2 steps, but .*; rename the folder"):
             resume(recipe, copy, f"--resume={selected}")
-    assert states(copy) == ["000003", "000009"]
+    assert saved_states(copy) == ["000003", "000009"]
 
 
-def test_a_checkpoint_may_be_a_link(recipe, finished, copy, tmp_path):
-    """The link is deleted together with the checkpoints of the abandoned steps, but not its target."""
+def test_a_state_may_be_a_link(recipe, finished, copy, tmp_path):
+    """The link is deleted together with the states of the abandoned steps, but not its target."""
     for name in ("000002", "000003"):
         shutil.move(copy / "states" / name, tmp_path / name)
         (copy / "states" / name).symlink_to(tmp_path / name)
@@ -469,29 +469,29 @@ def test_a_checkpoint_may_be_a_link(recipe, finished, copy, tmp_path):
 
 
 @pytest.mark.parametrize("selected", ["auto", "FOLDER/states/000002"])
-def test_without_an_intact_checkpoint_nothing_is_resumed(recipe, copy, selected):
+def test_without_an_intact_state_nothing_is_resumed(recipe, copy, selected):
     before = (copy / "metrics.jsonl").read_bytes()
     for path in (copy / "states").iterdir():
         flip(path / "run.json")
-    with pytest.raises(ValueError, match="every checkpoint that it selects is damaged; --resume=never"):
+    with pytest.raises(ValueError, match="every state that it selects is damaged; --resume=never"):
         resume(recipe, copy, f"--resume={selected.replace('FOLDER', str(copy))}")
-    assert (copy / "metrics.jsonl").read_bytes() == before and len(states(copy)) == 2
+    assert (copy / "metrics.jsonl").read_bytes() == before and len(saved_states(copy)) == 2
 
 
 AUTO = "--resume=auto"
 RESTARTS = "resume: torchrun's --max-restarts only works with --resume=auto"
 REFUSED = [  # options, restarts of torchrun, sentence
-    ([], 0, "contains checkpoints of an earlier run, of which 000003 is the newest"),
-    (["--resume=/gone"], 0, "/gone is not the folder of a checkpoint; use auto, never, or a folder such as RUN"),
+    ([], 0, "contains states of an earlier run, of which 000003 is the newest"),
+    (["--resume=/gone"], 0, "/gone is not the folder of a state; use auto, never, or a folder such as RUN"),
     ([AUTO, "--seed=1"], 0, r"to a run with stages \['grpo'\] and seed 0; use the same stages and seed"),
-    ([AUTO, "--grpo.beta=0"], 0, r"a different model or recipe: .* is only in the checkpoint or only in the run"),
+    ([AUTO, "--grpo.beta=0"], 0, r"a different model or recipe: .* is only in the state or only in the run"),
     ([AUTO, "--data.task=shapes(pairs=11)"], 0,
      r"data\.task was .* and is now 'shapes.*rows would be skipped or repeated; .* --resume=.*/000003"),
     ([AUTO, "--grpo.prompts_per_step=2"], 0, "grpo.prompts_per_step was 4 and is now 2, so rows would be skipped or"),
-    (["--resume=never"], 3, RESTARTS),  # a restart would delete the earlier checkpoints
+    (["--resume=never"], 3, RESTARTS),  # a restart would delete the earlier states
     (["--resume=null"], 3, RESTARTS),  # a restart would refuse to start
     (["--resume=OLDER", "--seed=1"], 0, "use the same stages and seed"),
-    (["--resume=OLDER", "--grpo.beta=0"], 0, "is only in the checkpoint or only in the run"),
+    (["--resume=OLDER", "--grpo.beta=0"], 0, "is only in the state or only in the run"),
     (["--resume=OLDER", "--report_to=[TRACKER]"], 0, "cannot connect"),
     (["--resume=never", "--report_to=[tensorboard, TRACKER]"], 0, "cannot connect"),  # and keeps earlier curves
     (["--resume=never", "--reference.path=/gone"], 0, "/gone: this folder does not exist"),
@@ -521,7 +521,7 @@ def test_resumptions_that_are_refused(recipe, copy, monkeypatch, options, restar
     assert contents(copy) == before
 
 
-def test_a_checkpoint_that_is_replaced_before_it_is_loaded_is_refused(recipe, copy, monkeypatch):
+def test_a_state_that_is_replaced_before_it_is_loaded_is_refused(recipe, copy, monkeypatch):
     """Another run may write the same step anew after the checksums were read."""
     folder = copy / "states" / "000003"
     build = loop.build_optimizer
@@ -540,23 +540,23 @@ def test_a_checkpoint_that_is_replaced_before_it_is_loaded_is_refused(recipe, co
     assert (copy / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_the_option_resume_selects_the_checkpoints(recipe, copy):
+def test_the_option_resume_selects_the_states(recipe, copy):
     options = ["--grpo.max_steps=4", "--data.task=shapes(pairs=11)", "--grpo.prompts_per_step=2"]
     before, state = (copy / "metrics.jsonl").read_bytes(), copy / "states" / "000003"
     with locked(copy, ONE), pytest.raises(ValueError, match=r"another run is writing into .*/copy\. Wait until that"):
         resume(recipe, copy, "--resume=never")
-    assert (copy / "metrics.jsonl").read_bytes() == before and len(states(copy)) == 2
-    resume(recipe, copy, f"--resume={state}", *options)  # a checkpoint that is named accepts other rows
+    assert (copy / "metrics.jsonl").read_bytes() == before and len(saved_states(copy)) == 2
+    resume(recipe, copy, f"--resume={state}", *options)  # a state that is named accepts other rows
     assert len((copy / "metrics.jsonl").read_text().splitlines()) == 4
     resume(recipe, copy, "--resume=never")
-    assert not states(copy) and (copy / "metrics.jsonl").read_bytes() == before
+    assert not saved_states(copy) and (copy / "metrics.jsonl").read_bytes() == before
 
 
-def test_resuming_from_an_earlier_checkpoint_deletes_later_ones(recipe, finished, copy, tmp_path):
+def test_resuming_from_an_earlier_state_deletes_later_ones(recipe, finished, copy, tmp_path):
     new = tmp_path / "new"
     for folder in (new, copy):
         resume(recipe, folder, f"--resume={copy / 'states' / '000002'}")
-        assert len(states(copy)) == (1 if folder == copy else 2)
+        assert len(saved_states(copy)) == (1 if folder == copy else 2)
     assert outcome(copy) == outcome(finished)
     assert outcome(new) == outcome(finished)
     images = [{path.name: path.read_bytes() for path in (folder / "images").iterdir()} for folder in (new, finished)]
@@ -570,28 +570,28 @@ def test_a_best_evaluation_of_something_else_is_forgotten(recipe, copy, tmp_path
     """The earlier run's best score, 5, is above all accuracies, so it would keep best/ as it is."""
     state = read_trainer_state(copy / "states" / "000003")
     state.best, state.recipe["best_metric"] = 5.0, "eval/accuracy_sampled"
-    monkeypatch.setattr(checkpoints, "select_checkpoint", lambda *_: (copy / "states" / "000003", state, {}))
-    monkeypatch.setattr(loop, "load_checkpoint", lambda *_: None)
+    monkeypatch.setattr(states, "select_state", lambda *_: (copy / "states" / "000003", state, {}))
+    monkeypatch.setattr(loop, "load_state", lambda *_: None)
     for folder, expected in ((copy, has_best), (tmp_path / "new", True)):
         (copy / "best").mkdir(exist_ok=True)
         resume(recipe, folder, f"--resume={copy / 'states' / '000003'}", *options)
         assert (folder / "best" / "checkpoint").exists() == expected
 
 
-def test_checkpoints_are_saved_every_ten_minutes(recipe, finished, tmp_path, monkeypatch):
-    """The clock of the run advances by four minutes at the start, at each step and after each checkpoint."""
+def test_states_are_saved_every_ten_minutes(recipe, finished, tmp_path, monkeypatch):
+    """The clock of the run advances by four minutes at the start, at each step and after each state."""
     minutes = itertools.count(0, 4)
-    monkeypatch.setattr(checkpoints, "clock", lambda: 60 * next(minutes))
-    monkeypatch.setattr(checkpoints, "NUM_KEPT_STATES", 9)
-    resume(recipe, tmp_path, "--checkpoint_minutes=10", "--grpo.max_steps=7")
-    assert states(tmp_path) == ["000003", "000006", "000007"]
-    assert RunConfig().checkpoint_minutes == 10
+    monkeypatch.setattr(states, "clock", lambda: 60 * next(minutes))
+    monkeypatch.setattr(states, "NUM_KEPT_STATES", 9)
+    resume(recipe, tmp_path, "--state_minutes=10", "--grpo.max_steps=7")
+    assert saved_states(tmp_path) == ["000003", "000006", "000007"]
+    assert RunConfig().state_minutes == 10
 
 
 def test_changed_base_weights_of_an_adapter_are_refused(recipe, tmp_path):
     assert attempt(recipe, tmp_path / "start", "--stages=[]") == [0]
     base = tmp_path / "start" / "checkpoint"
-    options = [f"--model.path={base}", "--model.config=null", "--adapter.r=2", "--checkpoint_steps=1"]
+    options = [f"--model.path={base}", "--model.config=null", "--adapter.r=2", "--state_steps=1"]
     resume(recipe, tmp_path / "run", *options)
     file = base / "model.safetensors"
     before, weights = file.read_bytes(), load_file(file)
@@ -607,16 +607,16 @@ def test_changed_base_weights_of_an_adapter_are_refused(recipe, tmp_path):
 
 def test_changed_options_are_reported(recipe, copy, monkeypatch, capsys):
     monkeypatch.setattr(loop, "train_stage", lambda *_: None)
-    resume(recipe, copy, "--resume=auto", "--checkpoint_steps=1")
+    resume(recipe, copy, "--resume=auto", "--state_steps=1")
     assert " and is now " not in capsys.readouterr().out
-    options = ["--checkpoint_steps=1", "--grpo.learning_rate=1e-5", "--rewards={letters: 2.0}"]
+    options = ["--state_steps=1", "--grpo.learning_rate=1e-5", "--rewards={letters: 2.0}"]
     resume(recipe, copy, "--resume=auto", *options, "--data.eval_rows=1")
     message = ["data.eval_rows was 2 and is now 1", "grpo.learning_rate was 0.003 and is now 1e-05",
             "rewards.letters was 1.0 and is now 2.0"]  # fmt: skip
     assert [line for line in capsys.readouterr().out.splitlines() if " and is now " in line] == message
     resume(recipe, copy, "--resume=auto", *options, "--data.eval_rows=1", f"--reference.path={copy / 'checkpoint'}")
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("reference.path was ")]
-    assert line.endswith(", but weights that are in the checkpoint stay as they are")
+    assert line.endswith(", but weights that are in the state stay as they are")
 
 
 ROW = {"problem": "1 + 1?", "solution": "2"}
@@ -633,7 +633,7 @@ def test_changed_rows_are_refused(recipe, untrained, tmp_path, option, capsys, m
     PIL.Image.new("RGB", (28, 28), "red").save(tmp_path / "red.png")
     for name in ("train", "eval"):
         write_lines(tmp_path / f"{name}.jsonl", rows)
-    options = [*untrained, "--data.task=null", f"--{option.format(tmp_path / 'train.jsonl')}", "--checkpoint_steps=1"]
+    options = [*untrained, "--data.task=null", f"--{option.format(tmp_path / 'train.jsonl')}", "--state_steps=1"]
     options.append(f"--data.eval_file={tmp_path / 'eval.jsonl'}")
     resume(recipe, tmp_path / "run", *options)
     monkeypatch.setattr(loop, "train_stage", lambda *_: None)
@@ -655,26 +655,26 @@ def test_changed_rows_are_refused(recipe, untrained, tmp_path, option, capsys, m
     ("model", "README.md", False), ("model", "model.safetensors", False), ("reward_model", "model.safetensors", True),
 ])  # fmt: skip
 def test_changed_model_files_are_reported(tmp_path, option, file, is_reported):
-    """Weights of the policy are in the checkpoint; those of a reward model from a folder are not."""
+    """Weights of the policy are in the state; those of a reward model from a folder are not."""
     config = RunConfig()
     getattr(config, option).path = str(tmp_path)
-    states = []
+    pair = []
     for text in ("old", "new"):
         (tmp_path / file).write_text(text)
-        states.append(TrainerState(0, ["grpo"], files=fingerprints(config, {}), num_log_lines={}))
+        pair.append(TrainerState(0, ["grpo"], files=fingerprints(config, {}), num_log_lines={}))
     expected = [(f"changed since saved was saved: model files in {option}.path", False, False)]
-    assert [*changes(*states, Path("saved"))] == expected * is_reported
+    assert [*changes(*pair, Path("saved"))] == expected * is_reported
 
 
-def test_stages_may_be_added_and_the_checkpoint_interval_stays(recipe, copy):
-    resume(recipe, copy, "--resume=auto", "--stages=[grpo, sft]", "--sft.max_steps=2", "--checkpoint_steps=3")
-    assert states(copy) == ["000003", "000005"]
-    config = RunConfig(checkpoint_steps=3, checkpoint_minutes=0)
+def test_stages_may_be_added_and_the_state_interval_stays(recipe, copy):
+    resume(recipe, copy, "--resume=auto", "--stages=[grpo, sft]", "--sft.max_steps=2", "--state_steps=3")
+    assert saved_states(copy) == ["000003", "000005"]
+    config = RunConfig(state_steps=3, state_minutes=0)
     manager = SimpleNamespace(config=config, world=ONE, saved_steps=2, saved_time=0.0, stage_ends=False)
     due = []
     for steps in (2, 3, 4):
         manager.state = SimpleNamespace(steps=steps)
-        due.append(checkpoints.CheckpointManager.is_due(manager))
+        due.append(states.StateSaver.is_due(manager))
     assert due == [False, True, True]  # is due at step 4 if step 3 was within a rollout
 
 
@@ -690,9 +690,9 @@ def test_a_parameter_without_gradients_resumes_without_moments(recipe, untrained
         *untrained, "--data.task=null", "--stages=sft", "--data.eval_rows=256", "--data.eval_rewards=null",
         f"--data.train_file={tmp_path / 'rows.jsonl'}", "--sft.prompts_per_step=2", "--sft.max_steps=4",
     ]  # fmt: skip
-    codes = attempt(recipe, tmp_path / "run", *options, "--checkpoint_steps=1", die="in backward", number=3)
+    codes = attempt(recipe, tmp_path / "run", *options, "--state_steps=1", die="in backward", number=3)
     assert codes == [-signal.SIGKILL]
-    keys = checkpoint_files.find_shards(tmp_path / "run" / "states" / "000002")
+    keys = state_files.find_shards(tmp_path / "run" / "states" / "000002")
     assert "optimizer.model.norm.weight/exp_avg" in keys
     assert "policy.visual.merger.ln_q.weight" in keys
     assert not any(key.startswith("optimizer.visual.") for key in keys)
@@ -707,5 +707,5 @@ def test_a_changed_number_of_rows_is_refused(recipe, copy):
     rewrite(folder, "run.json", json.dumps(content | {"rows": 9}).encode())
     with pytest.raises(ValueError, match=message):
         resume(recipe, copy, "--resume=auto")
-    resume(recipe, copy, f"--resume={folder}", "--stages=[grpo, sft]", "--sft.max_steps=1", "--checkpoint_steps=1")
+    resume(recipe, copy, f"--resume={folder}", "--stages=[grpo, sft]", "--sft.max_steps=1", "--state_steps=1")
     assert read_trainer_state(copy / "states" / "000004").rows

@@ -1,4 +1,4 @@
-"""Test how the tensors of a checkpoint are written and read back; test_checkpoints.py tests runs that resume."""
+"""Test how the tensors of a state are written and read back; test_states.py tests runs that resume."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from minivlmrl.run import checkpoint_files
-from minivlmrl.run.checkpoint_files import find_shards, read_into, read_rows, write_tensors
+from minivlmrl.run import state_files
+from minivlmrl.run.state_files import find_shards, read_into, read_rows, write_tensors
 from tests.helpers.on_ranks import ONE, launch
 
 TENSORS = {
@@ -17,7 +17,7 @@ TENSORS = {
 
 
 def test_tensors_are_read_back_unchanged(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_files, "FILE_SIZE", 28)
+    monkeypatch.setattr(state_files, "FILE_SIZE", 28)
     names = write_tensors(tmp_path, TENSORS, ONE)
     assert names == ["0000_0000.safetensors", "0000_0001.safetensors", "0000_0002.safetensors"]  # 168, 28, 4 bytes
     pieces = find_shards(tmp_path)

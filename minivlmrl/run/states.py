@@ -1,14 +1,14 @@
-"""Save and load checkpoints; a resumed run gives exactly the same results.
+"""Save and load states, from which a run resumes; a resumed run gives exactly the same results.
 
-Files of a checkpoint after 120 optimizer steps in all stages:
+Files of a state after 120 optimizer steps in all stages:
 
 output_dir/states/000120/
-    *.safetensors            weights and optimizer moments; see run/checkpoint_files.py
+    *.safetensors            weights and optimizer moments; see run/state_files.py
     run.json                 TrainerState
     complete.json            checksums of the other files; written last
 
 Checkpoints need no completions, because they are saved only after a rollout's last optimizer step. Random states are
-not saved: generators are seeded from run seed and stage, step or row. Incomplete checkpoints are named *.partial.
+not saved: generators are seeded from run seed and stage, step or row. Incomplete states are named *.partial.
 """
 
 import re
@@ -33,17 +33,17 @@ from minivlmrl.files import file_stamps, flush_file, unchanged
 from minivlmrl.json_files import read_json, write_json
 from minivlmrl.model.plain_weights import plain_name, shared_base
 from minivlmrl.run.callbacks import Callbacks
-from minivlmrl.run.checkpoint_files import find_shards, read_into, write_tensors
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import begin_state, group_numbers
 from minivlmrl.run.recipe_changes import changes, checksum, fingerprints, recipe_options
 from minivlmrl.run.signals import Preempted, StopSignals
+from minivlmrl.run.state_files import find_shards, read_into, write_tensors
 from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
 from minivlmrl.trainers.base import Trainer
 
 COMPLETE = "complete.json"
 UPDATE = "optimizer"  # training phase of weight updates, for error_phase
-NUM_KEPT_STATES = 2  # checkpoints to keep: two, in case the newest is damaged
+NUM_KEPT_STATES = 2  # states to keep: two, in case the newest is damaged
 
 
 def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -62,14 +62,14 @@ def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def state_folders(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in states/, oldest first."""
+    """Return the complete states in states/, oldest first."""
     return sorted(
         (path for path in folder.glob("*") if re.fullmatch(r"[0-9]{6,}", path.name)), key=lambda path: int(path.name)
     )
 
 
 def remove_state(folder: Path):
-    """Delete a checkpoint folder. If it is a symbolic link, delete only the link."""
+    """Delete a state folder. If it is a symbolic link, delete only the link."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -77,7 +77,7 @@ def remove_state(folder: Path):
 
 
 def check_resume(config: RunConfig) -> list[Path]:
-    """Return the checkpoints in output_dir, oldest first; raise UserError if --resume is missing or wrong."""
+    """Return the states in output_dir, oldest first; raise UserError if --resume is missing or wrong."""
     folder = Path(config.output_dir) / "states"
     resume = config.resume
     is_allowed = resume in ("auto", "never")
@@ -85,36 +85,35 @@ def check_resume(config: RunConfig) -> list[Path]:
         state = Path(resume)
         if not state.is_dir() or (state / "states").is_dir():
             raise UserError(
-                f"resume: {resume} is not the folder of a checkpoint; "
-                "use auto, never, or a folder such as RUN/states/000120"
+                f"resume: {resume} is not the folder of a state; use auto, never, or a folder such as RUN/states/000120"
             )
         is_allowed = state.absolute().parent.resolve() == folder.resolve()
     states = state_folders(folder)
     if states and not is_allowed:
         raise UserError(
-            f"{folder} contains checkpoints of an earlier run, of which {states[-1].name} is the newest; use "
+            f"{folder} contains states of an earlier run, of which {states[-1].name} is the newest; use "
             "--resume=auto to continue from the newest one, or --resume=never to delete all of them and start again"
         )
     return states
 
 
 class Resumed(NamedTuple):
-    """Where a run starts: a checkpoint, or step 0."""
+    """Where a run starts: a state, or step 0."""
 
-    folder: Path | None  # checkpoint to load, None for a new run
+    folder: Path | None  # state to load, None for a new run
     state: TrainerState
     saved: list[Path]
-    stamps: dict[Path, tuple[int, ...]]  # {checkpoint file: size and times}, to detect later changes
+    stamps: dict[Path, tuple[int, ...]]  # {state file: size and times}, to detect later changes
 
 
 def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> Resumed:
-    """Select the checkpoint to resume from, and compare its recipe and files with this run."""
+    """Select the state to resume from, and compare its recipe and files with this run."""
     # only rank 0 knows image and video file sizes
     files = fingerprints(config, datasets if world.is_main else {})
     new = TrainerState(config.seed, config.stage_names, recipe=recipe_options(config), files=files)
-    # take rank 0's checkpoints: ranks on a network file system may see different ones
+    # take rank 0's states: ranks on a network file system may see different ones
     saved = world.gather_objects(state_folders(Path(config.output_dir) / "states"))[0]
-    folder, state, stamps = select_checkpoint(config.resume, saved, world)
+    folder, state, stamps = select_state(config.resume, saved, world)
     if state is None:
         return Resumed(None, new, saved, stamps)
     num_begun = state.stage + 1
@@ -150,37 +149,37 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
     return Resumed(folder, state, saved, stamps)
 
 
-def select_checkpoint(
+def select_state(
     resume: str | None, saved: list[Path], world: World
 ) -> tuple[Path, TrainerState, dict] | tuple[None, None, dict]:
-    """Return the newest undamaged checkpoint, its TrainerState, and file sizes and times."""
+    """Return the newest undamaged state, its TrainerState, and file sizes and times."""
     candidates = [] if resume in (None, "never") else [Path(resume)]
     if resume == "auto":
         candidates = saved[::-1]
     for folder in candidates:
         stamps = file_stamps(folder)
-        state = read_checkpoint(folder, world)
+        state = read_state(folder, world)
         if state is None:
             continue
         if folder in saved and int(folder.name) != state.steps:
             raise UserError(
-                f"resume: the checkpoint {folder} was saved after {pluralize(state.steps, 'step')}, but its "
+                f"resume: the state {folder} was saved after {pluralize(state.steps, 'step')}, but its "
                 f"name says otherwise; rename the folder to {state.steps:06d}"
             )
         return folder, state, stamps
     if candidates:
         raise UserError(
-            f"resume is {resume}, but every checkpoint that it selects is damaged; "
-            "--resume=never deletes all checkpoints and starts again"
+            f"resume is {resume}, but every state that it selects is damaged; "
+            "--resume=never deletes all states and starts again"
         )
     return None, None, {}
 
 
-def read_checkpoint(folder: Path, world: World) -> TrainerState | None:
-    """Return a checkpoint's TrainerState; if damaged, print why and return None.
+def read_state(folder: Path, world: World) -> TrainerState | None:
+    """Return a state's TrainerState; if damaged, print why and return None.
 
     Raises:
-        UserError: the checkpoint cannot be read now, for example if a network drive fails.
+        UserError: the state cannot be read now, for example if a network drive fails.
     """
 
     def check() -> TrainerState:
@@ -193,25 +192,25 @@ def read_checkpoint(folder: Path, world: World) -> TrainerState | None:
         return read_trainer_state(folder)
 
     try:
-        return world.run_on_all_ranks(check, "read the checkpoints")
+        return world.run_on_all_ranks(check, "read the states")
     except (FileNotFoundError, ValueError) as error:
         if world.is_main:
-            print(f"checkpoint {folder} is damaged and is ignored: {error}", flush=True)
+            print(f"state {folder} is damaged and is ignored: {error}", flush=True)
         return None
     except OSError as error:
         raise UserError(
-            f"resume: the checkpoint {folder} cannot be read ({error}). Try again, or continue from an older "
-            "checkpoint with --resume=FOLDER, which deletes this one"
+            f"resume: the state {folder} cannot be read ({error}). Try again, or continue from an older "
+            "state with --resume=FOLDER, which deletes this one"
         ) from error
 
 
-def load_checkpoint(folder: Path, stamps: dict, trainer: Trainer, optimizer: Optimizer):
-    """Copy a checkpoint's tensors into weights and optimizer.
+def load_state(folder: Path, stamps: dict, trainer: Trainer, optimizer: Optimizer):
+    """Copy a state's tensors into weights and optimizer.
 
     Args:
         stamps: {file: size and times}, read before the checksum test, to detect later changes.
     """
-    what = f"{folder}: this checkpoint was saved with a different model or recipe"
+    what = f"{folder}: this state was saved with a different model or recipe"
     with unchanged(folder, since=stamps), error_context(what):
         shards = find_shards(folder)
         saved = {key.split("/")[0] for key in shards}
@@ -220,13 +219,13 @@ def load_checkpoint(folder: Path, stamps: dict, trainer: Trainer, optimizer: Opt
         targets = tensors(trainer, optimizer)
         unmatched = sorted(targets.keys() ^ shards.keys())
         if unmatched:
-            raise UserError(f"{unmatched[0]} is only in the checkpoint or only in the run")
+            raise UserError(f"{unmatched[0]} is only in the state or only in the run")
         for name, tensor in targets.items():
             read_into(tensor, name, shards[name])
 
 
-def save_checkpoint(folder: Path, state: TrainerState, trainer: Trainer, optimizer: Optimizer, world: World):
-    """Write a checkpoint from the ranks in `world`, and keep only the two newest."""
+def save_state(folder: Path, state: TrainerState, trainer: Trainer, optimizer: Optimizer, world: World):
+    """Write a state from the ranks in `world`, and keep only the two newest."""
     draft = Path(f"{folder}.partial")
     checksums = {}
 
@@ -251,19 +250,19 @@ def save_checkpoint(folder: Path, state: TrainerState, trainer: Trainer, optimiz
     try:
         with error_phase("save"):
             named_tensors = tensors(trainer, optimizer)
-            world.run_on_all_ranks(write, "save a checkpoint")
+            world.run_on_all_ranks(write, "save a state")
             for rank_checksums in world.gather_objects(checksums):
                 checksums.update(rank_checksums)
-            world.run_on_rank_zero(finish, "save a checkpoint")
+            world.run_on_rank_zero(finish, "save a state")
     except Exception as error:
         shutil.rmtree(draft, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
-            raise UserError(f"the checkpoint {folder} could not be written ({error})") from error
+            raise UserError(f"the state {folder} could not be written ({error})") from error
         raise
 
 
-class CheckpointManager:
-    """Decide when to save a checkpoint."""
+class StateSaver:
+    """Decide when to save a state."""
 
     def __init__(
         self, config: RunConfig, resumed: Resumed, signals: StopSignals, log: MetricsLog, callbacks: Callbacks
@@ -277,12 +276,12 @@ class CheckpointManager:
         self.callbacks = callbacks
         self.saved_steps = self.state.steps if resumed.saved else 0
         self.saved_time = clock()
-        self.can_save = True  # between updates on one rollout, a checkpoint would lack the completions
+        self.can_save = True  # between updates on one rollout, a state would lack the completions
         self.trainer: Trainer | None = None  # trainer and optimizer in the current stage
         self.optimizer: Optimizer
 
     def after_step(self):
-        """Save a checkpoint if one is due, and stop the run after a signal."""
+        """Save a state if one is due, and stop the run after a signal."""
         if self.can_save and self.is_due():
             self.ensure_saved(self.world)
         self.signals.stop_if_preempted()
@@ -292,15 +291,15 @@ class CheckpointManager:
         return self.trainer is not None and self.state.step == self.trainer.options.max_steps
 
     def is_due(self) -> bool:
-        """Return True on all ranks if a checkpoint is due by checkpoint_minutes or checkpoint_steps."""
-        minutes = self.config.checkpoint_minutes
-        every_steps = self.config.checkpoint_steps
+        """Return True on all ranks if a state is due by state_minutes or state_steps."""
+        minutes = self.config.state_minutes
+        every_steps = self.config.state_steps
         [is_late] = self.world.sum(self.world.is_main and 0 < 60 * minutes <= clock() - self.saved_time)
         has_passed = every_steps and self.state.steps // every_steps > self.saved_steps // every_steps
         return bool(is_late or has_passed or (self.stage_ends and (every_steps or minutes)))
 
     def ensure_saved(self, world: World):
-        """Save a checkpoint from the ranks in `world`, unless the current step has one."""
+        """Save a state from the ranks in `world`, unless the current step has one."""
         state = self.state
         if self.saved_steps == state.steps or self.trainer is None:
             return
@@ -309,7 +308,7 @@ class CheckpointManager:
         state.logs = {}
         for texts in self.callbacks.state_dict():
             state.logs.update(texts)
-        save_checkpoint(self.new_folder, state, self.trainer, self.optimizer, world)
+        save_state(self.new_folder, state, self.trainer, self.optimizer, world)
         self.saved_steps = state.steps
         self.saved_time = clock()
 
@@ -319,7 +318,7 @@ class CheckpointManager:
 
     @contextmanager
     def saved_on_error(self) -> Iterator[None]:
-        """Save a checkpoint after an error outside a weight update; the message says how to continue."""
+        """Save a state after an error outside a weight update; the message says how to continue."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -332,16 +331,16 @@ class CheckpointManager:
                 elif older := state_folders(self.folder):
                     error.add_note(f"--resume=auto continues from {older[-1]}")
                 else:
-                    error.add_note("no checkpoint was saved yet: start the run again")
+                    error.add_note("no state was saved yet: start the run again")
             raise
 
     def try_to_save(self, error: BaseException) -> bool:
-        """Save a checkpoint after an error; return True on success. With FSDP all ranks save it, otherwise one rank."""
+        """Save a state after an error; return True on success. With FSDP all ranks save it, otherwise one rank."""
         try:
             return self.world.run_after_error(self.ensure_saved, alone=not self.config.uses_fsdp)
         except Exception as failure:
             first_line = str(failure).partition("\n")[0]
-            error.add_note(f"no checkpoint could be saved after this error ({first_line})")
+            error.add_note(f"no state could be saved after this error ({first_line})")
             return False
 
 
