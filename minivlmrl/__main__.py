@@ -18,12 +18,12 @@ COMMANDS = {  # {command: (module:function, help text)}
     "convert": ("minivlmrl.extras.convert.command:main", "convert other projects' rows to the form that a run reads"),
     "check": ("minivlmrl.extras.check.command:main", "find problems in a recipe before training"),
     "memory": ("minivlmrl.extras.memory.command:main", "estimate the GPU memory that a run needs"),
-    "replay": ("minivlmrl.extras.replay:main", "repeat a step of a run and compare the results"),
-    "parity": ("minivlmrl.extras.parity.command:main", "find mistakes in a loss or in a step of any trainer"),
+    "parity": ("minivlmrl.extras.parity.command:main", "find mistakes in a loss"),
 }
 # commands of other projects
 OTHERS = {"eval": "evaluate", "export": "merge", "infer": "generate", "predict": "generate", "test": "evaluate"}
 OTHERS |= dict.fromkeys(("sft", "dpo", "grpo", "ppo", "rlhf", "reward", "kto", "rm", "pt"), "train")
+REMOVED = {"replay": "replay was removed; commit 9091b662 is the last that has it"}  # {command: message}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,6 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
 
             print(version_text())
             return 0
+        if name in REMOVED:
+            raise UserError(REMOVED[name])
         if name not in COMMANDS:
             lines = [f"  {command:<11}{sentence}" for command, (_, sentence) in COMMANDS.items()]
             print("usage: minivlmrl COMMAND [--help] ...", "", *lines, sep="\n", flush=True)

@@ -36,7 +36,6 @@ MOVED = {  # former page: its successor
     "reading_list": "developer_guide",
     "notes/vllm": "use",
     "vectors": "library",
-    "notes/step_format": "library",
     "notes/bugs_of_others": "museum",
 }
 LANGUAGES = {

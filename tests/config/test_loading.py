@@ -19,7 +19,6 @@ from minivlmrl.config.options import FileOptions, GRPOOptions, RunConfig, SFTOpt
 from minivlmrl.config.parsing import options_of, read_value
 from minivlmrl.config.types import Finite
 from minivlmrl.extras.agents.environment import Settings
-from minivlmrl.extras.replay import run_config
 from minivlmrl.extras.vllm import VLLMOptions
 from tests.helpers.links import ROOT
 
@@ -182,7 +181,7 @@ def test_code_that_a_found_recipe_names_is_refused_and_does_not_run(tmp_path, mo
     other = "--data.format" if "optimizer" in values else "--optimizer.name"
     for asked_for in ([], [f"{other}=no_evil.py:f()"], texts):
         with pytest.raises(PermissionError, match=expected):
-            run_config(Path(folder), None, asked_for)
+            load_config(Path(folder) / "config.yaml", asked_for, is_found=True)
     assert not list(tmp_path.rglob("ran"))
 
 

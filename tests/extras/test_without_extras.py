@@ -31,7 +31,6 @@ USES = {  # {beginning of the error message: arguments of a command}
     "minivlmrl check: the command check": ["check", "recipes/shapes.yaml"],
     "minivlmrl convert: the command convert": ["convert", "rows.json"],
     "minivlmrl memory: the command memory": ["memory", "recipes/shapes.yaml"],
-    "minivlmrl replay: the command replay": ["replay", "recipes/shapes.yaml"],
     "sampling.engine vllm: vllm": [*TRAIN, "--sampling.engine=vllm"],
     "optimizer.name adamw_8bit: adamw_8bit": [*TRAIN, "--optimizer.name=adamw_8bit"],
     "report_to wandb: wandb": [*TRAIN, "--report_to=[wandb]"],

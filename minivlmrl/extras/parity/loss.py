@@ -3,6 +3,7 @@
 In a clone, `pytest tests/parity` compares minivlmrl's losses and options with the installed TRL.
 """
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -14,11 +15,10 @@ from torch import Tensor
 from minivlmrl.errors import UserError
 from minivlmrl.extras.parity.all_laws import LawReport, examine
 from minivlmrl.extras.parity.examined import OPTIONS
-from minivlmrl.extras.parity.formulas import distance
 from minivlmrl.extras.parity.frameworks import as_torch
-from minivlmrl.extras.parity.loss_search import NO_NAME, case_of, examples, find_names
 from minivlmrl.extras.parity.progress import with_bar
-from minivlmrl.extras.parity.step import Dump
+from minivlmrl.extras.parity.recomputed import Case
+from minivlmrl.extras.parity.search import NO_NAME, case_of, examples, find_names
 from minivlmrl.extras.parity.vectors import read_cases, read_options
 
 SHOWN = 4  # number of differing cases to print
@@ -108,7 +108,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
     verdict = Verdict(len(results), [result.says(varied) for result in results if result.error > tolerance])
     settings = [name for name in SETTINGS if name in varied or name in only]
     closest = closest_losses(results, settings, tolerance)[0]
-    if verdict.differences and not closest.share and not results[0].step.reads("loss_type"):
+    if verdict.differences and not closest.share and "loss_type" not in results[0].step.read:
         # the loss equals one TRL loss, such as DAPO: drop test cases of TRL's other losses
         only = only | closest.only
         verdict = Verdict(len(closest.cases), [], f" of {closest}")
@@ -136,7 +136,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
 class Comparison:
     case: str
     options: dict
-    step: Dump  # user's loss and gradient
+    step: Case  # user's loss and gradient
     constant: float  # loss minus TRL's loss
     loss_error: float
     gradient_error: float
@@ -156,10 +156,18 @@ def compare(
     my_loss, tolerance: float, case: str, options: dict, batch: dict, value: Tensor, gradient: Tensor
 ) -> Comparison:
     """Compare loss and gradient with TRL's for one batch."""
-    step = case_of(my_loss, batch, options, tolerance)
-    error = distance(step["loss"], value.view(1))
-    gradient_error = distance(step["logps_gradient"], gradient.flatten(0, -2))
-    return Comparison(case, options, step, (step["loss"] - value).item(), error, gradient_error)
+    step = case_of(my_loss, case, batch, options, tolerance)
+    error = distance(step.value, value)
+    gradient_error = distance(step.gradient, gradient.flatten(0, -2))
+    return Comparison(case, options, step, (step.value - value).item(), error, gradient_error)
+
+
+def distance(ours: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to max(1, largest |expected|); inf if NaN positions differ."""
+    if not torch.equal(ours.isnan(), expected.isnan()):
+        return math.inf
+    scale = expected.nan_to_num(0.0).abs().max().clamp(min=1)
+    return float((ours - expected).nan_to_num(0.0).abs().max() / scale)
 
 
 def names_without_search(results: list[Comparison], tolerance: float) -> tuple[list[str], list[str]]:
@@ -170,7 +178,7 @@ def names_without_search(results: list[Comparison], tolerance: float) -> tuple[l
         if max(constants) - min(constants) <= tolerance:
             says = f"the value has a constant of {constants[0]:.6g} without gradient"
         return ["design"], [f"design: {says}"]
-    if not any(result.step["logps_gradient"].any() for result in results):
+    if not any(result.step.gradient.any() for result in results):
         return ["mistake"], ["mistake: no gradient reaches the policy", "  effect: training changes nothing"]
     return [], []
 
@@ -217,14 +225,14 @@ def closest_losses(results: list[Comparison], settings: list[str], tolerance: fl
     return sorted(close, key=difference)
 
 
-def find_names_by_loss(steps: list[Dump], closest: CloseLoss) -> tuple[list[str], list[str]]:
+def find_names_by_loss(steps: list[Case], closest: CloseLoss) -> tuple[list[str], list[str]]:
     """Find known causes of differences from TRL; return "mistake" or "design" for each cause, and lines to print.
 
     If the loss reads loss_type, search in all test cases first; then only in cases of the TRL loss that agrees most.
     """
     kinds, names = [], []
     is_all = len(closest.cases) == len(steps)
-    if is_all or steps[0].reads("loss_type"):
+    if is_all or "loss_type" in steps[0].read:
         kinds, names = find_names(steps)
     if is_all or (kinds and "mistake" not in kinds):
         return kinds, names

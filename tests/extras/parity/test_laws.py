@@ -92,7 +92,7 @@ def test_each_law_has_a_loss_that_breaks_it():
     assert {law.__name__ for group in (common_laws.COMMON_LAWS, *LAWS.values()) for law in group} == {*WRONG, *NOTED}
 
 
-# Mistakes that need no name in names.py, because a law says them: (loss, options, beginnings of the sentences)
+# Mistakes that need no name in mistakes.py, because a law says them: (loss, options, beginnings of the sentences)
 SAID = {
     "p log p as entropy": (changed(terms=lambda q: q.term + q.beta * q.kl + 0.01 * q.logps.exp() * q.logps), {},
         ["a token whose advantage is 0 is trained, although beta is 0"]),

@@ -365,7 +365,7 @@ def test_a_mistake_or_a_design_is_named(loss, only, phrase):
 
 @pytest.fixture
 def without_search(monkeypatch):
-    monkeypatch.setattr("minivlmrl.extras.parity.loss_search.PARTS", 0)
+    monkeypatch.setattr("minivlmrl.extras.parity.search.PARTS", 0)
 
 
 def test_a_loss_that_was_compared_with_many_losses_gets_their_options(without_search):
@@ -421,9 +421,9 @@ def test_numbers_are_shown_if_no_law_is_broken(without_search):
     def loss(batch, options):
         return usual(batch, options) * (1.01 if len(batch["mask"]) == 6 else 1.0)
 
-    _, note, *numbers = judge(loss, **PLAIN).names
+    _, note, numbers = judge(loss, **PLAIN).names
     assert note.startswith("  note: the KL has the value of KL(policy || reference)")
-    assert numbers[0].startswith("  loss: 1 of 1, logps_gradient: ") and " instead of " in numbers[1]
+    assert "gradients differ, most in row" in numbers and " instead of " in numbers
 
 
 def test_a_completion_without_tokens_does_not_hide_a_mistake():
@@ -436,11 +436,6 @@ def test_a_completion_without_tokens_does_not_hide_a_mistake():
     nan = "mistake: a row without tokens is divided by 0 in the mean over each row"
     assert [line for line in verdict.names if line.startswith("mistake")] == [f"mistake: {SWAPPED}", nan]
     assert [line for line in judge(changed(loss=loss), **PLAIN).names if line.startswith("mistake")] == [nan]
-
-
-def test_the_verdict_does_not_depend_on_the_machine(monkeypatch):
-    monkeypatch.setattr("time.thread_time", lambda: 1e9)
-    assert judge(changed(kl=lambda q: k3(q.logps - q.ref)), **KL).names[0] == f"mistake: {SWAPPED}"
 
 
 def test_a_law_finds_what_the_recorded_cases_cannot_show():
@@ -489,7 +484,7 @@ def test_the_length_of_dr_grpo_may_be_a_constant():
 
 def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "numerical_parity.md").read_text()
-    code, commands, printed = re.findall(r"```(?:python|bash|text)\n([^`]*)```", page)[1:4]
+    code, commands, printed = re.findall(r"```(?:python|bash|text)\n([^`]*)```", page)[:3]
     (tmp_path / "my_loss.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     assert main(commands.splitlines()[-1].removeprefix("minivlmrl parity ").split()) == 1

@@ -1,0 +1,185 @@
+"""Recompute TRL's loss step by step, with simulated mistakes in its quantities."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivlmrl.losses.grpo import AVERAGES, TERMS, LossNormalizer, TermInputs, correct_kl, importance_ratio, kl_term
+from minivlmrl.losses.grpo_variants import RATIOS  # noqa: F401  the import adds all loss types to TERMS and AVERAGES
+from minivlmrl.losses.preference import answer_logps, dpo_loss
+
+# a mistake "only in the KL" leaves the policy's term right; one "only in the count" leaves the mask of the sum right
+PLACES = (("the policy's term", "the KL"), ("the sum", "the count", "the ratio"))
+ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
+
+
+@dataclass
+class Case:
+    """Batch with the value and gradient of the user's loss; tensors are (R, T), rows of a pair are neighbors."""
+
+    name: str
+    options: dict
+    batch: dict[str, Tensor]
+    value: Tensor | None  # None = compare only gradients
+    gradient: Tensor
+    tolerance: float = 1e-6
+    read: set[str] = field(default_factory=set)  # tensors and options that the user's loss reads
+    simpler: Callable[[], list] = list  # lists simplified cases, such as one with all advantages 1
+
+    def error(self, change: dict | None = None) -> Tensor:
+        """Return differences between the user's and TRL's value and gradient, relative to max(1, TRL's largest).
+
+        Args:
+            change: simulated mistake in TRL's loss; the result is infinite if the loss cannot be computed with it.
+        """
+        ours = recomputed(self, change or {})
+        pairs = [(self.gradient, ours[1])] if ours else []
+        if ours and self.value is not None:
+            pairs.append((self.value, ours[0]))
+        errors = [((a - b).abs() / b.abs().max().clamp(min=1)).flatten() for a, b in pairs]
+        return torch.cat(errors or [torch.tensor([math.inf])]).nan_to_num(math.inf, math.inf)
+
+    def is_explained(self, change: dict | None = None) -> bool:
+        return bool(self.error(change).max() <= self.tolerance)
+
+    def is_finite(self) -> bool:
+        return bool((self.gradient.sum() if self.value is None else self.value).isfinite())
+
+
+def recomputed(case: Case, change: dict) -> tuple[Tensor, Tensor] | None:
+    """Return TRL's loss and gradient with a simulated mistake; None if it cannot be computed."""
+    leaf = case.batch["per_token_logps"].clone().requires_grad_()
+    try:
+        loss = KINDS[case.options["kind"]](leaf, case, change)
+        # + 0 * leaf: autograd would fail for a loss that does not use log-probs
+        [gradient] = torch.autograd.grad(loss + 0 * leaf.sum(), leaf)
+    except (ValueError, RuntimeError, IndexError, OverflowError, ZeroDivisionError):
+        return None
+    factor = Quantities(leaf, case, change).put("factor", 1.0) if "factor" in change else 1.0
+    return loss.detach() * factor, gradient * factor
+
+
+class Quantities:
+    """Tensors and options of a loss; argument `s` of the functions in mistakes.py.
+
+    `s.x` is the right value of the quantity that the function replaces, and `s.c` the number that the search fits.
+    """
+
+    def __init__(self, logps: Tensor, case: Case, change: dict):
+        options = {"kl_estimator": "k3", "loss_weights": None, **case.options}
+        vars(self).update(TERM_OPTIONS, **options, **case.batch)
+        self.case = case
+        self.options = options
+        self.change = change
+        self.completion_mask = self.mask
+        self.lengths = self.mask.sum(1)
+        self.num_rows = len(self.mask)
+        self.num_columns = self.mask.shape[1]
+        vars(self).update(
+            {name: self.put(name, vars(self)[name]) for name in change.keys() & {*TERM_OPTIONS, *options}}
+        )
+        self.mask = self.masked("the ratio")
+        self.per_token_logps = self.put("logps", logps)
+        reference = self.put("reference", vars(self).get("ref_per_token_logps", logps.detach()))
+        old = self.put("old", vars(self).get("old_per_token_logps", logps.detach()))
+        self.per_token_logps = self.put("policy", self.per_token_logps)
+        self.old_per_token_logps, self.ref_per_token_logps = old, reference
+
+    def put(self, name: str, x: Any) -> Any:
+        """Return a quantity, or its wrong value if the simulated mistake changes it."""
+        wrong = self.change.get(name, x)
+        if not callable(wrong):
+            return wrong
+        self.x = x
+        return wrong(self)
+
+    def masked(self, place: str) -> Tensor:
+        """Return the mask in one place, such as "the count"."""
+        self.x = self.completion_mask
+        return self.completion_mask if is_elsewhere(self.change, place) else self.put("mask", self.completion_mask)
+
+    @property
+    def clipped_ratio(self) -> Tensor:
+        return self.ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
+
+
+def is_elsewhere(change: dict, place: str) -> bool:
+    """Return True if the mistake is limited to other places than this one."""
+    others = {*change.get("inside", ())} - {place}
+    return any(place in places and not others.isdisjoint(places) for places in PLACES)
+
+
+def policy(logps: Tensor, case: Case, change: dict) -> Tensor:
+    total = torch.zeros((), dtype=logps.dtype)
+    for place, term in zip(PLACES[0], (policy_term, kl_penalty), strict=True):
+        s = Quantities(logps, case, {} if is_elsewhere(change, place) else change)
+        s.advantages = s.put("advantages", s.advantages[:, None])
+        s.ref_log_ratio = s.per_token_logps - s.ref_per_token_logps
+        s.log_ratio = s.put("log-ratio", s.per_token_logps - s.old_per_token_logps)
+        s.ratio = s.put("ratio", importance_ratio(s.log_ratio, s.mask, s.importance_sampling_level))
+        if term is policy_term or s.beta:
+            total = total + averaged(term(s), s)
+    return total
+
+
+def policy_term(s: Quantities) -> Tensor:
+    arguments = {name: getattr(s, name, None) for name in TERMS[s.loss_type].__kwdefaults__ or {}}
+    inputs = TermInputs(s.per_token_logps, s.log_ratio, s.ratio, s.advantages, s.mask, s.epsilon_low, s.epsilon_high)
+    return s.put("terms", TERMS[s.loss_type](inputs, **arguments)[0])
+
+
+def kl_penalty(s: Quantities) -> Tensor:
+    kl = s.put("KL estimate", kl_term(s.per_token_logps, s.ref_per_token_logps, s.kl_estimator))
+    if s.use_bias_correction_kl:
+        kl = correct_kl(kl, s.ratio, s.kl_estimator)
+    return s.beta * s.put("KL", kl)
+
+
+def averaged(terms: Tensor, s: Quantities) -> Tensor:
+    mask = s.mask = s.masked("the sum")
+    terms = terms * (mask * s.put("weights", torch.ones_like(mask)))
+    s.mask = s.masked("the count")
+    s.terms = terms
+    is_right = torch.equal(s.mask, s.completion_mask)
+    tokens = s.options.get("tokens", 0) if is_right else 0
+    normalizer = LossNormalizer(s.num_rows, tokens or s.mask.sum().clamp(min=1), s.options.get("max_completion_length"))
+    average = ALL_AVERAGES[s.put("average", s.options["loss_type"])]
+    return s.put("mean", average(terms, s.mask, normalizer))
+
+
+def preferences(logps: Tensor, case: Case, change: dict) -> Tensor:
+    s = Quantities(logps, case, change)
+    index = s.put("index", torch.arange(s.num_rows).view(-1, 2))  # chosen and rejected row of each pair
+    index = torch.stack([index[:, 0], s.put("rejected", index[:, 1])], 1)
+    s.mask = s.put("mask", s.completion_mask)
+    s.answer_lengths = s.mask[index].sum(-1)
+    sums, ref_sums = (answer_logps(x[index], s.mask[index]) for x in (s.per_token_logps, s.ref_per_token_logps))
+    log_ratio = s.put("log-ratio", sums - s.put("summed reference", ref_sums))
+    value, _ = dpo_loss(
+        s.per_token_logps[index],
+        s.mask[index],
+        loss_type=s.loss_type,
+        loss_weights=s.loss_weights,
+        beta=s.beta,
+        label_smoothing=s.label_smoothing,
+        ref_logps=sums - log_ratio,
+    )
+    s.margins = s.beta * (log_ratio[:, 0] - log_ratio[:, 1])
+    return s.put("pair loss", value)
+
+
+def demonstrations(logps: Tensor, case: Case, change: dict) -> Tensor:
+    s = Quantities(logps, case, change)
+    terms = -s.per_token_logps
+    if s.loss_type == "dft":
+        terms = terms * s.per_token_logps.detach().exp()
+    return averaged(s.put("terms", terms), s)
+
+
+KINDS = {"grpo": policy, "dpo": preferences, "sft": demonstrations}
+# {option of a policy term: default}, such as sapo_temperature_pos
+TERM_OPTIONS = {name: x for term in TERMS.values() for name, x in (term.__kwdefaults__ or {}).items()}
