@@ -26,7 +26,7 @@ Triton kernels compute powers of 2 instead of e, because GPUs have an instructio
 
     k = log2(e) / T        d' = k z_j - k top        exp(d_j) = 2^d'
 
-For a logit of -inf, d' 2^d' would be -inf * 0 = NaN, so d' is clamped to at least -126. NaN logits stay NaN.
+For a logit of -inf, d' 2^d' would be -inf * 0 = NaN, so d' is clamped to at least -125. NaN logits stay NaN.
 """
 
 import math
@@ -37,7 +37,8 @@ from torch import Tensor
 
 from minivlmrl.kernels.backend import at_least_float32, backend_for, tl, triton
 
-FLOOR = -126.0  # lower limit for (logit - row maximum) in base 2; 2^-126 is the smallest normal float32
+# lower limit for (logit - row maximum) in base 2; float32 has no normal numbers below 2^-126, where exp is slow
+FLOOR = -125.0
 LOG2E = 1 / math.log(2)
 
 
@@ -83,7 +84,7 @@ def differentiate_rows_(
 
 
 def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
-    """Replace logits (m, V) with (logits - row maximum) / temperature, clamped to at least log(2^-126)."""
+    """Replace logits (m, V) with (logits - row maximum) / temperature, clamped to at least log(2^-125)."""
     z.sub_(top[:, None])
     if temperature != 1:
         z.div_(temperature)

@@ -14,11 +14,11 @@ Dimensions: B prompts, G completions per prompt, R = B * G rows, r unfinished ro
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.kernels.backend import to_device
-from minivlmrl.kernels.exact_cumsum import running_sum
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.model.attention import DecodeAttention, GroupAttention
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -26,6 +26,7 @@ from minivlmrl.model.packing import GroupBatch, pack
 
 # probabilities are rounded to multiples of 1 / UNITS; float64 sums are exact up to 2^53
 UNITS = 2**52
+BLOCK = 128  # ids per block in inverse_cdf, a divisor of Qwen's vocabulary sizes
 # sample_token(logits (r, V), row indices (r,), tokens so far (r,)) -> ids, logps, whether finished, each (r,)
 TokenSampler = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
@@ -190,8 +191,15 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
         probs: (r, V) float32.
         uniform: (r,) float64 in [0, 1).
     """
-    # (r, V) cumulative probabilities
-    units = running_sum((probs * UNITS).long())
-    target = (uniform * units[:, -1]).long()  # rounded down, so below the total
-    chosen = torch.searchsorted(units, target[:, None], right=True)[:, 0]
-    return chosen.clamp(max=units.shape[1] - 1)
+    units = F.pad((probs * UNITS).long(), (0, -probs.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    ends = units.sum(-1).cumsum(-1)  # (r, blocks) cumulative probabilities
+    target = (uniform * ends[:, -1]).long()[:, None]  # (r, 1), rounded down, so below the total
+    block = find_first_above(ends, target)
+    inside = units.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1)  # (r, BLOCK)
+    before = ends.gather(1, block) - inside[:, -1:]
+    return (block * BLOCK + find_first_above(inside, target - before))[:, 0].clamp(max=probs.shape[1] - 1)
+
+
+def find_first_above(sums: Tensor, target: Tensor) -> Tensor:
+    """Return the index (r, 1) of the first sum above the target (r, 1), in ascending sums (r, n)."""
+    return torch.searchsorted(sums, target, right=True).clamp(max=sums.shape[1] - 1)

@@ -5,7 +5,7 @@ import torch
 
 from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.rows import uniform_numbers
-from minivlmrl.generation.generate import inverse_cdf, sample_by_uniforms
+from minivlmrl.generation.generate import BLOCK, UNITS, inverse_cdf, sample_by_uniforms
 from minivlmrl.model.logprobs import per_token_logps
 from tests.helpers import tiny
 from tests.helpers.draws import SETTINGS, STOP, ids_of, options, prompts, sample, seeded, their_tokens
@@ -90,6 +90,17 @@ def test_a_random_number_selects_a_token_by_cumulative_probability():
     probs = torch.tensor([[0.25, 0.0, 0.5, 0.25, 0.0]]).expand(7, -1)
     numbers = torch.tensor([0.0, 0.2499, 0.25, 0.5, 0.7499, 0.75, 1 - 2**-53], dtype=torch.float64)
     assert inverse_cdf(probs, numbers).tolist() == [0, 0, 2, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("vocab", [1, BLOCK - 1, BLOCK, 1000])
+def test_sums_by_blocks_choose_the_ids_of_one_sum(vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    probs = (4 * torch.randn(200, vocab, generator=generator)).softmax(-1)
+    probs[:, 200:600] = 0  # whole blocks without probability
+    numbers = torch.rand(200, generator=generator, dtype=torch.float64)
+    sums = (probs * UNITS).long().cumsum(-1)
+    expected = torch.searchsorted(sums, (numbers * sums[:, -1]).long()[:, None], right=True)[:, 0]
+    assert torch.equal(inverse_cdf(probs, numbers), expected)
 
 
 def test_tokens_removed_by_filters_are_never_sampled():

@@ -85,6 +85,12 @@ def test_forbidden_ids_have_no_probability_and_no_gradient():
     assert gradient[:2, 10:9000:2].abs().max() < 1e-30 and gradient.isfinite().all()
 
 
+def test_the_floor_is_a_normal_number():
+    """On a CPU, exp is 30 times as slow if the result rounds to a subnormal number."""
+    floor = torch.tensor(kernel.FLOOR * math.log(2)).exp()
+    assert floor >= 2 * torch.finfo(torch.float32).tiny
+
+
 def test_nan_is_not_hidden():
     logits, ids, upstream = inputs(2, 2000)
     logits.data[0, 1500] = float("nan")

@@ -49,8 +49,9 @@ from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
 RESERVE = 3 * GB  # memory for CUDA context, NCCL buffers and fragmentation
-# bytes per logit while sampling: logit and probability in float32, three int64 values
-DRAW_BYTES = 32
+# bytes per logit while sampling: logit and probability in float32, two int64 values
+DRAW_BYTES = 24
+FILTER_BYTES = 37  # the same with filters, which sort the scores
 TYPICAL_ROWS = (RowSize(),)  # row sizes for estimates without a dataset
 
 
@@ -378,7 +379,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
         items["16-bit adapters"] = bytes_of(copies)
     items["keys and values"] = keys_and_values = estimator.keys_and_values(dtype, work)
     # count only the larger one: prefill activations are freed before sampling logits are computed
-    logits = DRAW_BYTES * rows * estimator.config.vocab_size
+    logits = (FILTER_BYTES if sampling.filtered else DRAW_BYTES) * rows * estimator.config.vocab_size
     forward = prefill - keys_and_values
     items["logits" if logits > forward else "prompts' forward"] = max(logits, forward)
     # vLLM takes memory only while sampling, and sleeps during training
