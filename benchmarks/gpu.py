@@ -66,6 +66,7 @@ def read_config(size: str) -> dict:
     if size != "toy":
         return RECORDED[f"Qwen2.5-VL-{size}"]
     config = json.loads((ROOT / "recipes" / "shapes_model.json").read_text())
+    config["vocab_size"] = 512
     config["vision_config"] |= {"patch_size": 14, "window_size": 112}  # as in the real models, for the same image sizes
     return config
 

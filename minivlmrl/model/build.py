@@ -19,6 +19,8 @@ from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import CONTROL_TOKENS, find_family
 
+# maximum tokens of a tokenizer that is trained on the rows, if config.json has no vocab_size
+TRAINED_TOKENS = 512
 # name suffixes of layers that write to the residual stream
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
 # {ImageProcessor field: VisionConfig field with the same value}
@@ -48,13 +50,17 @@ def model_from_config(model_config: ModelConfig, where: str | Path) -> VisionLan
 
 
 def config_for(config_file: str | Path, tokenizer: Tokenizer) -> ModelConfig:
-    """Read config.json, but take special tokens and vocabulary size from a tokenizer."""
-    values = read_json(Path(config_file)) | {"vocab_size": len(tokenizer)}
-    config = config_json.from_dict(values, str(config_file))
+    """Read config.json with a tokenizer's special tokens and, by default, its vocabulary size."""
+    config = read_sizes(config_file, len(tokenizer))
     token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
-    # keep a larger vocab_size from config.json, which adds unused embedding rows
+    # a larger vocab_size adds unused embedding rows
     vocab_size = max(len(tokenizer), config.vocab_size)
     return replace(config, vocab_size=vocab_size, **token_ids)
+
+
+def read_sizes(config_file: str | Path, vocab_size: int = TRAINED_TOKENS) -> ModelConfig:
+    """Read config.json for random weights; `vocab_size` is the default."""
+    return config_json.from_dict({"vocab_size": vocab_size} | read_json(Path(config_file)), str(config_file))
 
 
 def random_processor(

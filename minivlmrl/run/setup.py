@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
 
 import torch
 
@@ -26,9 +25,7 @@ from minivlmrl.errors import UserError, require
 from minivlmrl.files import HEAD_FILE, INFERENCE_CONFIG, unchanged
 from minivlmrl.generation.environments import agents
 from minivlmrl.generation.sampler import find_engine
-from minivlmrl.json_files import read_json
-from minivlmrl.model import config_json
-from minivlmrl.model.build import config_for, random_processor, random_weights
+from minivlmrl.model.build import config_for, random_processor, random_weights, read_sizes
 from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.trainable import select_trained
@@ -112,8 +109,7 @@ def build_processor(config: RunConfig, datasets: dict[str, Dataset] | None = Non
         if config.data.task:
             tokenizer = get_task(config.data.task).tokenizer()
         elif datasets:
-            vocab_size = config_json.from_dict(read_json(Path(section.config)), section.config).vocab_size
-            tokenizer = train_tokenizer(tokenizer_texts(datasets), vocab_size)
+            tokenizer = train_tokenizer(tokenizer_texts(datasets), read_sizes(section.config).vocab_size)
         else:
             raise UserError(
                 "model.config needs the tokenizer of a built-in task, or rows to train a tokenizer on; "

@@ -17,6 +17,7 @@ from minivlmrl.extras.memory.command import find_gpu, least_seconds, main
 from minivlmrl.extras.memory.estimate import GB, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
 from minivlmrl.extras.memory.flops import find_card
 from minivlmrl.model import config_json
+from minivlmrl.model.build import read_sizes
 from tests.helpers import tiny
 from tests.helpers.hub_configs import real_config
 
@@ -86,7 +87,7 @@ def test_the_command(tmp_path, capsys):
     small = ["--text_tokens", "20", "--image_tokens", "16", "--sampling.max_new_tokens=8"]
     start(["memory", "--model", str(file), "--gpus", "2", "recipes/own_data.yaml", *small])
     shown = capsys.readouterr().out
-    assert f"{MemoryEstimator(config_json.from_dict(tiny.RUN_MODEL)).parameters:,} parameters; 2 GPUs of 80 GB" in shown
+    assert f"{MemoryEstimator(read_sizes(file)).parameters:,} parameters; 2 GPUs of 80 GB" in shown
     assert "grpo" in shown and "too much" not in shown
     start(["memory", "--model", str(tmp_path / "config.json"), "--gpu_memory", "1", *small])
     shown = capsys.readouterr().out

@@ -16,7 +16,7 @@ from minivlmrl.tasks import shapes
 
 # config.json for whole runs, as small as the architecture allows
 RUN_MODEL = {
-    "model_type": "qwen2_5_vl", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "model_type": "qwen2_5_vl", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "rope_scaling": {"mrope_section": [2, 3, 3]},
     "rms_norm_eps": 1e-6,
     "vision_config": {

@@ -41,7 +41,10 @@ def test_configs_saved_by_older_transformers_are_read(version, size):
 
 
 def test_the_top_level_decides_whether_the_head_is_tied():
-    nested = {"tie_word_embeddings": True, "text_config": {**tiny.RUN_MODEL, "tie_word_embeddings": False}}
+    nested = {
+        "tie_word_embeddings": True,
+        "text_config": {**tiny.RUN_MODEL, "vocab_size": 512, "tie_word_embeddings": False},
+    }
     config = {"model_type": "qwen2_5_vl", "vision_config": tiny.RUN_MODEL["vision_config"], **nested}
     assert config_json.from_dict(config).tie_word_embeddings
     assert not config_json.from_dict(config | {"tie_word_embeddings": False}).tie_word_embeddings

@@ -78,7 +78,9 @@ def test_the_default_box_space_depends_on_the_family(build, tmp_path, family):
     assert (extent == (1000, 1000)) == (family != "qwen2_5_vl")
 
 
-@pytest.mark.parametrize("sizes", [tiny.RUN_MODEL, tiny.RUN_QWEN3, tiny.RUN_QWEN35])
+@pytest.mark.parametrize("sizes", [
+    tiny.RUN_MODEL, tiny.RUN_MODEL | {"vocab_size": 1024}, tiny.RUN_QWEN3, tiny.RUN_QWEN35,
+], ids=range(4))  # fmt: skip
 def test_random_weights_with_a_tokenizer_trained_on_custom_rows(home, rows, tmp_path, sizes):
     file = tmp_path / "model.json"
     file.write_text(json.dumps(sizes | {"text_config": sizes.get("text_config", {})}))
@@ -86,7 +88,8 @@ def test_random_weights_with_a_tokenizer_trained_on_custom_rows(home, rows, tmp_
     config = load_config(home / "recipe.yaml", own)
     datasets = load_datasets(config, {"sft": "demonstrations", "grpo": "prompts"}, ["solution"])
     model, processor = setup.build_model(config, ONE, datasets)
-    assert model.config.vocab_size == (512 if "text_config" in sizes else len(processor.tokenizer))
+    stated = sizes.get("vocab_size") or sizes.get("text_config", {}).get("vocab_size")
+    assert len(processor.tokenizer) < 512 and model.config.vocab_size == (stated or len(processor.tokenizer))
     assert model.config.eos_token_id == processor.tokenizer.special_tokens["<|im_end|>"]
     assert len(processor.tokenizer.encode("Name it.")) <= 4
     assert processor.decode(torch.tensor(processor.tokenizer.encode("<answer>é"))) == "<answer>é"

@@ -42,6 +42,7 @@ from minivlmrl.extras.memory.flops import CARDS, Card, active_share, find_card, 
 from minivlmrl.extras.memory.memory_check import describe_written, measure_datasets, refusal, two_digits
 from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
+from minivlmrl.model.build import read_sizes
 from minivlmrl.model.checkpoint import DTYPES, load_processor
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.peft import base_model, is_adapter_folder
@@ -214,8 +215,9 @@ def find_settings(name: str | Path) -> Path:
 
 
 def model_config(name: str | Path) -> ModelConfig:
-    path = Path(name)
-    return config_json.from_dict(read_json(path if path.is_file() else find_settings(name) / "config.json"))
+    if Path(name).is_file():
+        return read_sizes(name)
+    return config_json.from_dict(read_json(find_settings(name) / "config.json"))
 
 
 def memory_table(phases: dict[str, dict], gpu_bytes: float) -> str:
