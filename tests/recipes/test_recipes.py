@@ -8,7 +8,7 @@ import pytest
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.rewards.text import accuracy, tag_format
-from recipes import sums, two_steps
+from recipes import look, sums, two_steps
 from recipes.digits import write_digits
 from tests.helpers.links import ROOT
 from tests.helpers.runs import metrics, summary
@@ -86,3 +86,18 @@ def test_two_steps_are_right_and_no_held_out_problem_is_trained(tmp_path):
         (first, _), (_, last) = equations = re.findall(r"(\d+ [*+-] \d+) = (\d+)\.", steps)
         assert last == answer == direct["completion"] and all(eval(left) == int(right) for left, right in equations)
         assert set(re.findall(r"\d+", first)) < set(re.findall(r"\d+", thought["problem"]))
+
+
+def test_look_sums_are_right_and_no_held_out_picture_is_trained(tmp_path):
+    datasets = pytest.importorskip("sklearn.datasets", reason="digits missing: pip install scikit-learn")
+    labels = datasets.load_digits().target
+    look.main(tmp_path)
+    rows = {name: metrics(tmp_path, f"look_{name}.jsonl") for name in ("demonstrations", "train", "eval")}
+    kinds = [row["kind"] for row in rows["eval"]]
+    assert kinds == ["sum"] * 320 + ["digit"] * 128 + ["blank"] * 64 + ["exchanged"] * 64
+    shown = {name: {image for row in lines for image in row["images"]} for name, lines in rows.items()}
+    assert len(shown["demonstrations"]) == 64 and not shown["eval"] & shown["train"]
+    for row in rows["demonstrations"] + rows["train"] + rows["eval"][:448]:
+        digits = [str(labels[int(image[7:-4])]) for image in row["images"]]
+        formula = row["problem"].removesuffix("=?").replace("<image>", "{}").format(*digits)
+        assert str(eval(formula)) == row.get("completion", row.get("solution"))

@@ -1,0 +1,109 @@
+"""Train recipes/look.yaml: GRPO beside more SFT from the same model, several seeds, and controls.
+
+    python benchmarks/look.py vlm work --json docs/curves/look.json    # two hours on one core
+
+`vlm` is a folder written by recipes/from_text_model.py, as recipes/look.yaml says. `work` keeps all outputs, and
+finished runs are not repeated. All runs but two start from the model after the recipe's SFT. More SFT gets the CPU time
+of GRPO. After a run, all rows of look_eval.jsonl are answered greedily.
+
+Criterion, written before the first run. GRPO teaches the tower to see if all of these hold:
+
+1. On 320 held-out sums, every seed is more accurate after GRPO than the model that it started from.
+2. The mean difference between GRPO and more SFT over seeds is above 0, and so is its 95 % interval (bootstrap over
+   seeds and rows, paired by row).
+3. With shuffled rewards, accuracy is not above that of the start.
+4. With blank pictures and with another row's pictures, accuracy after GRPO is at most that of the most frequent sum,
+   plus two standard errors.
+
+Single digits, which GRPO never asks for, rise if the same interval for GRPO minus start is above 0.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks import common  # noqa: E402
+from benchmarks.sums import call, read_lines  # noqa: E402
+from minivlmrl.data.tokenizer import load_tokenizer  # noqa: E402
+from minivlmrl.distributed.saving import save_model  # noqa: E402
+from minivlmrl.model.build import random_model  # noqa: E402
+from recipes import look  # noqa: E402
+
+MORE_SFT = ["--sft.max_steps=72", "--sft.learning_rate=2e-4", "--sft.lr_scheduler_type=constant", "--eval_steps=36"]
+# {run: stages and options}
+RUNS = {
+    "sft": ["--stages=[sft]", "--eval_steps=30"],
+    "grpo": ["--stages=[grpo]"],
+    "more sft": ["--stages=[sft]", *MORE_SFT],
+    "shuffled rewards": [
+        "--stages=[grpo]", "--rewards={recipes/shuffled.py:shuffled: 1.0}", "--data.eval_rewards=[accuracy]",
+    ],
+    "random decoder": ["--stages=[sft]", "--eval_steps=30"],
+}  # fmt: skip
+SEEDED = "grpo", "more sft"  # runs with all seeds
+
+
+def write_random_decoder(model: Path, folder: Path):
+    """Write a folder with the configuration and tokenizer of `model`, and random weights."""
+    if not folder.exists():
+        tokenizer = load_tokenizer(model / "tokenizer.json")
+        save_model(folder, *random_model(model / "config.json", tokenizer, 0))
+
+
+def train(model: Path, work: Path, name: str, seed: int) -> dict:
+    """Train and evaluate a model unless its folder is complete; return curves, answers and cost."""
+    folder = work / f"{name.replace(' ', '_')}_{seed}"
+    answers = folder / "answers.jsonl"
+    if not (folder / "run.json").exists():
+        files = [f"--data.{kind}_file={work / f'look_{kind}.jsonl'}" for kind in ("train", "eval")]
+        files.append(f"--data.files={{sft: {work / 'look_demonstrations.jsonl'}}}")
+        command = ["train", "recipes/look.yaml", f"--model.path={model}", f"--output_dir={folder}", f"--seed={seed}"]
+        command += ["--num_threads=1", "--checkpoint_minutes=0", "--resume=auto", *files, *RUNS[name]]
+        cost = call(command)
+        checkpoint = folder / "checkpoint"
+        rows = ["--data", str(work / "look_eval.jsonl"), "--out", str(answers)]
+        call(["evaluate", "--model", str(checkpoint), *rows, "--num_threads=1"])
+        if name != "sft":
+            shutil.rmtree(checkpoint)  # 2.5 GB
+        (folder / "run.json").write_text(json.dumps({**cost, "command": " ".join(command)}))
+    right = defaultdict(str)
+    for row, line in zip(read_lines(work / "look_eval.jsonl"), read_lines(answers), strict=True):
+        right[row["kind"]] += f"{line['answers'][0]['rewards']['accuracy']:.0f}"
+    evaluations = read_lines(folder / "evaluations.jsonl")
+    return {
+        "run": name,
+        "seed": seed,
+        "steps": [line["step"] for line in evaluations],
+        **{way: [line[f"eval/accuracy_{way}"] for line in evaluations] for way in ("sampled", "greedy")},
+        "reward": [line["rewards/accuracy/mean"] for line in read_lines(folder / "metrics.jsonl") if name == "grpo"],
+        "right": right,
+        **json.loads((folder / "run.json").read_text()),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    model, work = options.model.resolve(), options.work.resolve()
+    look.main(work)
+    starts = dict.fromkeys(RUNS, work / "sft_0/checkpoint")
+    starts |= {"sft": model, "random decoder": work / "random_decoder"}
+    write_random_decoder(model, starts["random decoder"])
+    results = {**common.about(), "commit": common.commit(), "runs": []}
+    for seed in options.seeds:
+        for name in RUNS if seed == options.seeds[0] else SEEDED:
+            results["runs"].append(train(starts[name], work, name, seed))
+            options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
