@@ -8,7 +8,7 @@ from safetensors.torch import save
 from torch import nn
 from torch.optim import Optimizer
 
-from minivlmrl.config.import_utils import resolve_object, with_options
+from minivlmrl.config.import_utils import parameters_of, resolve_object, with_options
 from minivlmrl.config.options import OptimizerOptions, TrainingOptions
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import is_sharded, reshard
@@ -29,8 +29,10 @@ def build_optimizer(model: nn.Module, options: TrainingOptions, section: Optimiz
     reshard(model)
     with error_context(f"optimizer.name {section.name}"):
         factory = with_options(*resolve_object("optimizer", section.name, OPTIMIZERS))
-        betas = 0.9, options.adam_beta2
-        return factory(trained_parameters(model), options.learning_rate, betas=betas, weight_decay=section.weight_decay)
+        named = {"betas": (0.9, options.adam_beta2), "weight_decay": section.weight_decay}
+        if "names" in parameters_of(factory):  # to choose parameters, such as embeddings, which Muon does not train
+            named["names"] = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        return factory(trained_parameters(model), options.learning_rate, **named)
 
 
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
@@ -45,8 +47,8 @@ def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
 
 
 def check_optimizer(section: OptimizerOptions):
-    """Check on two small weights that the optimizer runs and its state can be saved."""
-    weights = nn.ParameterList([torch.ones(2, 2), torch.ones(2, 2)])
+    """Check on a small matrix and vector that the optimizer runs and its state can be saved."""
+    weights = nn.ParameterList([torch.ones(2, 2), torch.ones(2)])
     optimizer = build_optimizer(weights, TrainingOptions(), section)
     begin_state(optimizer, weights)
     state = {}

@@ -80,3 +80,28 @@ def test_begin_state_has_the_tensors_of_a_step(file, name):
         states = [optimizer.state[parameter] for parameter in model.parameters()]
         shapes.append([{name: (x.shape, x.dtype) for name, x in state.items()} for state in states])
     assert shapes[0] == shapes[1] == shapes[2] and shapes[0][0]
+
+
+class WithNames(torch.optim.SGD):
+    """Take parameter names, as Muon needs them to leave out embeddings."""
+
+    def __init__(self, parameters, lr, betas, weight_decay, names):
+        super().__init__(parameters, lr)
+        self.names = names
+
+
+def test_an_optimizer_may_ask_for_parameter_names():
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(2, 2), "layer": torch.nn.Linear(2, 2)})
+    model["layer"].bias.requires_grad_(False)
+    section = OptimizerOptions(name=f"{__name__}:WithNames")
+    check_optimizer(section)
+    assert build_optimizer(model, TrainingOptions(), section).names == ["embed.weight", "layer.weight"]
+
+
+def test_an_optimizer_for_matrices_alone_is_refused_before_weights_are_loaded():
+    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
+        check_optimizer(OptimizerOptions(name=f"{__name__}:muon"))
+
+
+def muon(parameters, learning_rate, betas, weight_decay):
+    return torch.optim.Muon(parameters, learning_rate, weight_decay=weight_decay)
