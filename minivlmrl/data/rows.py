@@ -1,5 +1,6 @@
 """Data classes: a Row is a training example; Prompt and Completion contain its tensors."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -141,3 +142,11 @@ def uniform_numbers(keys: Sequence[str], num_generations: int, max_new_tokens: i
 
 def random_numbers(key: str) -> numpy.random.Generator:
     return numpy.random.default_rng(list(key.encode()))
+
+
+def seed_user_code(key: str):
+    """Seed torch, numpy and random, from which stages, rewards and engines of users draw; minivlmrl does not."""
+    seed = int(random_numbers(key).integers(2**32))
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
-from minivlmrl.data.rows import Dataset
+from minivlmrl.data.rows import Dataset, seed_user_code
 from minivlmrl.distributed import process_group
 from minivlmrl.distributed.watchdog import hang_watchdog
 from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches, is_sharded
@@ -82,6 +82,7 @@ def train_stages(
             # save a reward model with all weights, because later stages load it
             trainer.save(results.folder, merge=config.save != "adapter" or not trainer.trains_policy)
             results.world.barrier()  # the next stage may read the saved files
+        seed_user_code(f"{config.seed}/{stage}")  # all ranks must start with the same weights
         with error_phase("load"):
             trainer = trainers[stage](
                 config, results.model, results.processor, results.world, state.step if is_first else 0
@@ -158,10 +159,14 @@ def train_stage(trainer: Trainer, optimizer: Optimizer, rows: Dataset, results: 
         # evaluate after saving, so that a run killed here loses no step
         if number > 0:
             results.evaluate_if_due(trainer, number)
+        # at every step, so that a resumed run draws the same numbers
+        key = f"{trainer.config.seed}/{stage}/{number}/{trainer.world.rank}"
+        seed_user_code(f"{key}/rollout")
         try:
             with trainer.phase("preparation"):
                 step = next(steps)
             callbacks.on_step_begin(trainer, optimizer, step, number, batches)
+            seed_user_code(f"{key}/update")  # callbacks may have called the loss
             metrics = optimizer_step(trainer, step, optimizer, number)
             with error_phase(UPDATE):  # an error may leave callback state one update behind
                 callbacks.after_step(trainer, number)

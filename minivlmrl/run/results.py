@@ -10,7 +10,7 @@ from minivlmrl.config.loading import to_yaml
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Dataset
+from minivlmrl.data.rows import Dataset, seed_user_code
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.errors import UserError, error_phase, pluralize, require
 from minivlmrl.files import RUN_CONFIG
@@ -129,6 +129,7 @@ class Results:
         stage = trainer.stage if trainer else next(iter(config.stage_names), name)
         held_out = self.held_out
         assert held_out is not None  # validation rejects eval_steps without held-out rows
+        seed_user_code(f"{config.seed}/evaluation/{name}/{self.world.rank}")
         try:
             steps = steps_done, getattr(config, stage, config.grpo).max_steps or 1
             values = evaluate(self.model, self.processor, held_out, config, self.world, steps)
