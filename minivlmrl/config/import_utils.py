@@ -157,6 +157,7 @@ def load_function(
     section: Any,
     positional: Sequence[str],
     names: Collection[str],
+    on_request: Collection[str] = (),
     convert: Callable[[Callable], Callable] = lambda function: function,
 ) -> Callable:
     """Load the function that an option such as grpo.loss_type names.
@@ -165,15 +166,20 @@ def load_function(
         option: option name, such as "loss_type".
         table: {name: built-in function}.
         section: options of the stage, passed to function parameters of the same name.
+        on_request: see with_arguments.
         convert: adapts a function with another signature.
     """
     with error_context(f"grpo.{option} {text}"):
         function = convert(resolve_function(option, text, table, vars(section)))
-        return with_arguments(function, positional, names, vars(section))
+        return with_arguments(function, positional, names, vars(section), on_request)
 
 
 def with_arguments(
-    function: Callable, positional: Sequence[str], names: Collection[str], options: dict[str, Any]
+    function: Callable,
+    positional: Sequence[str],
+    names: Collection[str],
+    options: dict[str, Any],
+    on_request: Collection[str] = (),
 ) -> Callable:
     """Wrap `function` to ignore unknown keyword arguments.
 
@@ -181,6 +187,8 @@ def with_arguments(
         positional: names of arguments passed by position; `function` may name its parameters differently.
         names: names of keyword arguments.
         options: {name: value} for parameters that callers do not pass.
+        on_request: names of arguments that a function gets only by name, not as **others. Callers pass functions that
+            return their values.
     Raises:
         UserError: a parameter gets no value, or arguments would be swapped, as for f(mask, advantages) if callers
             pass (advantages, mask).
@@ -191,22 +199,30 @@ def with_arguments(
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     # keywords bound by a user's functools.partial take precedence
     taken = ({*names} if takes_all else {*names} & named) - getattr(function, "keywords", {}).keys()
-    further = {name: options[name] for name in options.keys() & named - taken}
+    requested = {*on_request} & named
+    further = {name: options[name] for name in options.keys() & named - taken - requested}
     try:
         for name, argument in zip(by_position, positional, strict=False):
             if name in {*positional, *names} - {argument}:
                 raise TypeError(f"its parameter {name!r} would be the argument {argument}")
-        own_signature(function).bind(*[None] * len(positional), **dict.fromkeys(taken), **further)
-        for name in named - taken - further.keys():
+        own_signature(function).bind(*[None] * len(positional), **dict.fromkeys(taken | requested), **further)
+        for name in named - taken - requested - further.keys():
             if parameters[name].default is None:
-                raise TypeError(f"its parameter {name!r} would always be None{did_you_mean(name, names)}")
+                known = [*names, *on_request]
+                raise TypeError(f"its parameter {name!r} would always be None{did_you_mean(name, known)}")
     except TypeError as error:
         raise UserError(
             f"the function cannot be called: {error}. docs/developer_guide.md#a-file-of-your-own has examples"
         ) from error
-    if taken == {*names} and not further:
+    if taken == {*names} and not further and not on_request:
         return function
-    return lambda *values, **others: function(*values, **{k: v for k, v in others.items() if k in taken}, **further)
+
+    def call(*values, **others):
+        arguments = {name: value for name, value in others.items() if name in taken}
+        arguments |= {name: others[name]() for name in requested}
+        return function(*values, **arguments, **further)
+
+    return call
 
 
 def own_signature(function: Callable) -> inspect.Signature:

@@ -247,7 +247,7 @@ class SamplingOptions:
     # past turns whose images stay in the prompt (docs/agents.md); None keeps all images
     history: Annotated[int, ">= 1"] | None = None
     cuda_graph: Literal["auto", "never"] = "auto"  # auto runs decode steps as a CUDA graph on a GPU
-    # engine for rollouts: the trained model (native), vLLM (docs/use.md), or your own class
+    # engine for rollouts: the trained model (native), vLLM (docs/use.md), or your own class, as file.py:Class(option=1)
     engine: Literal["native", "vllm"] | Code = "native"
     # arguments for vllm.LLM, such as dtype and max_model_len
     vllm: dict[str, Any] = field(default_factory=dict)
@@ -291,7 +291,7 @@ class OptimizerOptions:
     """Optimizer for all stages; learning rate and adam_beta2 are stage options."""
 
     # AdamW, AdamW with 8-bit moments, or your own optimizer as file.py:name, called with (parameters, learning rate,
-    # betas=, weight_decay=); its state may only contain tensors
+    # betas=, weight_decay=) and, if it takes them, names=; its state may only contain tensors
     name: Literal["adamw", "adamw_8bit"] | Code = "adamw"
     weight_decay: Annotated[float, "[0, inf)"] = 0.0  # weight decay for all weights
     max_grad_norm: Annotated[float, "(0, inf]; .inf does not clip"] = 1.0  # maximum gradient norm, for clipping
@@ -474,7 +474,8 @@ class PPOOptions(TrainingOptions):
 class RunConfig:
     """All options for a training run."""
 
-    seed: int = 0  # seed for weights, data order and sampling
+    # seed for weights, data order, sampling, and what your own code draws from torch, numpy and random
+    seed: int = 0
     output_dir: str = "runs/default"  # folder for all run files
     # training stages, in order; your own as file.py:Class, with the section name in Class.stage
     stages: list[Code] = field(default_factory=lambda: [Code("grpo")])

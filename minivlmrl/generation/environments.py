@@ -7,7 +7,7 @@ from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
-from minivlmrl.generation.sampler import Sampler, find_engine
+from minivlmrl.generation.sampler import Sampler, resolve_engine
 from minivlmrl.load_extra import load_extra
 from minivlmrl.model.decoder import VisionLanguageModel
 
@@ -29,7 +29,7 @@ def make_sampler(
     sampling.environment selects a sampler with tools, otherwise sampling.engine selects the class.
     """
     if sampling.environment is None:
-        kind = find_engine(sampling)
+        _, kind = resolve_engine(sampling)
     else:
         kind = agents().find_sampler(sampling.environment, sampling.history)
     return kind(model, processor, sampling, world, gather_weights, keeps_vision)

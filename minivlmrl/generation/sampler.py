@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minivlmrl.config.import_utils import resolve_object
+from minivlmrl.config.import_utils import parameters_of, resolve_object, with_options
 from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row, uniform_numbers
@@ -67,6 +67,7 @@ class Sampler:
         )
         self.filters: Filters | None = None
         self.stop_strings: StopStrings | None = None
+        self.step = 0  # optimizer step in the stage, which a trainer sets before each rollout
 
     def __call__(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:
         """Sample num_generations completions per prompt; all ranks must call this.
@@ -212,8 +213,13 @@ class Sampler:
 
 def find_engine(sampling: SamplingOptions) -> type[Sampler]:
     """Return the sampler class for sampling.engine."""
+    return resolve_engine(sampling)[0]
+
+
+def resolve_engine(sampling: SamplingOptions) -> tuple[type[Sampler], Callable[..., Sampler]]:
+    """Return the sampler class for sampling.engine, and the class with the options of the recipe bound."""
     with error_context(f"sampling.engine {sampling.engine}"):
         kind, options = resolve_object("engine", sampling.engine, ENGINES)
-        if options:
-            raise UserError("an engine has no options; remove the parentheses")
-    return kind
+        for name in options.keys() & parameters_of(Sampler).keys():
+            raise UserError(f"{name} is not an option of the engine, because the trainer sets it")
+        return kind, with_options(kind, options)

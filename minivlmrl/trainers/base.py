@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -65,14 +65,24 @@ class SampledBatch(MicroBatch):
     samples: Sequence[Sample]
     sampler_logps: Tensor  # (R, T) log-probabilities from the sampler, in nats
 
+    @classmethod
+    def extend(cls, batch: "SampledBatch", **fields) -> Self:
+        """Build a batch of this class from a batch with fewer fields."""
+        return cls(**vars(batch), **fields)
+
     @property
     def completion_index(self) -> Tensor:
         """Return Sample.index for all samples: (samples,)."""
         return torch.tensor([sample.index for sample in self.samples])
 
     def completion_advantages(self) -> list[float]:
-        """Return one advantage per sample for completions.jsonl, 0 if the loss has no advantages."""
-        return [0.0] * len(self.samples)
+        """Return one advantage per sample for completions.jsonl: the mean over tokens, 0 if there are no advantages."""
+        advantages = getattr(self, "advantages", None)
+        if advantages is None:
+            return [0.0] * len(self.samples)
+        if advantages.dim() == 2:
+            advantages = (advantages * self.loss_mask).sum(1) / self.loss_mask.sum(1).clamp(min=1)
+        return advantages.tolist()
 
 
 @dataclass

@@ -2,16 +2,18 @@
 
         rollout (B groups, G samples each) -> rewards (n, K) -> advantages (n,) -> micro-batches -> loss
 
-RolloutTrainer samples the completions. DAPO, Dr. GRPO, GSPO, RLOO, CISPO and others are options in the section `grpo`.
+RolloutTrainer samples the completions. A method of your own is a subclass that overrides `prepare`, `token_weights` or
+`extra_loss`; see docs/your_paper.md. DAPO, Dr. GRPO, GSPO, RLOO, CISPO and others are options in the section `grpo`.
 With reference.sync_ref_model and ref_model_mixup_alpha 1, the policy replaces the reference at intervals, as in
 DeepSeekMath.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +23,12 @@ from minivlmrl.config.loss_forms import like_grpo_loss
 from minivlmrl.config.options import GRPOOptions, RunConfig
 from minivlmrl.data.rows import Row
 from minivlmrl.errors import UserError, truncate
+from minivlmrl.generation.environments import packed_length
 from minivlmrl.losses.advantages import ADVANTAGES
 from minivlmrl.losses.grpo import AVERAGES, grpo_loss
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, rollout_importance_ratio, top_entropy_threshold
 from minivlmrl.trainers.base import Rollout, Sample, SampledBatch, checked_loss
+from minivlmrl.trainers.reference import watch
 from minivlmrl.trainers.rollout import RolloutTrainer
 from minivlmrl.trainers.rollout_metrics import CLIP_RATIOS, group_metrics
 
@@ -33,14 +37,11 @@ from minivlmrl.trainers.rollout_metrics import CLIP_RATIOS, group_metrics
 class GRPOBatch(SampledBatch):
     """Micro-batch for GRPO and its variants."""
 
-    advantages: Tensor  # (R,)
+    advantages: Tensor  # (R,), or per token (R, T)
     old_per_token_logps: Tensor | None = None  # (R, T) log-probabilities before the first update
     importance_sampling_ratio: Tensor | None = None  # (R, T) or (R, 1): trainer probability / sampler probability
     entropy_threshold: float | None = None  # minimum entropy of tokens to train on
     num_entropy_tokens: float | None = None  # tokens in the step with entropy >= entropy_threshold
-
-    def completion_advantages(self) -> list[float]:
-        return self.advantages.tolist()
 
 
 class GRPOTrainer(RolloutTrainer):
@@ -48,7 +49,9 @@ class GRPOTrainer(RolloutTrainer):
 
     stage = "grpo"
     config_type = GRPOOptions
+    batch_type = GRPOBatch  # your subclass may have further fields with defaults, which `prepare` fills
     options: GRPOOptions
+    reads_reference = False  # whether the loss reads the reference log-probabilities, or the user was told
 
     @classmethod
     def check(cls, config: RunConfig):
@@ -56,6 +59,11 @@ class GRPOTrainer(RolloutTrainer):
         options = getattr(config, cls.stage)
         find_loss(options)
         find_advantages(options)
+        if ":" in options.loss_type and cls.token_weights is not GRPOTrainer.token_weights:
+            raise UserError(
+                f"{cls.stage}.loss_type {options.loss_type} would ignore {cls.__name__}.token_weights; weight the "
+                f"tokens in that function, or set {cls.stage}.loss_type to a built-in loss, such as dapo"
+            )
 
     @staticmethod
     def has_reference(options: GRPOOptions) -> bool:
@@ -85,7 +93,7 @@ class GRPOTrainer(RolloutTrainer):
         totals = self.world.all_gather(self.total_rewards(rollout.samples))  # (all ranks' samples,)
         rollout.metrics = group_metrics(totals, options.num_generations) | rollout.metrics
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals)
-        advantages = self.compute_advantages(totals, rewards)
+        advantages = self.compute_advantages(rollout, totals, rewards)
         steps = [self.micro_batches(groups, advantages) for groups in parts]
         if self.kl_in_reward:
             # RLOO: subtract the KL penalty from the rewards
@@ -100,41 +108,71 @@ class GRPOTrainer(RolloutTrainer):
             kl = self.world.all_gather(torch.cat(kl))[self.world.all_gather(index).argsort()]
             num_tokens = float(sum(step[0].normalizer.tokens for step in steps))
             rollout.metrics["kl"] = kl.double().sum().item() / num_tokens
-            advantages = self.compute_advantages(totals - options.beta * kl, rewards)
+            advantages = self.compute_advantages(rollout, totals - options.beta * kl, rewards)
             for batch in batches:
-                batch.advantages = advantages[batch.completion_index].to(self.world.device)
+                batch.advantages = self.advantages_of(batch, advantages)
+        for batches in steps:
+            self.prepare(batches)
         return steps
+
+    def prepare(self, batches: Sequence[GRPOBatch]):
+        """Change the micro-batches of an optimizer step before its first update, for example their advantages.
+
+        Called once per optimizer step, without gradients. Micro-batches of other ranks are elsewhere: use self.world
+        for totals.
+        """
 
     @property
     def kl_in_reward(self) -> bool:
         """Whether the KL penalty is in the reward (RLOO), not in the loss."""
         return self.options.loss_type == "rloo" and self.options.beta > 0
 
-    def compute_advantages(self, totals: Tensor, rewards: Tensor) -> Tensor:
-        """Compute advantages (samples,) from weighted sums (samples,) and rewards (samples, K)."""
+    def compute_advantages(self, rollout: Rollout, totals: Tensor, rewards: Tensor) -> Tensor:
+        """Compute advantages for the samples of all ranks: (n,), or per token (n, T).
+
+        Args:
+            totals: (n,) weighted reward sums of all ranks.
+            rewards: (n, K)
+        """
         options = self.options
+        lengths = torch.tensor([packed_length(sample.completion) for sample in rollout.samples])
+        lengths = self.world.all_gather(lengths)
+
+        def of_all_ranks(compute: Callable[[Sample], Any]) -> list:
+            return list(chain(*self.world.gather_objects([compute(sample) for sample in rollout.samples])))
+
         advantages = find_advantages(options)(
             totals,
             num_generations=options.num_generations,
             scale_rewards=options.scale_rewards,
             rewards_per_func=rewards,
             reward_weights=self.reward_weights,
+            completions=lambda: of_all_ranks(lambda x: self.processor.decode_assistant_turn(x.completion)),
+            completion_lengths=lambda: lengths,
+            rows=lambda: of_all_ranks(lambda sample: sample.row.columns),
+            step=lambda: self.step,
         )
+        shapes = [(len(totals),), (len(totals), int(lengths.max()))]
         is_float = isinstance(advantages, Tensor) and advantages.is_floating_point()
-        if not is_float or advantages.shape != totals.shape or not advantages.isfinite().all():
+        if not is_float or advantages.shape not in shapes or not advantages.isfinite().all():
             raise UserError(
-                f"grpo.advantages {options.advantages_name} returned {truncate(advantages, 200)}, but it must "
-                f"return a float tensor of shape ({len(totals)},) with one finite advantage for each completion, even "
-                "if their rewards are equal"
+                f"{self.stage}.advantages {options.advantages_name} returned {truncate(advantages, 200)}, but it must "
+                f"return a float tensor of shape {shapes[0]} with one finite advantage for each completion, or of "
+                f"shape {shapes[1]} with one for each token, even if their rewards are equal"
             )
         return advantages
+
+    def advantages_of(self, batch: SampledBatch, advantages: Tensor) -> Tensor:
+        """Return the advantages of a micro-batch: (R,), or per token (R, T)."""
+        chosen = advantages[batch.completion_index].to(self.world.device)
+        return chosen if chosen.dim() == 1 else chosen[:, : batch.loss_mask.shape[1]]
 
     def kept_samples(self, samples: list[Sample], advantages: Tensor) -> list[Sample]:
         """Drop samples with advantage 0, unless the loss needs them."""
         if self.needs_all_samples:
             return samples
         # keep at least one sample, because all ranks must run a forward pass of a sharded model
-        return [sample for sample in samples if advantages[sample.index] != 0] or samples[:1]
+        return [sample for sample in samples if advantages[sample.index].any()] or samples[:1]
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
         """Exchange groups between ranks, and pack micro-batches."""
@@ -147,7 +185,7 @@ class GRPOTrainer(RolloutTrainer):
         batches = []
         local_entropies = []
         for sampled in packed:
-            batch = GRPOBatch(**vars(sampled), advantages=advantages[sampled.completion_index].to(self.world.device))
+            batch = self.batch_type.extend(sampled, advantages=self.advantages_of(sampled, advantages))
             batches.append(batch)
             if not needs_logps:
                 continue
@@ -170,10 +208,13 @@ class GRPOTrainer(RolloutTrainer):
 
     @cached_property
     def needs_all_samples(self) -> bool:
-        """Whether samples with advantage 0 affect the gradient, for example through a KL penalty."""
+        """Whether samples with advantage 0 affect the gradient, for example through a KL penalty.
+
+        True for a stage of your own, which may add terms; set `needs_all_samples = False` in the class if it does not.
+        """
         options = self.options
         is_regularized = options.beta or options.entropy_coef or options.top_entropy_quantile < 1
-        return bool(is_regularized or options.loss_type == "bnpo" or not self.is_builtin)
+        return bool(is_regularized or options.loss_type == "bnpo" or self.is_own)
 
     @property
     def policy_moves(self) -> bool:
@@ -190,23 +231,72 @@ class GRPOTrainer(RolloutTrainer):
     @property
     def is_builtin(self) -> bool:
         """Whether the loss is grpo_loss, which supports token weights and an entropy bonus."""
-        return self.loss_function is grpo_loss
+        return ":" not in self.options.loss_type
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the user's code computes the loss: a subclass, or a function in loss_type."""
+        return type(self) is not GRPOTrainer or not self.is_builtin
+
+    def kept_tokens(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
+        """Return (R, T), 1 for tokens to train on, or only those with high entropy."""
+        return kept_tokens(entropies, batch.loss_mask, self.options.top_entropy_quantile, batch.entropy_threshold)
+
+    def token_weights(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
+        """Return factors (R, T) for the policy term, but not for the KL.
+
+        Args:
+            entropies: (R, T) policy entropies with gradient, in nats.
+        """
+        kept = self.kept_tokens(batch, entropies)
+        ratio = batch.importance_sampling_ratio
+        return kept if ratio is None or self.options.loss_type == "vespo" else kept * ratio
+
+    def extra_loss(
+        self, batch: GRPOBatch, logps: Tensor, entropies: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]] | Tensor | None:
+        """Return a term to add to the loss, and perhaps metrics; None adds nothing.
+
+        Divide sums over tokens by batch.normalizer.tokens, because losses of micro-batches are added.
+
+        Args:
+            logps: (R, T) policy log-probabilities with gradient, in nats.
+            entropies: (R, T) policy entropies with gradient, in nats.
+        """
+        return None
+
+    def training_loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute loss and metrics; note in the first micro-batch if the user's loss ignores the reference."""
+        if self.reads_reference or batch.ref_per_token_logps is None or self.kl_in_reward or not self.is_own:
+            return super().training_loss(batch)
+        watched = watch(batch.ref_per_token_logps)
+        result = super().training_loss(replace(batch, ref_per_token_logps=watched))
+        if not watched.was_read and self.world.is_main:
+            print(
+                f"{self.stage}.beta is {self.options.beta}, but the loss of the stage does not read the reference "
+                f"log-probabilities (ref_per_token_logps), so there is no KL penalty; add the KL to the loss, or set "
+                f"{self.stage}.beta to 0 to save the reference model",
+                flush=True,
+            )
+        self.reads_reference = True
+        return result
 
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
         options = self.options
         logps, entropies = self.logps(batch.group)
         padded_logps, padded_entropies = batch.group.pad(logps), batch.group.pad(entropies)
-        # (R, T) 1 for the tokens to train on, or only those with high entropy
-        kept = kept_tokens(padded_entropies, batch.loss_mask, options.top_entropy_quantile, batch.entropy_threshold)
-        weights = {}
         if self.is_builtin:
-            ratio = batch.importance_sampling_ratio
-            weights["token_weights"] = kept
-            if ratio is not None:
-                if options.loss_type == "vespo":
-                    weights["importance_sampling_ratio"] = ratio
-                else:
-                    weights["token_weights"] = kept * ratio
+            arguments = {"token_weights": self.token_weights(batch, padded_entropies)}
+            if options.loss_type == "vespo" and batch.importance_sampling_ratio is not None:
+                arguments["importance_sampling_ratio"] = batch.importance_sampling_ratio
+        else:
+            arguments = {
+                "entropies": lambda: padded_entropies,
+                "sampling_per_token_logps": lambda: batch.sampler_logps,
+                "completion_ids": lambda: batch.group.pad(batch.group.completion_ids),
+                "rows": lambda: [sample.row.columns for sample in batch.samples],
+                "step": lambda: self.step,
+            }
         returned = self.loss_function(
             padded_logps,
             batch.advantages,
@@ -221,12 +311,18 @@ class GRPOTrainer(RolloutTrainer):
             old_per_token_logps=batch.old_per_token_logps if self.policy_moves else None,
             ref_per_token_logps=batch.ref_per_token_logps,
             normalizer=batch.normalizer,
-            **weights,
+            **arguments,
         )
         loss, metrics = checked_loss(f"{self.stage}.loss_type {options.loss_type}", returned)
         if options.entropy_coef and self.is_builtin:
             num_tokens = batch.num_entropy_tokens or batch.normalizer.tokens
+            kept = self.kept_tokens(batch, padded_entropies)
             loss = loss - options.entropy_coef * mean_entropy(padded_entropies, kept, batch.normalizer, num_tokens)
+        extra = self.extra_loss(batch, padded_logps, padded_entropies)
+        if extra is not None:
+            term, extra_metrics = checked_loss(f"{type(self).__name__}.extra_loss", extra)
+            loss = loss + term
+            metrics = metrics | extra_metrics
         old_logps = padded_logps.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
         # Clip ratios are means over tokens in an optimizer step, as in TRL; with GSPO and RLOO, over completions. So
         # multiply by this micro-batch's share of tokens or completions, and sum over micro-batches. Completions that
@@ -245,13 +341,17 @@ def find_loss(options: GRPOOptions) -> Callable:
     """
     names = [*inspect.signature(grpo_loss).parameters]
     table = dict.fromkeys(AVERAGES, grpo_loss)
-    return load_function("loss_type", options.loss_type, table, options, names[:3], names[3:], like_grpo_loss)
+    on_request = "entropies", "sampling_per_token_logps", "completion_ids", "rows", "step"
+    return load_function(
+        "loss_type", options.loss_type, table, options, names[:3], names[3:], on_request, like_grpo_loss
+    )
 
 
 def find_advantages(options: GRPOOptions) -> Callable[..., Tensor]:
     """Return the function named in the option `advantages`."""
     arguments = "num_generations", "scale_rewards", "rewards_per_func", "reward_weights"
-    return load_function("advantages", options.advantages_name, ADVANTAGES, options, ["rewards"], arguments)
+    on_request = "completions", "completion_lengths", "rows", "step"
+    return load_function("advantages", options.advantages_name, ADVANTAGES, options, ["rewards"], arguments, on_request)
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:

@@ -37,11 +37,6 @@ class PPOBatch(SampledBatch):
     old_per_token_logps: Tensor  # (R, T) log-probabilities before the first update, in nats
     old_values: Tensor  # (R, T) critic predictions before the first update
 
-    def completion_advantages(self) -> list[float]:
-        """Return the mean advantage per completion."""
-        mask = self.loss_mask
-        return ((self.advantages * mask).sum(1) / mask.sum(1).clamp(min=1)).tolist()
-
 
 class PPOTrainer(RolloutTrainer):
     """Trainer for PPO, with token advantages from a critic."""
@@ -131,12 +126,8 @@ class PPOTrainer(RolloutTrainer):
             )
             advantages, returns = gae(rewards, old_values, options.gamma, options.lam)
             batches.append(
-                PPOBatch(
-                    **vars(batch),
-                    advantages=advantages,
-                    returns=returns,
-                    old_per_token_logps=old_logps,
-                    old_values=old_values,
+                PPOBatch.extend(
+                    batch, advantages=advantages, returns=returns, old_per_token_logps=old_logps, old_values=old_values
                 )
             )
         return batches

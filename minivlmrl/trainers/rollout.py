@@ -121,6 +121,11 @@ class RolloutTrainer(Trainer):
                 yield Step(micro_batches, rollout.metrics, number == len(all_passes), rollout, groups)
                 self.reward_log.global_step += 1
 
+    @property
+    def step(self) -> int:
+        """Number of the optimizer step in this stage, from 0; while sampling, the first step of the rollout."""
+        return self.reward_log.global_step
+
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
         """Pack the longest possible completions, to test whether a step fits in memory."""
         if samples_trajectories(self.config.sampling):
@@ -146,6 +151,7 @@ class RolloutTrainer(Trainer):
             prompts = [row.prompt(self.processor) for row in rows]
         num_generations = self.options.num_generations
         with self.phase("sampling", rows):
+            self.sampler.step = self.step
             completions = self.sampler(prompts, num_generations, [row.key for row in rows])
         lengths = [len(group) for group in completions]
         if lengths != [num_generations] * len(prompts):

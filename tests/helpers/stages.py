@@ -15,7 +15,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
 from minivlmrl.model.build import random_model
 from minivlmrl.model.lora import init_adapters, inject_adapters
-from minivlmrl.rewards.registry import REWARDS
+from minivlmrl.rewards.registry import READS_MESSAGES, REWARDS
 from minivlmrl.run import loop
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.tasks import shapes
@@ -143,6 +143,7 @@ def script(monkeypatch):
             return values if isinstance(values, list) else [values] * len(completions)
 
         monkeypatch.setitem(REWARDS, "letters", reward)
+        monkeypatch.setitem(READS_MESSAGES, "letters", False)  # else a first call with one completion would pop a value
         return left
 
     return script
