@@ -67,20 +67,22 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
         if override.startswith("--stages="):
             stages = _stages(_apply(override, {}, {}), "command line")
     files = [resolver(Code, stage, "stages") for stage in dict.fromkeys(stages) if ":" in stage]
-    config_class = _with_sections(tuple(map(find_stage, files)))
+    own_stages = tuple(map(find_stage, files))
+    config_class = _with_sections(own_stages)
     unused_sections = []
     if any(":" in stage for stage in set(recipe_stages) - set(stages)):
-        unused_sections = [name for name in values if name not in vars(config_class())]
+        inherited = {name for stage in own_stages for name in inherited_sections(stage)}
+        unused_sections = [name for name in values if name not in {*vars(config_class()), *inherited}]
         values = {name: value for name, value in values.items() if name not in unused_sections}
     hints = {option.path: option.hint for option in options_of(config_class)}
     try:
         overridden = values
         for override in overrides:
             overridden = _apply(override, overridden, hints)
-        config = build(config_class, overridden, "command line", change_text=resolver)
+        config = build(config_class, _inherit(overridden, own_stages), "command line", change_text=resolver)
     except ValueError:
         # name the recipe in the error if it is invalid without overrides
-        build(config_class, values, str(recipe))
+        build(config_class, _inherit(values, own_stages), str(recipe))
         raise
     config.recipe = str(recipe)
     config.unused_sections = unused_sections
@@ -144,6 +146,43 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
             )
         sections[name] = name, algorithm.config_type, field(default_factory=algorithm.config_type)
     return dataclasses.make_dataclass("RunConfig", sections.values(), bases=(RunConfig,))
+
+
+def inherited_sections(stage: type) -> list[str]:
+    """Return the sections that a trainer inherits, that of the closest class last: ["grpo"] for a GRPOTrainer."""
+    names = [getattr(parent, "stage", stage.stage) for parent in reversed(stage.mro()[1:])]
+    return [name for name in dict.fromkeys(names) if name != stage.stage]
+
+
+def differing_options(config: RunConfig, stage: type) -> list[str]:
+    """Compare a trainer's section with the one it inherits: ["mine.beta=0.1 (grpo.beta=0.02)", "mine.keep=0.5"]."""
+    texts = []
+    for parent in [name for name in inherited_sections(stage) if hasattr(config, name)][-1:]:
+        inherited = vars(getattr(config, parent))
+        for name, value in vars(getattr(config, stage.stage)).items():
+            if name not in inherited:
+                texts.append(f"{stage.stage}.{name}={value}")
+            elif value != inherited[name]:
+                texts.append(f"{stage.stage}.{name}={value} ({parent}.{name}={inherited[name]})")
+    return texts
+
+
+def _inherit(values: dict[str, Plain], own_stages: Sequence[type]) -> dict[str, Plain]:
+    """Start the section of each stage of yours from the sections of the stages whose classes it inherits."""
+    known = {option.name for option in dataclasses.fields(_with_sections(tuple(own_stages)))}
+    filled = dict(values)
+    for stage in own_stages:
+        options = {option.name for option in dataclasses.fields(stage.config_type)}
+        section = {}
+        for parent in inherited_sections(stage):
+            inherited = values.get(parent)
+            if isinstance(inherited, dict):
+                section |= {name: value for name, value in inherited.items() if name in options}
+            if parent not in known:  # the section of an own stage that only its subclass uses
+                filled.pop(parent, None)
+        given = values.get(stage.stage)
+        filled[stage.stage] = section | given if isinstance(given, dict) else given or section
+    return filled
 
 
 @dataclasses.dataclass

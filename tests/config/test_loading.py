@@ -14,12 +14,14 @@ import pytest
 import yaml
 
 from minivlmrl.config.import_utils import recipes_folder
-from minivlmrl.config.loading import load_config, to_yaml
+from minivlmrl.config.loading import differing_options, load_config, to_yaml
 from minivlmrl.config.options import FileOptions, GRPOOptions, RunConfig, SFTOptions, VideoOptions
 from minivlmrl.config.parsing import options_of, read_value
 from minivlmrl.config.types import Finite
 from minivlmrl.extras.agents.environment import Settings
+from minivlmrl.extras.check.preflight import collect_notes
 from minivlmrl.extras.vllm import VLLMOptions
+from minivlmrl.trainers.registry import find_trainers
 from tests.helpers.links import ROOT
 
 
@@ -323,3 +325,42 @@ def test_a_recipe_that_is_refused(write, tmp_path, content, overrides, sentence)
 def test_a_value_of_another_project_is_answered(override, cure):
     with pytest.raises(ValueError, match=cure):
         load_config("shapes.yaml", [override])
+
+
+INHERITS = """
+from dataclasses import dataclass
+from minivlmrl.config.options import GRPOOptions
+from minivlmrl.trainers.grpo import GRPOTrainer
+
+@dataclass
+class Options(GRPOOptions):
+    keep: float = 0.4
+
+class Mine(GRPOTrainer):
+    stage = "mine"
+    config_type = Options
+
+class Later(Mine):
+    stage = "later"
+"""
+
+
+def test_the_section_of_an_own_stage_starts_from_the_section_it_inherits(write, tmp_path):
+    write(INHERITS, "own.py")
+    recipe = write({"grpo": {"beta": 0.02, "learning_rate": 3e-4}, "mine": {"keep": 0.5, "beta": 0.1}})
+    mine, later = (f"{tmp_path / 'own.py'}:{name}" for name in ("Mine", "Later"))
+    both = load_config(recipe, [f"--stages=[grpo, {mine}, {later}]", "--grpo.max_steps=7", "--later.keep=0.6"])
+    for section, expected in ((both.mine, (0.1, 3e-4, 7, 0.5)), (both.later, (0.1, 3e-4, 7, 0.6))):
+        assert (section.beta, section.learning_rate, section.max_steps, section.keep) == expected
+    assert load_config(write(to_yaml(both), "again.yaml")) == both
+    alone = load_config(recipe, [f"--stages=[{later}]"])
+    assert (alone.later.keep, alone.later.beta) == (0.5, 0.1) and not alone.unused_sections
+    trainers = find_trainers(both)
+    differing = {stage: differing_options(both, trainer) for stage, trainer in trainers.items()}
+    assert differing == {
+        "grpo": [], "mine": ["mine.beta=0.1 (grpo.beta=0.02)", "mine.keep=0.5"],
+        "later": ["later.keep=0.6 (mine.keep=0.5)"],
+    }  # fmt: skip
+    notes = [*collect_notes(alone, find_trainers(alone))]
+    assert notes[0] == "options of the stage later that differ: later.beta=0.1 (grpo.beta=0.02), later.keep=0.5"
+    assert not any("grpo.beta" in note for note in notes[1:])  # the section grpo has an effect

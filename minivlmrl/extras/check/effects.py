@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import get_args
 
 from minivlmrl.config.import_utils import parameters_of, resolve_object
+from minivlmrl.config.loading import inherited_sections
 from minivlmrl.config.loss_forms import like_grpo_loss
 from minivlmrl.config.options import NO_TRUNCATION, GRPOOptions, RunConfig, TrainingOptions
 from minivlmrl.config.types import Part
@@ -143,8 +144,9 @@ def options_without_effect(config: RunConfig, trainers: dict[str, type[Trainer]]
 
 def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
     """Yield (options, reason) for options without effect, including options with default values."""
+    inherited = {name for trainer in trainers.values() for name in inherited_sections(trainer)}
     for name, section in vars(config).items():
-        if isinstance(section, TrainingOptions) and name not in config.stage_names:
+        if isinstance(section, TrainingOptions) and name not in {*config.stage_names, *inherited}:
             options = [f"{name}.{option}" for option in vars(section)]
             if "reward_model" in config.rewards:  # the reward `reward_model` reads reward_model.path
                 options = [option for option in options if option != "reward_model.path"]

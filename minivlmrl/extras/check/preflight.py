@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from minivlmrl.config.import_utils import code_files
-from minivlmrl.config.loading import changed_prompts
+from minivlmrl.config.loading import changed_prompts, differing_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.boxes import parse_boxes
 from minivlmrl.data.file_dataset import FileDataset
@@ -226,6 +226,10 @@ def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iter
             yield f"{trained}, with which the model was trained, sets other values for {', '.join(changed)}"
     if not config.stages:
         yield "stages is []: nothing is trained; the model is only evaluated and saved"
+    for stage, trainer in trainers.items():
+        differing = differing_options(config, trainer)
+        if differing:
+            yield f"options of the stage {stage} that differ: {', '.join(differing)}"
     for options, reason in options_without_effect(config, trainers):
         yield f"{', '.join(options)}: no effect, because {reason}"
 
