@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
-from operator import mul
 from pathlib import Path
 from statistics import fmean
 
@@ -328,17 +327,20 @@ def describe_speed(timings: Sequence[dict]) -> str:
 
 
 def merge(parts: list[Means]) -> Means:
-    """Average metrics over micro-batches or ranks, weighted by their tokens or answers."""
+    """Average metrics over micro-batches or ranks, weighted by their tokens or answers; NaN without any."""
     merged = {}
     for name in parts[0]:
         values, counts = zip(*(part[name] for part in parts), strict=True)
         total = sum(counts)
+        counted = [(value, count) for value, count in zip(values, counts, strict=True) if count]
         if name in OVER_STEP:
             mean = OVER_STEP[name](values)
+        elif not total:
+            mean = math.nan
         elif name.endswith("_rms"):
-            mean = math.sqrt(sum(map(mul, [value**2 for value in values], counts)) / (total or 1))
+            mean = math.sqrt(sum(value**2 * count for value, count in counted) / total)
         else:
-            mean = sum(map(mul, values, counts)) / (total or 1)
+            mean = sum(value * count for value, count in counted) / total
         merged[name] = mean, total
     return merged
 

@@ -171,7 +171,7 @@ class GRPOTrainer(RolloutTrainer):
         """Drop samples with advantage 0, unless the loss needs them."""
         if self.needs_all_samples:
             return samples
-        # keep at least one sample, because all ranks must run a forward pass of a sharded model
+        # keep at least one sample, because all ranks must run a forward pass of a sharded model; its loss mask is 0
         return [sample for sample in samples if advantages[sample.index].any()] or samples[:1]
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
@@ -186,6 +186,8 @@ class GRPOTrainer(RolloutTrainer):
         local_entropies = []
         for sampled in packed:
             batch = self.batch_type.extend(sampled, advantages=self.advantages_of(sampled, advantages))
+            if not self.needs_all_samples:
+                batch.loss_mask = batch.loss_mask * batch.advantages.view(len(sampled.samples), -1).any(1, keepdim=True)
             batches.append(batch)
             if not needs_logps:
                 continue

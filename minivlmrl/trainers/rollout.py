@@ -245,7 +245,7 @@ class RolloutTrainer(Trainer):
             entropies: (M,) policy entropies at completion tokens.
         """
         mask = batch.loss_mask
-        mismatch = ((old_logps - batch.sampler_logps) * batch.group.completion_mask).abs()
+        mismatch = ((old_logps - batch.sampler_logps) * mask).abs()
         mean_square = (mismatch.square() * mask).sum() / mask.sum().clamp(min=1)
         return {
             "entropy": batch.mean(entropies),

@@ -193,7 +193,9 @@ def test_metrics_are_averaged_by_tokens_peaks_by_maximum_and_losses_by_sum():
     merged = {"kl": (3.0, 30), "rewards/chosen": (2.0, 4), "rollout/logp_mismatch": (3e-6, 30), "loss": (3.0, 30)}
     assert merge(parts) == merged
     assert merge([{"a_rms": (3.0, 10)}, {"a_rms": (0.0, 30)}]) == {"a_rms": (1.5, 40)}
-    assert merge([{"kl": (2.0, 0.0), "loss": (0.0, 0.0)}]) == {"kl": (0.0, 0.0), "loss": (0.0, 0.0)}  # without tokens
+    idle = merge([{"kl": (2.0, 0.0), "loss": (0.0, 0.0)}])  # without tokens
+    assert math.isnan(idle["kl"][0]) and idle["loss"] == (0.0, 0.0)
+    assert merge([idle, {"kl": (2.0, 3.0), "loss": (1.0, 3.0)}]) == {"kl": (2.0, 3.0), "loss": (1.0, 3.0)}
     assert merge([merged, merged]) == merged | {"kl": (3.0, 60), "rewards/chosen": (2.0, 8),
                                                 "rollout/logp_mismatch": (3e-6, 60), "loss": (6.0, 60)}  # fmt: skip
 

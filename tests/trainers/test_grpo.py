@@ -42,6 +42,16 @@ def test_leaving_out_rows_without_signal_keeps_the_gradient(stage, script, optio
     assert some.normalizer == all_rows.normalizer and some.normalizer.max_completion_length == 6
 
 
+def test_metrics_do_not_depend_on_micro_batches(stage, script):
+    """Micro-batches whose groups all have equal rewards keep a completion, which no metric counts."""
+    lines = []
+    for size in (1, 2, 4):
+        script(REWARDS)
+        lines += stage("grpo", *FOURS[:1], f"--grpo.micro_batch_size={size}").go()
+    for line in lines[1:]:
+        assert line == pytest.approx(lines[0], rel=1e-9, abs=1e-12)
+
+
 def test_without_any_signal_one_completion_remains(stage, script):
     script(1.0)
     run = stage("grpo", *FOURS, "--grpo.micro_batch_size=2")
