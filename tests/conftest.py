@@ -19,6 +19,7 @@ import PIL.Image
 import pytest
 import torch
 
+from minivlmrl.run import metrics
 from tests.helpers.children import default_signals  # noqa: F401 (fixtures)
 from tests.helpers.draws import pair, tokenizer_300  # noqa: F401 (fixtures)
 from tests.helpers.fused import fused_linspace  # noqa: F401 (fixtures)
@@ -52,6 +53,12 @@ def no_waiting_for_the_disk():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         yield
+
+
+@pytest.fixture(autouse=True)
+def exact_sampler(monkeypatch):
+    """Stop runs in float32 and float64 if log-probabilities from sampling and training differ by more than 1e-5."""
+    monkeypatch.setattr(metrics, "EXACT_LIMIT", 1e-5)
 
 
 @pytest.fixture

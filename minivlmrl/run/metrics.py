@@ -39,6 +39,11 @@ EVALUATIONS = "evaluations.jsonl"
 WARNINGS = "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 SPEED_STEPS = 10  # steps to average for the printed speed
+# maximum root mean square difference between log-probs from sampling and training, in nats per token. A temperature
+# that is wrong by a tenth gives about 0.1 times their standard deviation
+EXACT_LIMIT = 0.01  # float32 and float64
+ROUNDED_LIMIT = 0.05  # 16 bits
+ENGINE_LIMIT = 0.1  # other engines, such as vLLM
 MANY_STEPS = 50  # longer stages print only every tenth step
 # {metric: how to combine micro-batches}, default: mean
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum, **dict.fromkeys(CLIP_RATIOS, sum)}
@@ -265,18 +270,20 @@ def encode(line: dict) -> bytes:
 
 def check_mismatch(config: RunConfig, metrics: dict[str, float]):
     """Raise UserError if log-probs from sampling and training differ by more than rollout.max_logp_mismatch allows."""
-    name = "rollout/logp_mismatch"
-    bound = config.rollout.max_logp_mismatch
-    if (config.model.compute_dtype or config.model.dtype) == "bfloat16":
-        name = "rollout/logp_mismatch_rms"
-        bound /= 10
-    mismatch = metrics.get(name, 0.0)
+    limit = EXACT_LIMIT
+    if config.sampling.engine != "native":
+        limit = ENGINE_LIMIT
+    elif (config.model.compute_dtype or config.model.dtype) in ("bfloat16", "float16"):
+        limit = ROUNDED_LIMIT
+    bound = limit * config.rollout.max_logp_mismatch
+    mismatch = metrics.get("rollout/logp_mismatch_rms", 0.0)
     # with dropout, which the sampler lacks, log-probs may differ
     if mismatch > bound and not config.adapter.dropout:
         raise UserError(
-            f"{name} is {mismatch:.3g} nats, but at most {bound} is allowed: the sampler and the trainer compute "
-            "different log-probabilities for the same tokens. Either there is a bug, or the dtype is not precise "
-            "enough; rollout.max_logp_mismatch sets the bound, and the value .inf disables the check"
+            f"rollout/logp_mismatch_rms is {mismatch:.3g} nats, but at most {bound:g} is allowed: the sampler and the "
+            "trainer compute different log-probabilities for the same tokens. Either there is a bug, such as another "
+            "temperature, or the dtype is not precise enough; rollout.max_logp_mismatch multiplies the limit, and the "
+            "value .inf disables the check"
         )
 
 

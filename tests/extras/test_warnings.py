@@ -13,6 +13,7 @@ import torch
 from minivlmrl.config.options import LoRAOptions, RolloutOptions, RunConfig, SamplingOptions
 from minivlmrl.extras.warnings import BASELINE_ROLLOUTS, WINDOW, WarningRules
 from minivlmrl.losses.advantages import combine
+from minivlmrl.run import metrics as metrics_module
 from minivlmrl.run.metrics import check_mismatch
 
 HEALTHY = {
@@ -218,21 +219,29 @@ def test_weights_without_a_gradient_are_reported():
     assert list(make_rules(model=model).unused_parameters()) == []
 
 
-@pytest.mark.parametrize(("dtypes", "metric", "bound"), [
-    (("float32", None), "rollout/logp_mismatch", 1.0),
-    (("float32", "bfloat16"), "rollout/logp_mismatch_rms", 0.1),
+@pytest.mark.parametrize(("dtypes", "engine", "bound"), [
+    (("float64", None), "native", 1e-5), (("float32", None), "native", 1e-5),  # 0.01 outside of tests
+    (("float32", "bfloat16"), "native", 0.05), (("float32", None), "vllm", 0.1),
 ])  # fmt: skip
-def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(dtypes, metric, bound):
-    """In 16 bits, single tokens may differ by over a nat, so only the root mean square is limited."""
+def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(dtypes, engine, bound):
     model = SimpleNamespace(dtype=dtypes[0], compute_dtype=dtypes[1])
-    run = SimpleNamespace(rollout=RolloutOptions(), adapter=LoRAOptions(), model=model)
-    other = {"rollout/logp_mismatch", "rollout/logp_mismatch_rms"} - {metric}
-    check_mismatch(run, {metric: 0.9 * bound, other.pop(): 9.0})
+    sampling = SamplingOptions(engine=engine)
+    run = SimpleNamespace(rollout=RolloutOptions(), adapter=LoRAOptions(), model=model, sampling=sampling)
+    metric = "rollout/logp_mismatch_rms"
+    check_mismatch(run, {metric: 0.9 * bound, "rollout/logp_mismatch": 9.0})
     check_mismatch(run, {"loss": 1.0})
     with pytest.raises(ValueError, match=rf"^{metric} is .* nats, but at most .* is allowed: .*\.inf disables the"):
         check_mismatch(run, {metric: 1.5 * bound})
     run.adapter.dropout = 0.1
     check_mismatch(run, {metric: 1.5 * bound})
+
+
+def test_another_temperature_in_training_stops_the_run(stage, monkeypatch):
+    monkeypatch.setattr(metrics_module, "EXACT_LIMIT", 0.01)
+    run = stage("grpo", "--sampling.temperature=0.9")
+    run.trainer.temperature = 1.0
+    with pytest.raises(ValueError, match="such as another temperature"):
+        run.go(1)
 
 
 @pytest.mark.parametrize(("mean", "message"), [(0.55, False), (0.5, True)])

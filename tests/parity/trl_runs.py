@@ -34,6 +34,7 @@ from tests.record import trl_fixtures
 
 STEPS, SHOWN = 50, (1, 10, 50)
 PASSES, PARTS, MICRO_BATCHES = 2, 2, 2  # passes over a rollout, optimizer steps in a pass, micro-batches in a step
+TEMPERATURE = 0.7
 SAME = {"learning_rate": 1e-3, "warmup_steps": 4, "adam_beta2": 0.999}
 OPTIMIZER = {"weight_decay": 0.1, "max_grad_norm": 2.0}
 OFFLINE = {"prompts_per_step": 4, "micro_batch_size": 2}
@@ -44,7 +45,7 @@ KINDS = {  # trainer: options of both, our options, TRL's options
         {"epsilon_low": 0.02, "epsilon_high": 0.03, "steps_per_generation": PARTS}
         | {"prompts_per_step": 2, "micro_batch_size": 1},
         {"epsilon": 0.02, "epsilon_high": 0.03, "steps_per_generation": PARTS * MICRO_BATCHES}
-        | {"per_device_train_batch_size": 3, "shuffle_dataset": False},
+        | {"per_device_train_batch_size": 3, "shuffle_dataset": False, "temperature": TEMPERATURE},
     ),
     "dpo": ({"lr_scheduler_type": "linear", "beta": 0.1}, OFFLINE, OFFLINE_TRL),
     "sft": ({"lr_scheduler_type": "linear"}, OFFLINE, OFFLINE_TRL),
@@ -124,6 +125,7 @@ def our_run(kind: str, folder: Path, steps: int) -> OurRun:
     if kind == "grpo":
         ends = list(range(0, 360, 6))  # so many end tokens that most completions end before max_new_tokens
         recipe["sampling"] = {"engine": f"{__file__}:MaskedSampler", "max_new_tokens": 10, "stop_token_ids": ends}
+        recipe["sampling"]["temperature"] = TEMPERATURE
         recipe["rewards"] = {f"{__file__}:variety": 1.0}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     run = OurRun()
