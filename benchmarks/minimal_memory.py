@@ -129,8 +129,8 @@ def index(x, places):
     return x
 
 
-def run(layer, *arguments):
-    """Imitate minimal.run on a GPU with fake tensors, which are on the CPU."""
+def recompute_in_backward(layer, *arguments):
+    """Imitate minimal.recompute_in_backward on a GPU with fake tensors, which are on the CPU."""
     if torch.is_grad_enabled():
         return checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
     return layer(*arguments)
@@ -235,14 +235,14 @@ def main():
     fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, mask: Attention.apply(q, k, v))
     autocast = torch.autocast
     on_cpu = mock.patch.object(torch, "autocast", lambda kind, dtype, enabled: autocast("cpu", dtype))
-    with_checkpoints = mock.patch.object(minimal, "run", run)
+    with_checkpoints = mock.patch.object(minimal, "recompute_in_backward", recompute_in_backward)
     count = Count()
     with (
         on_cpu,
         with_checkpoints,
         FakeTensorMode(allow_non_fake_inputs=True),
         count,
-        Indexing(sum(config["mrope_section"])),
+        Indexing(sum(config["rope_scaling"]["mrope_section"])),
         in_float32,
         fused,
     ):

@@ -38,7 +38,6 @@ def step_ratio() -> float:
         rows = make_rows(56, PROMPTS)
         theirs = our_side(load_model(folder), load_processor(folder), rows, NEW_TOKENS)
         minimal.decode = lambda model, ids, mask: ["".join(map(chr, row)) for row in ids.tolist()]
-        minimal.reward = lambda text, solution: float(len(set(text)))
         questions = [{"images": row.images, "problem": "What is it? Name it.", "solution": ""} for row in rows]
         options = argparse.Namespace(
             max_steps=1,
@@ -46,6 +45,7 @@ def step_ratio() -> float:
             num_generations=8,
             max_new_tokens=NEW_TOKENS,
             beta=0.02,
+            reward=lambda text, solution: float(len(set(text))),
             learning_rate=3e-4,
             warmup_steps=1,
         )

@@ -1,12 +1,13 @@
-"""Run the notebooks in docs/, and store their cell outputs: python -m docs.scripts.notebooks
+"""Run the notebooks in docs/, and store their cell outputs: python -m docs.scripts.notebooks [docs/NAME.ipynb]
 
-tests/repository/test_wheel.py runs all cells in order, with fewer rows and steps. test_docs.py runs those before the
-first training, and compares their outputs with the stored ones.
+A notebook also stores a hash of the code in minimal.py that made its outputs, and test_docs.py fails if the code is
+another one. A slow test there compares all outputs of the first notebook.
 """
 
 import ast
 import base64
 import contextlib
+import hashlib
 import io
 import json
 import pprint
@@ -18,12 +19,14 @@ from types import ModuleType
 
 import PIL.Image
 
+import minimal
+
 NOTEBOOKS = sorted(Path(__file__).parents[1].glob("*.ipynb"))
 
 
 def main():
-    """Run all cells in all notebooks, which takes some minutes."""
-    for path in NOTEBOOKS:
+    """Run all cells in the given notebooks, all by default, which takes some minutes."""
+    for path in map(Path, sys.argv[1:] or NOTEBOOKS):
         path.write_text(with_outputs(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
@@ -36,7 +39,14 @@ def with_outputs(text: str) -> str:
             if output["output_type"] == "execute_result":
                 output["execution_count"] = number
         cell |= {"execution_count": number, "outputs": outputs}
+    content["metadata"]["minimal.py"] = code_hash()
     return json.dumps(content, indent=1) + "\n"
+
+
+def code_hash() -> str:
+    """Hash the code of minimal.py, without comments and formatting."""
+    code = ast.parse(Path(minimal.__file__).read_text(encoding="utf-8"))
+    return hashlib.sha256(ast.dump(code).encode()).hexdigest()[:16]
 
 
 def run_cells(cells: list[dict]) -> list[list[dict]]:

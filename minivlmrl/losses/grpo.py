@@ -61,7 +61,7 @@ def grpo_loss(
         per_token_logps: (B, T) float, policy log-probabilities in nats, with gradient.
         advantages: (B,) or per token (B, T).
         mask: (B, T), 1 for tokens to train on. Completions with mask 0 everywhere count in means over completions.
-        loss_type: key in TERMS and AVERAGES.
+        loss_type: key in TERMS and AVERAGES; minimal.py, whose other defaults are equal, averages as "grpo".
         importance_sampling_level: key in RATIOS; "sequence" is GSPO.
         epsilon_low, epsilon_high: clip the ratio to [1 - epsilon_low, 1 + epsilon_high].
         beta: KL weight, at least 0.

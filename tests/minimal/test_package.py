@@ -1,5 +1,6 @@
 """Compare minimal.py with the package in float64: inputs, log-probabilities, losses, gradients, steps and samples."""
 
+import inspect
 import io
 import os
 import struct
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import minimal
-from minivlmrl.config.options import OptimizerOptions, TrainingOptions
+from minivlmrl.config.options import GRPOOptions, OptimizerOptions, TrainingOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.media import PROGRAMS, fetch_image
 from minivlmrl.data.messages import conversation
@@ -211,10 +212,21 @@ def test_grpo_is_equal(both, far, beta):
     old, ref = noisy(package, far, 1), noisy(package, 0.4, 2)
     advantages = tensor(1.5, -0.5, 1.0, -2.0)
     given = {"beta": beta, "epsilon_high": 0.28, "old_per_token_logps": old, "ref_per_token_logps": ref}
-    others = {"loss_type": "grpo", "use_bias_correction_kl": False}
-    loss, metrics = grpo.grpo_loss(package, advantages, mask.double(), **given, **others)
+    loss, metrics = grpo.grpo_loss(package, advantages, mask, loss_type="grpo", **given)
     assert [metrics[f"clip_ratio/{side}_mean"] > 0.05 for side in ("low", "high")] == [far > 0] * 2
     check_gradients(both, minimal.grpo_loss(ours, advantages, mask, **given), loss)
+
+
+def test_defaults_are_those_of_the_package_but_for_the_average():
+    """The package averages over all tokens of a step, as TRL does; docstrings of both say so."""
+    ours, package = (
+        {name: parameter.default for name, parameter in inspect.signature(loss).parameters.items()}
+        for loss in (minimal.grpo_loss, grpo.grpo_loss)
+    )
+    assert ours == {name: package[name] for name in ours} and package["loss_type"] == "dapo"
+    options = GRPOOptions()
+    assert {name: getattr(options, name) for name in ("epsilon_low", "epsilon_high", "beta")}.items() <= ours.items()
+    assert options.scale_rewards == "group" and options.use_bias_correction_kl and options.loss_type == "dapo"
 
 
 @pytest.mark.parametrize("num_tokens", [None, 40])
@@ -259,7 +271,7 @@ def package_loss(both, stage, rows, reference, beta):
     forms, right = tag_format(TEXTS), accuracy([find_answer(text) for text in TEXTS], ["red"] * len(TEXTS))
     rewards = tensor(*(0.5 * form + (form and truth) for form, truth in zip(forms, right, strict=True)))
     advantages = group_advantages(rewards.repeat(len(rows)), len(TEXTS))
-    given = {"loss_type": "grpo", "beta": beta, "use_bias_correction_kl": False, "ref_per_token_logps": ref}
+    given = {"loss_type": "grpo", "beta": beta, "ref_per_token_logps": ref}
     return grpo.grpo_loss(batch.pad(logps), advantages, mask, **given)[0]
 
 
@@ -280,7 +292,7 @@ def test_steps_end_with_equal_weights(both, stage, beta, monkeypatch, capsys):
     monkeypatch.setattr(minimal, "sample", lambda model, *_: minimal.tokenize_answers(model, TEXTS))
     options = Namespace(
         max_steps=4, prompts_per_step=2, learning_rate=1e-3, warmup_steps=2, beta=beta, num_generations=5,
-        max_new_tokens=9,
+        max_new_tokens=9, reward=minimal.reward,
     )  # fmt: skip
     minimal.train(ours, rows, stage, options)
     config = TrainingOptions(max_steps=4, learning_rate=1e-3, warmup_steps=2, min_lr_ratio=0.1, adam_beta2=0.99)

@@ -56,7 +56,7 @@ def read(tmp_path, row, answers=GRPO):
     ({"image": "no.png"}, GRPO, "no.png cannot be read as an image: no such file"),
     ({"image": None}, GRPO, "but it needs either 'image' or 'images'"),
     ({"problem": None}, GRPO, "'problem' must be a text with letters or digits in {'image': 'a.png', 'solution': '2'"),
-    ({"problem": "Is <image> like <image>?"}, GRPO, "'problem' has 2 <image>, but the row's images are 1"),
+    ({"problem": "Is <image> like <image>?"}, GRPO, "'problem' has 2 <image> for 1 images"),
     ({"image": "long.png"}, SFT, "long.png cannot be read as an image: it is more than 200 times as long"),
     ({"image": "rows.jsonl"}, SFT, "cannot identify image file"),
     ({"image": "deep.png"}, DPO, "deep.png cannot be read as an image: save the image with 8 bits per color"),

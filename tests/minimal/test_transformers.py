@@ -84,7 +84,7 @@ def test_configs_that_transformers_saved_have_the_values_of_the_hub(tmp_path, ve
         (tmp_path / "config.json").write_text(json.dumps(record["configs"][size]))
         config, hub = minimal.read_config(tmp_path), real_config(size)
         assert {name: config[name] for name in TEXT} == {name: hub[name] for name in TEXT}
-        assert config["mrope_section"] == hub["rope_scaling"]["mrope_section"]
+        assert config["rope_scaling"]["mrope_section"] == hub["rope_scaling"]["mrope_section"]
         vision = config["vision_config"]
         for name in minimal.VISION_DEFAULTS:
             assert vision[name] == hub["vision_config"][name]
