@@ -5,10 +5,11 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -149,9 +150,14 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     and checkpoint.partial becomes `checkpoint`. If a crash leaves no `checkpoint`, checkpoint.replaced is loaded.
 
     Raises:
-        UserError: the old folder contains files but no checkpoint.
+        UserError: the old folder contains files but no checkpoint, or is a link.
     """
-    folder = Path(folder).resolve()
+    folder = Path(os.path.abspath(folder))
+    if folder.is_symlink():
+        raise UserError(
+            f"{folder} is a link to {folder.resolve()}, which is not replaced. Remove the link, or choose "
+            "another folder."
+        )
     new = Path(f"{folder}.partial")
     replaced = Path(f"{folder}.replaced")
     is_empty = folder.is_dir() and not any(folder.iterdir())
@@ -160,19 +166,18 @@ def replacing(folder: str | Path) -> Iterator[Path]:
         raise UserError(
             f"{folder} has no config.json, so it is not a checkpoint and is not overwritten. Choose another folder."
         )
-    remove = partial(shutil.rmtree, ignore_errors=True)
     try:
-        remove(new)
+        remove_folder(new)
         new.mkdir(parents=True)
         yield new
         for path in (*new.rglob("*"), new):  # files must be on disk before the rename
             flush_file(path)
         if folder.exists():
-            remove(replaced)
+            remove_folder(replaced)
             folder.rename(replaced)
         new.rename(folder)
     except BaseException as error:
-        remove(new)  # delete incomplete files: the disk may be full
+        shutil.rmtree(new, ignore_errors=True)  # delete incomplete files: the disk may be full
         if replaced.is_dir() and not folder.exists():
             replaced.rename(folder)
         if isinstance(error, OSError | SafetensorError):
@@ -181,7 +186,22 @@ def replacing(folder: str | Path) -> Iterator[Path]:
             ) from error
         raise
     flush_file(folder.parent)
-    remove(replaced)
+    remove_folder(replaced)
+
+
+def remove_folder(folder: Path):
+    """Delete a folder, or print why it stays. Of a link, delete only the link."""
+    removed = [*folder.parent.glob(f"{folder.name}.*.removed")]  # that an earlier call could not delete
+    try:
+        if folder.is_symlink():
+            folder.unlink()
+        elif folder.is_dir():
+            # rename first: an incomplete folder must not keep its name
+            removed.append(folder.rename(f"{folder}.{uuid4().hex[:8]}.removed"))
+        for folder in removed:
+            shutil.rmtree(folder)
+    except OSError as error:
+        print(f"{folder} could not be deleted ({error}); delete it by hand", file=sys.stderr, flush=True)
 
 
 def flush_file(path: Path):

@@ -1,4 +1,4 @@
-"""Read and write JSON and JSON lines."""
+"""Read and write JSON and JSON lines, and write whole files."""
 
 import json
 import re
@@ -95,4 +95,12 @@ def json_text(content, **options) -> str:
 
 
 def write_json(path: Path, content: dict):
-    path.write_bytes(f"{json_text(content, indent=2)}\n".encode())
+    write_file(path, f"{json_text(content, indent=2)}\n".encode())
+
+
+def write_file(path: Path, content: bytes):
+    """Write a draft that replaces the file `path`: no reader sees half a file, and a link is not written through."""
+    draft = path.with_name(f"{path.name}.partial")
+    draft.unlink(missing_ok=True)  # may be a link
+    draft.write_bytes(content)
+    draft.replace(path)

@@ -136,16 +136,16 @@ def test_everything_is_on_disk_before_the_first_rename(tmp_path, monkeypatch):
     assert tmp_path.stat().st_ino in flushed  # the rename itself is flushed at the end
 
 
-def test_a_link_stays_a_link_and_what_is_not_a_checkpoint_is_not_overwritten(tmp_path):
-    (tmp_path / "large_disk").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "large_disk")
-    save(tmp_path / "link", "new")
-    assert (tmp_path / "link").is_symlink() and saved(tmp_path / "large_disk") == "new"
+def test_a_link_and_what_is_not_a_checkpoint_are_not_overwritten(tmp_path):
+    save(tmp_path / "mine", "new")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    with pytest.raises(ValueError, match=f"/link is a link to {tmp_path}/mine, which is not replaced"):
+        save(tmp_path / "link", "newer")
     (tmp_path / "thesis.tex").write_text("for years")
     for path in (tmp_path, tmp_path / "thesis.tex"):
         with pytest.raises(ValueError, match="so it is not a checkpoint and is not overwritten"):
             save(path, "newer")
-    assert (tmp_path / "thesis.tex").read_text() == "for years" and saved(tmp_path / "large_disk") == "new"
+    assert (tmp_path / "thesis.tex").read_text() == "for years" and saved(tmp_path / "mine") == "new"
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSPC])

@@ -19,7 +19,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import build
 from minivlmrl.errors import UserError, error_context, require, truncate
 from minivlmrl.files import RUN_CONFIG, file_inside, file_to_write
-from minivlmrl.json_files import json_text, read_json
+from minivlmrl.json_files import json_text, read_json, write_file
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.evaluate import noise
 from minivlmrl.run.metrics import (
@@ -121,10 +121,7 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
         for name in sorted({*found}, key=len, reverse=True):
             text = text.replace(json_text(name)[1:-1], "")
     text = text.replace("<", "\\u003c")  # </script> in the data would end the script
-    draft = out.with_suffix(".partial")
-    draft.unlink(missing_ok=True)  # never write through a symlink
-    draft.write_bytes(TEMPLATE.read_text("utf-8").replace("{{DATA}}", text).encode())
-    draft.replace(out)  # atomic: a browser may be loading the page
+    write_file(out, TEMPLATE.read_text("utf-8").replace("{{DATA}}", text).encode())
 
 
 def collect_run(folder: Path) -> dict:

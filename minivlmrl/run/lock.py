@@ -1,40 +1,69 @@
-"""Lock the output folder, so that no other run writes to it."""
+"""Lock the output folder and other outputs, so that no other process writes to them."""
 
 import errno
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 from uuid import uuid4
 
 from minivlmrl.errors import UserError
 from minivlmrl.kernels.file_lock import lock_file
 
+LOCK = ".minivlmrl.lock"
 NO_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS  # error codes if the file system has no locks
+
+
+def open_locked(path: Path, busy: str) -> IO[bytes]:
+    """Open a file for appending, and lock it until it is closed; a link is replaced by a new file.
+
+    Raises:
+        UserError: with the message `busy`, if another process has the lock.
+    """
+    if path.is_symlink():
+        path.unlink()
+    file = path.open("a+b")
+    try:
+        lock_file(file, wait=False)
+    except BlockingIOError as error:
+        file.close()
+        raise UserError(busy) from error
+    except OSError as error:
+        if error.errno not in NO_LOCKS:  # a file system without locks cannot detect other processes
+            raise
+    return file
+
+
+@contextmanager
+def drafted(path: Path, busy: str) -> Iterator[IO[bytes]]:
+    """Yield a locked file, path.partial, which replaces the file `path` if the `with` block succeeds.
+
+    Raises:
+        UserError: with the message `busy`, if another process writes the file.
+    """
+    draft = path.with_name(f"{path.name}.partial")
+    with open_locked(draft, busy) as file:
+        file.truncate(0)
+        yield file
+    draft.replace(path)
 
 
 @contextmanager
 def locked(folder: str | Path, world) -> Iterator[None]:
-    """Create and lock the output folder (file .lock), and check that all ranks see it.
+    """Create and lock the output folder (file LOCK), and check that all ranks see it.
 
     Raises:
         UserError: on all ranks, if another run has locked the folder, or a rank cannot see it.
     """
-    path = Path(folder) / ".lock"
+    path = Path(folder) / LOCK
     with ExitStack() as closing:
 
         def lock() -> str:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = closing.enter_context(path.open("a+b"))
-            try:
-                lock_file(file, wait=False)
-            except BlockingIOError as error:
-                raise UserError(
-                    f"output_dir: another run is writing into {folder}. Wait until that run ends, or "
-                    "choose another folder."
-                ) from error
-            except OSError as error:
-                if error.errno not in NO_LOCKS:  # a file system without locks cannot detect other runs
-                    raise
+            busy = (
+                f"output_dir: another run is writing into {folder}. Wait until that run ends, or choose another folder."
+            )
+            file = closing.enter_context(open_locked(path, busy))
             if world.size == 1:
                 return ""
             token = uuid4().hex

@@ -14,14 +14,16 @@ from minivlmrl.distributed import process_group
 from minivlmrl.distributed.watchdog import hang_watchdog
 from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches, is_sharded
 from minivlmrl.errors import UserError, error_phase
+from minivlmrl.files import remove_folder
 from minivlmrl.run.callbacks import Callback, Callbacks, default_callbacks
 from minivlmrl.run.lock import locked
 from minivlmrl.run.metrics import MetricsLog, check_mismatch, merge
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
-from minivlmrl.run.results import BEST, Results, check_output_dir, check_outputs
+from minivlmrl.run.results import BEST, Results, check_output_dir, check_outputs, mark_output_dir
+from minivlmrl.run.same_ranks import check_same_options
 from minivlmrl.run.setup import prepare
 from minivlmrl.run.signals import StopSignals
-from minivlmrl.run.states import UPDATE, Resumed, StateSaver, load_state, remove_state, resume
+from minivlmrl.run.states import UPDATE, Resumed, StateSaver, load_state, resume
 from minivlmrl.trainers.base import MicroBatch, Step, Trainer
 from minivlmrl.trainers.registry import find_trainers
 
@@ -44,11 +46,14 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
     )
     world = signals.world  # world.stop_if_preempted ends the run after a signal
     with signals, hang_watchdog(world.max_wait, world.size), locked(config.output_dir, world):
+        check_same_options(config, world)
         with notify_on_error(callbacks):
             with error_phase("load"):
                 model, processor, datasets = prepare(config, trainers, world, callbacks)
             # check output_dir last: its error message tells users to delete earlier results
             check_output_dir(config)
+            if world.is_main:  # before any other file
+                mark_output_dir(config)
 
         # open the output folder
         resumed = resume(config, datasets, world)
@@ -121,8 +126,8 @@ def begin_run(results: Results, resumed: Resumed):
     log = results.log
     if log.world.is_main:
         newer = [folder for folder in resumed.saved if not resumed.folder or int(folder.name) > results.state.steps]
-        for folder in (*newer, *results.folder.glob("states/*.partial")):
-            remove_state(folder)
+        for folder in (*newer, *results.folder.glob("states/*.partial"), *results.folder.glob("states/*.removed")):
+            remove_folder(folder)
     log.open_files(resumed.folder)
     # forget the best evaluation so far if its weights were deleted
     if not log.world.compute_on_rank_zero((results.folder / BEST).is_dir):

@@ -76,16 +76,16 @@ class MetricsLog(ExitStack):
         self.num_lines = self.state.num_log_lines | dict.fromkeys(names, 0)
         for name in names if self.world.is_main else ():
             path = Path(config.output_dir, name)
-            if resumed is None:
-                path.write_bytes(b"")
-            else:
+            draft = path.with_name(f"{name}.partial")
+            draft.unlink(missing_ok=True)  # may be a link
+            draft.touch()
+            if resumed is not None:
                 source = folder_of_logs(path.parent, resumed) / name
-                if source != path and source.is_file():
-                    shutil.copyfile(file_inside(source.parent, name), path)
+                if source.is_file():
+                    shutil.copyfile(file_inside(source.parent, name), draft)
                 # keep all lines if the state has no line count
                 num_lines = self.state.num_log_lines.get(name)
-                path.touch()
-                with path.open("rb+") as file:
+                with draft.open("rb+") as file:
                     sizes = [len(line) for line in islice(file, num_lines) if line.endswith(b"\n")]
                     file.truncate(sum(sizes))
                 if len(sizes) < (num_lines or 0):
@@ -95,6 +95,7 @@ class MetricsLog(ExitStack):
                         flush=True,
                     )
                 self.num_lines[name] = len(sizes)
+            draft.replace(path)
             self.files[name] = self.enter_context(path.open("ab", buffering=0))
         for name, line in self.state.last_lines.items() if self.files else ():
             where = f"{line['stage']} step {line['step']}"

@@ -62,13 +62,8 @@ def fingerprints(config: RunConfig, datasets: Mapping[str, Dataset]) -> Fingerpr
         model = config.model
         files = weight_files(find_folder(model.path)) if model.path else [Path(str(model.config))]
         found.base = digest(sampled_blocks(files))
-    data = config.data
-    row_files = {"data.train_file": data.train_file, "data.eval_file": data.eval_file if data.eval_rows else None}
-    row_files |= {f"data.train[{number}].file": part.file for number, part in enumerate(data.train)}
-    row_files |= {f"data.files.{stage}": file for stage, file in data.files.items()}
-    for option, file in row_files.items():
-        if file:
-            found.rows[option] = checksum(split_of(file)[0])
+    for option, file in row_files(config).items():
+        found.rows[option] = checksum(split_of(file)[0])
     for option in MODELS:
         name = attrgetter(option)(config)
         path = Path(name or "")
@@ -85,6 +80,15 @@ def fingerprints(config: RunConfig, datasets: Mapping[str, Dataset]) -> Fingerpr
     for file in sorted(code_files()):
         found.code[file.removeprefix(f"{Path.cwd()}{os.sep}")] = digest([Path(file)])
     return found
+
+
+def row_files(config: RunConfig) -> dict[str, str]:
+    """Return {option: data file}."""
+    data = config.data
+    files = {"data.train_file": data.train_file, "data.eval_file": data.eval_file if data.eval_rows else None}
+    files |= {f"data.train[{number}].file": part.file for number, part in enumerate(data.train)}
+    files |= {f"data.files.{stage}": file for stage, file in data.files.items()}
+    return {option: file for option, file in files.items() if file}
 
 
 def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterator[Change]:

@@ -4,6 +4,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 
 from minivlmrl.config.loading import to_yaml
@@ -14,19 +15,24 @@ from minivlmrl.data.rows import Dataset, seed_user_code
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.errors import UserError, error_phase, pluralize, require
 from minivlmrl.files import RUN_CONFIG
-from minivlmrl.json_files import write_json
+from minivlmrl.json_files import write_file, write_json
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.plain_weights import has_adapters
 from minivlmrl.rewards.text import normalize, solution_text
 from minivlmrl.run.callbacks import Callbacks
 from minivlmrl.run.evaluate import ANSWER_METRICS, IMAGE_ABLATIONS, evaluate, lowered_metrics, metrics_by_name
 from minivlmrl.run.metrics import FILES, METRICS, MetricsLog, short_names
+from minivlmrl.run.recipe_changes import MODELS
 from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES
-from minivlmrl.run.states import check_resume
+from minivlmrl.run.states import COMPLETE, check_resume
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
 
-SUMMARY, BEST = "summary.json", "best"
+SUMMARY, BEST, STATES = "summary.json", "best", "states"
+SAVED = "checkpoint", BEST  # folders of weights
+# files and folders of a run, besides those of trackers
+OUTPUTS = *SAVED, STATES, RUN_CONFIG, *FILES, COMPLETIONS, IMAGES, SUMMARY, "report.html", "reward_model", "critic"
+MARK = ".minivlmrl"  # this file marks the folder of a run, in which a run may replace all OUTPUTS
 
 
 def check_outputs(config: RunConfig, trainers: dict[str, type[Trainer]]):
@@ -51,19 +57,31 @@ def check_output_dir(config: RunConfig):
     states = check_resume(config)
     folder = Path(config.output_dir)
     metrics_file = folder / METRICS
-    replaced = [RUN_CONFIG, *FILES, *config.report_to, *([COMPLETIONS, IMAGES] if config.log_completions else [])]
-    own = [name for name in replaced if (folder / name).exists()]
-    if own and not states and not metrics_file.exists():
+    names = (*OUTPUTS, *config.report_to)
+    found = [name for name in names if (folder / name).exists()]
+    # states of earlier versions have no mark
+    is_marked = (folder / MARK).is_file() or any((state / COMPLETE).is_file() for state in states)
+    if found and not is_marked:
         raise UserError(
-            f"output_dir: {folder} contains {', '.join(own)}, which the run would replace, but no {METRICS}, so they "
-            "are not an earlier run's; choose another --output_dir, or move them"
+            f"output_dir: {folder} contains {', '.join(found)}, which the run would replace, but no file {MARK}, which "
+            "marks the folder of a run; choose another --output_dir, or move them. If an earlier version of minivlmrl "
+            f"wrote them, mark the folder: touch {folder / MARK}"
         )
-    base = config.model.path if config.adapter.r and config.stages else None
-    if base and any(Path(base).resolve().is_relative_to((folder / name).resolve()) for name in ("checkpoint", BEST)):
-        raise UserError(
-            f"output_dir: the run would replace {base}, to which a resumed run adds its adapter; choose another "
-            "--output_dir"
-        )
+    for name in names:
+        target = (folder / name).resolve()
+        # states may lie on another disk, but not in another run
+        if (folder / name).is_symlink() and (name != STATES or (target.parent / RUN_CONFIG).is_file()):
+            raise UserError(
+                f"output_dir: {folder / name} is a link to {target}, and a run replaces no files outside its folder; "
+                "remove the link, or choose another --output_dir"
+            )
+    for option in (*MODELS, "adapter.path") if config.stages else ():
+        model = attrgetter(option)(config)
+        if model and any(Path(model).resolve().is_relative_to((folder / name).resolve()) for name in SAVED):
+            raise UserError(
+                f"output_dir: the run would replace {model}, which it reads as {option}, also after a resume; choose "
+                "another --output_dir"
+            )
     # a run without stages only evaluates, and must not overwrite metrics.jsonl of a training run
     results = [folder / SUMMARY] if config.stages else [folder / SUMMARY, metrics_file]
     has_results = any(file.exists() and file.stat().st_size > 0 for file in results)
@@ -72,6 +90,10 @@ def check_output_dir(config: RunConfig):
             f"output_dir: {folder} contains the results of an earlier run; use --resume=never to "
             "delete them and start again, or another --output_dir to keep them"
         )
+
+
+def mark_output_dir(config: RunConfig):
+    write_file(Path(config.output_dir, MARK), b"A run of minivlmrl may replace its files in this folder.\n")
 
 
 class Results:
@@ -105,7 +127,7 @@ class Results:
             rows = f"evaluated on {pluralize(len(self.held_out), 'row')}" if self.held_out else "not evaluated"
             # report.html shows config.yaml's first line
             text = f"# {self.config.recipe}; {rows}\n{to_yaml(self.config)}"
-            (self.folder / RUN_CONFIG).write_bytes(text.encode())
+            write_file(self.folder / RUN_CONFIG, text.encode())
 
     def measure(self, name: str, trainer: Trainer | None = None):
         """Evaluate before the first stage or after a stage, for summary.json."""

@@ -37,7 +37,7 @@ from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context
 from minivlmrl.files import file_inside
-from minivlmrl.json_files import json_text, parse_json
+from minivlmrl.json_files import json_text, parse_json, write_file
 from minivlmrl.rewards.columns import image_and_box_sizes
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.base import Sample, SampledBatch, Step, Trainer
@@ -122,9 +122,7 @@ class CompletionsLog:
             for name, content in images.items():
                 path = self.folder / name
                 path.parent.mkdir(exist_ok=True)
-                draft = path.with_suffix(".partial")  # a killed run must not leave incomplete images
-                draft.write_bytes(content)
-                draft.rename(path)
+                write_file(path, content)
             for line in lines:
                 self.write(line)
 

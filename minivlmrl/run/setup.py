@@ -34,6 +34,7 @@ from minivlmrl.run.callbacks import Callbacks
 from minivlmrl.run.datasets import columns_read, load_datasets
 from minivlmrl.run.metrics import find_tracker
 from minivlmrl.run.optimizer import check_optimizer
+from minivlmrl.run.same_ranks import check_same_files
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.offline import PairTrainer
@@ -68,6 +69,7 @@ def prepare(
         world,
         columns_read(config, trainers),
     )
+    check_same_files(config, datasets, world)
     processor = build_processor(config, datasets)
     datasets = filter_long_rows(config, datasets, processor, world)
     limit_epochs(config, datasets)

@@ -7,8 +7,9 @@ output_dir/states/000120/
     run.json                 TrainerState
     complete.json            checksums of the other files; written last
 
-Checkpoints need no completions, because they are saved only after a rollout's last optimizer step. Random states are
-not saved: generators are seeded from run seed and stage, step or row. Incomplete states are named *.partial.
+States need no completions, because they are saved only after a rollout's last optimizer step. Random states are not
+saved: generators are seeded from run seed and stage, step or row. Incomplete states are named *.partial, and states
+that could not be deleted *.removed.
 """
 
 import re
@@ -29,7 +30,7 @@ from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
 from minivlmrl.errors import UserError, error_context, error_phase, pluralize
-from minivlmrl.files import file_stamps, flush_file, unchanged
+from minivlmrl.files import file_stamps, flush_file, remove_folder, unchanged
 from minivlmrl.json_files import read_json, write_json
 from minivlmrl.model.plain_weights import plain_name, shared_base
 from minivlmrl.run.callbacks import Callbacks
@@ -66,14 +67,6 @@ def state_folders(folder: Path) -> list[Path]:
     return sorted(
         (path for path in folder.glob("*") if re.fullmatch(r"[0-9]{6,}", path.name)), key=lambda path: int(path.name)
     )
-
-
-def remove_state(folder: Path):
-    """Delete a state folder. If it is a symbolic link, delete only the link."""
-    if folder.is_symlink():
-        folder.unlink()
-    else:
-        shutil.rmtree(folder)
 
 
 def check_resume(config: RunConfig) -> list[Path]:
@@ -245,7 +238,7 @@ def save_state(folder: Path, state: TrainerState, trainer: Trainer, optimizer: O
         draft.rename(folder)
         flush_file(folder.parent)
         for old in state_folders(folder.parent)[:-NUM_KEPT_STATES]:
-            remove_state(old)
+            remove_folder(old)
 
     try:
         with error_phase("save"):

@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from pytest import approx
 
 from minivlmrl.extras.answers import evaluate as command
 from minivlmrl.rewards.text import accuracy, find_answer
+from minivlmrl.run.lock import open_locked
 
 SMALL = ("--sampling.max_new_tokens=5", "--num_threads=1")
 
@@ -40,6 +42,7 @@ def test_scoring_the_written_answers_again_gives_the_same_mean(evaluate, capsys)
 
 def test_an_interrupted_evaluation_leaves_no_summary_of_other_answers(evaluate, tmp_path, monkeypatch):
     evaluate()
+    evaluated = [(tmp_path / name).read_bytes() for name in ("out.jsonl", "out.summary.json")]
 
     def first_row_only(*arguments):
         yield next(parts(*arguments))
@@ -49,7 +52,8 @@ def test_an_interrupted_evaluation_leaves_no_summary_of_other_answers(evaluate, 
     monkeypatch.setattr(command, "generate_for_rows", first_row_only)
     with pytest.raises(KeyboardInterrupt):
         evaluate()
-    assert (tmp_path / "out.jsonl").is_file() and not (tmp_path / "out.summary.json").exists()
+    assert evaluated == [(tmp_path / name).read_bytes() for name in ("out.jsonl", "out.summary.json")]
+    assert evaluated[0].startswith((tmp_path / "out.jsonl.partial").read_bytes())
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
@@ -158,9 +162,40 @@ def test_a_recipe_that_was_found_automatically_cannot_run_code(evaluate, checkpo
     assert evaluate("--rows=1", f"--recipe={recipe}", model=model)[1][f"{evil}:f"] == 1.0
 
 
+def test_pass_at_k_and_the_means_of_a_column():
+    """Of 4 answers, 1 and 2 are right: of the 6 pairs, 3 and 5 have a right one."""
+    lines = []
+    for kind, rewards in (("shape", [1.0, 0.0, 0.0, 0.0]), ("color", [1.0, 0.0, 1.0, 0.0]), ("color", [None] * 4)):
+        lines.append({"kind": kind, "answers": [{"stopped": True, "rewards": {"accuracy": x}} for x in rewards]})
+    expected = {"cut": 0, "accuracy": 3 / 8, "accuracy pass@2": (3 / 6 + 5 / 6) / 2, "accuracy pass@4": 1}
+    assert command.summarize(lines, ["accuracy"]) == approx(expected)
+    by_kind = command.by_value(lines, ["accuracy"], "kind")
+    assert by_kind["kind=color rows"] == 2 and by_kind["kind=color accuracy"] == 0.5
+    assert by_kind["kind=shape accuracy pass@2"] == approx(3 / 6)
+    lines[0]["answers"][0]["rewards"]["accuracy"] = 0.5
+    assert command.summarize(lines, ["accuracy"]).keys() == {"cut", "accuracy"}, "not a share of right answers"
+
+
 def test_answers_are_written_next_to_the_model(checkpoint, rows, tmp_path, monkeypatch):
     """Answers in the working folder would be overwritten by the answers of the next model."""
     monkeypatch.chdir(tmp_path)
     model = shutil.copytree(checkpoint, tmp_path / "run" / "checkpoint")
-    command.generate_main(["--model", str(model), "--data", str(rows), "--rows=1", *SMALL])
-    assert (tmp_path / "run" / "generate.jsonl").is_file() and not (tmp_path / "generate.jsonl").exists()
+    given = ["--model", str(model), "--data", str(rows), "--rows=1", *SMALL]
+    with pytest.raises(ValueError, match=r"--by is kind, but the rows have no such column; .*solution"):
+        command.generate_main([*given, "--by=kind"])
+    command.main([*given, "--by=solution"])
+    assert any(
+        "solution=" in name for name in json.loads((tmp_path / "run" / "evaluate_rows.summary.json").read_text())
+    )
+    diary = tmp_path / "diary.txt"
+    diary.write_text("mine")
+    out = tmp_path / "run" / "generate_rows.jsonl"
+    for link in (out, out.with_suffix(".summary.json"), Path(f"{out}.partial")):  # in a folder that somebody sent
+        link.symlink_to(diary)
+    command.generate_main(given)
+    assert diary.read_text() == "mine" and len(out.read_text().splitlines()) == 1 and not out.is_symlink()
+    with (
+        open_locked(Path(f"{out}.partial"), ""),
+        pytest.raises(ValueError, match=f"another process is writing {out}; "),
+    ):
+        command.generate_main(given)

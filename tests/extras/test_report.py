@@ -142,7 +142,7 @@ def test_a_link_to_a_file_outside_the_run_is_refused(tmp_path, name):
 def test_a_page_does_not_write_through_a_link(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "precious").write_text("mine")
-    (tmp_path / "report.partial").symlink_to(tmp_path / "precious")
+    (tmp_path / "report.html.partial").symlink_to(tmp_path / "precious")
     report.write_page([tmp_path], tmp_path / "report.html")
     assert (tmp_path / "precious").read_text() == "mine" and not (tmp_path / "report.html").is_symlink()
 

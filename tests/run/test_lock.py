@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from minivlmrl.distributed.process_group import shutdown
-from minivlmrl.run.lock import locked
+from minivlmrl.run.lock import LOCK, locked
 from tests.helpers.children import fork_ranks
 from tests.helpers.stages import ONE
 
@@ -30,7 +30,7 @@ def test_hosts_must_share_output_dir(tmp_path):
     def begin(world, names):
         folder = tmp_path / names[world.rank]
         (folder / "run").mkdir(parents=True, exist_ok=True)
-        (folder / "run" / ".lock").touch()
+        (folder / "run" / LOCK).touch()
         os.chdir(folder)
         if len(set(names)) == 1:
             with locked("run", world):
@@ -43,7 +43,7 @@ def test_hosts_must_share_output_dir(tmp_path):
 
     for names in (["one", "two"], ["both", "both"]):
         assert fork_ranks(2, partial(begin, names=names), 300) == [0, 0]
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".lock"] * 3
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [LOCK] * 3
 
 
 @pytest.mark.parametrize("inside", ["", "/run", "/runs/1"])

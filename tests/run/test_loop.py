@@ -28,8 +28,8 @@ ROLLOUT |= {"completions/clipped_ratio"}
 def test_the_files_and_metrics_of_a_run(run, capsys):
     folder = run()
     assert sorted(path.name for path in folder.iterdir()) == [
-        ".lock", "checkpoint", "completions.jsonl", "config.yaml", "evaluations.jsonl", "images",
-        "metrics.jsonl", "report.html", "summary.json", "timings.jsonl", "warnings.jsonl",
+        ".minivlmrl", ".minivlmrl.lock", "checkpoint", "completions.jsonl", "config.yaml", "evaluations.jsonl",
+        "images", "metrics.jsonl", "report.html", "summary.json", "timings.jsonl", "warnings.jsonl",
     ]  # fmt: skip
     load_model(folder / "checkpoint")
     printed = capsys.readouterr().out

@@ -1,8 +1,10 @@
 """Test the files of metrics, and how metrics of micro-batches and ranks are merged."""
 
 import math
+import os
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -64,8 +66,9 @@ def test_the_line_of_a_step_that_an_error_left_out_is_added(tmp_path, capsys):
 
 
 def test_a_full_disk_is_told_once(tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"), open_log(tmp_path) as log:
+        with Path("/dev/full").open("ab", buffering=0) as full:
+            os.dup2(full.fileno(), log.files["metrics.jsonl"].fileno())
         begin(log, "sft", 1).step(0, {"loss": 1.0}, STEP)
     assert "closing failed" not in capsys.readouterr().err
 
@@ -131,7 +134,6 @@ def test_a_long_stage_prints_every_tenth_step_and_its_speed_once(tmp_path, capsy
 
 @pytest.mark.parametrize("kind", ["the same folder", "another folder"])
 def test_a_resumed_run_goes_on_after_what_was_written(tmp_path, capsys, kind):
-    """A run that resumes in its own folder cuts its file in place."""
     folder, other = tmp_path / "run", tmp_path / "other"
     folder.mkdir()
     other.mkdir()
@@ -141,7 +143,6 @@ def test_a_resumed_run_goes_on_after_what_was_written(tmp_path, capsys, kind):
     kept = {"num_log_lines": log.lines_to_keep(), "resumed": folder / "states" / "000001"}
     assert kept["num_log_lines"] == {METRICS: 1, TIMINGS: 1, EVALUATIONS: 0, WARNINGS: 0, COMPLETIONS: 0}
     log.step(1, {"loss": 9.0}, STEP)  # a resumed run makes this step again
-    before = (folder / METRICS).stat().st_ino
     again = other if kind == "another folder" else folder
     log = begin(open_log(again, **kept), "sft", 3, 1, seconds=1000.0)
     log.evaluation("sft", 1, {"eval/accuracy_greedy": 0.25, "eval/iou_greedy": 0.125}, 900.0)  # is no training time
@@ -150,7 +151,7 @@ def test_a_resumed_run_goes_on_after_what_was_written(tmp_path, capsys, kind):
     assert log.lines_to_keep()[METRICS] == 2
     assert [(line["step"], line["loss"]) for line in metrics(again)] == [(0, 1.0), (1, 2.0)]
     assert 100 <= metrics(again, "timings.jsonl")[1]["seconds"] <= log.end_stage() < 1000
-    assert len(metrics(folder)) == 2 and (folder / METRICS).stat().st_ino == before
+    assert len(metrics(folder)) == 2
     message = capsys.readouterr().out
     assert (
         "held-out, sft 1: accuracy_greedy=0.250 iou_greedy=0.125 (900.0 s)\n" in message and " has only " not in message

@@ -84,27 +84,48 @@ def test_a_finished_run_is_not_overwritten_by_default(run, plain):
     assert load_config(folder / "config.yaml").resume is None
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "completions.jsonl", "images", "tensorboard"])
+OWN = ["config.yaml", "metrics.jsonl", "images", "tensorboard", "checkpoint", "report.html", "states"]
+
+
+@pytest.mark.parametrize("name", OWN)
 def test_files_that_no_run_wrote_are_not_replaced(home, tmp_path, name):
     (tmp_path / name).mkdir()
     for resume in ("null", "never", "auto"):
         options = f"--output_dir={tmp_path}", f"--resume={resume}", "--report_to=[tensorboard]"
         config = load_config(home / "recipe.yaml", options)
-        with pytest.raises(ValueError, match=f"contains {name}, which the run would replace, but no metrics.jsonl"):
+        with pytest.raises(ValueError, match=f"contains {name}, which the run would replace, but no file .minivlmrl"):
             file.check_output_dir(config)
-    (tmp_path / "metrics.jsonl").touch()  # of a run that ended early
+    file.mark_output_dir(config)  # as a run does before its trackers create folders
     file.check_output_dir(config)
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_links_in_the_folder_of_a_run_are_refused(home, tmp_path, name):
+    """A folder that somebody sent may have links to files outside."""
+    run = tmp_path / "run"
+    outside = tmp_path / "other"
+    (outside / "states").mkdir(parents=True)
+    (outside / "config.yaml").touch()
+    config = load_config(home / "recipe.yaml", [f"--output_dir={run}", "--report_to=[tensorboard]", "--resume=never"])
+    run.mkdir()
+    file.mark_output_dir(config)
+    (run / name).symlink_to(outside / "states")
+    with pytest.raises(ValueError, match=f"/run/{name} is a link to {outside}/states, and a run replaces no files"):
+        file.check_output_dir(config)
+
+
 @pytest.mark.parametrize("name", ["checkpoint", "best/checkpoint"])
-def test_the_base_of_an_adapter_is_not_replaced(home, tmp_path, name):
-    """A resumed run loads the base again, because states have only the adapter."""
-    (tmp_path / "run" / name).mkdir(parents=True)
+def test_models_that_the_run_reads_are_not_replaced(home, tmp_path, name):
+    """A resumed run loads them again."""
+    folder = tmp_path / "run" / name
+    folder.mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "run")
-    options = [f"--output_dir={tmp_path / 'run'}", "--model.config=null", f"--model.path={tmp_path / 'link' / name}"]
-    file.check_output_dir(load_config(home / "recipe.yaml", options))
-    with pytest.raises(ValueError, match=f"output_dir: the run would replace {tmp_path}/.*{name}, to which a resumed"):
-        file.check_output_dir(load_config(home / "recipe.yaml", [*options, "--adapter.r=2"]))
+    options = [f"--output_dir={tmp_path / 'run'}", "--model.config=null"]
+    file.mark_output_dir(load_config(home / "recipe.yaml", options))
+    for option in ("model.path", "reference.path"):
+        config = load_config(home / "recipe.yaml", [*options, f"--{option}={tmp_path / 'link' / name}"])
+        with pytest.raises(ValueError, match=f"the run would replace {tmp_path}/.*{name}, which it reads as {option}"):
+            file.check_output_dir(config)
 
 
 METRICS = "eval/accuracy_sampled", "eval/accuracy_greedy", "eval/format_sampled"

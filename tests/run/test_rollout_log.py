@@ -84,7 +84,7 @@ def test_a_thought_opened_by_the_prompt_is_part_of_the_text(stage, published):
     lines = describe_group(one, samples, {})["completions"]
     assert [line["text"] for line in lines] == texts and "".join(t for t, _ in lines[0]["tokens"]) == texts[0]
     assert [line["tokens"][0] for line in lines] == [("<think>\n", None)] * 2
-    evaluated = evaluate.result_line(one.processor, [], row, group, [[], []])["answers"]
+    evaluated = evaluate.result_line(one.processor, [], None, row, group, [[], []])["answers"]
     assert [answer["text"] for answer in evaluated] == texts and evaluated[0]["answer"] == "green square"
 
 

@@ -26,7 +26,7 @@ from minivlmrl.extras.agents import tool_sampler
 from minivlmrl.generation import generate
 from minivlmrl.rewards.registry import REWARDS
 from minivlmrl.run import evaluate, loop, state_files, states
-from minivlmrl.run.lock import locked
+from minivlmrl.run.lock import LOCK, locked
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.recipe_changes import changes, fingerprints
 from minivlmrl.run.signals import PREEMPTED
@@ -255,7 +255,7 @@ REWARD_CALLS = []
 
 
 def fails_on_the_second_rank(completions, completion_ids, **columns):
-    """Raise on rank 1 in call FAILS_AT of the reward; the first call is the trial before training."""
+    """Raise on rank 1 in call FAILS_AT of the reward; the first two calls are trials before training."""
     REWARD_CALLS.append(1)
     if os.environ["RANK"] == "1" and os.environ["FAILS_AT"] == str(len(REWARD_CALLS)):
         raise KeyError("rank 1")
@@ -266,7 +266,7 @@ def test_a_reward_that_fails_on_one_rank(recipe, uninterrupted, tmp_path, monkey
     monkeypatch.setitem(REWARDS, "letters", fails_on_the_second_rank)
     monkeypatch.setenv("FAILS_AT", "never")
     expected = uninterrupted("--state_minutes=0", ranks=2)
-    monkeypatch.setenv("FAILS_AT", "3")
+    monkeypatch.setenv("FAILS_AT", "4")
     assert attempt(recipe, tmp_path, "--state_minutes=0", ranks=2) == [1, 1]
     assert capfd.readouterr().err.count("states/000004: continue with --resume=auto") >= 2
     assert (tmp_path / "states" / "000004" / "complete.json").is_file()
@@ -468,6 +468,26 @@ def test_a_state_may_be_a_link(recipe, finished, copy, tmp_path):
     assert (tmp_path / "000003" / "run.json").is_file()
 
 
+def test_states_that_cannot_be_deleted_are_named_and_never_used(recipe, finished, copy, capsys, monkeypatch):
+    """As on NFS while another process reads a file of the folder."""
+    remove = shutil.rmtree
+
+    def rmtree(path, *options, **named):
+        if ".removed" in str(path):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        remove(path, *options, **named)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    resume(recipe, copy, f"--resume={copy / 'states' / '000002'}")
+    monkeypatch.undo()
+    assert outcome(copy) == outcome(finished)
+    message = capsys.readouterr().err
+    assert "states/000003." in message and ".removed could not be deleted (" in message
+    # the next start deletes what stayed
+    resume(recipe, copy, "--resume=auto", "--grpo.max_steps=4", "--state_steps=1")
+    assert saved_states(copy) == ["000003", "000004"]
+
+
 @pytest.mark.parametrize("selected", ["auto", "FOLDER/states/000002"])
 def test_without_an_intact_state_nothing_is_resumed(recipe, copy, selected):
     before = (copy / "metrics.jsonl").read_bytes()
@@ -501,7 +521,7 @@ REFUSED = [  # options, restarts of torchrun, sentence
 def contents(folder):
     """Return {file: content} of a run, without the lock and the page, which every start writes."""
     files = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {str(name): path.read_bytes() for name, path in files.items() if name.name not in (".lock", "report.html")}
+    return {str(name): path.read_bytes() for name, path in files.items() if name.name not in (LOCK, "report.html")}
 
 
 @pytest.mark.parametrize(("options", "restarts", "sentence"), REFUSED)

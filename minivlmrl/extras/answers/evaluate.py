@@ -12,10 +12,12 @@ training.
 """
 
 import argparse
-import math
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
+from math import comb, isnan
 from pathlib import Path
 
 from minivlmrl.config.import_utils import recipes_folder
@@ -24,7 +26,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.config.types import Plain
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.rows import Row
+from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.distributed import process_group
 from minivlmrl.errors import UserError
 from minivlmrl.files import INFERENCE_CONFIG, RUN_CONFIG, file_to_write
@@ -35,7 +37,9 @@ from minivlmrl.rewards.registry import held_out_rewards, required_columns
 from minivlmrl.rewards.text import find_answer
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.evaluate import UNFILTERED, evaluation_sampling, generate_for_rows
+from minivlmrl.run.lock import drafted
 from minivlmrl.run.metrics import METRICS
+from minivlmrl.run.same_ranks import check_same_files, check_same_options
 from minivlmrl.run.setup import build_model
 
 
@@ -50,55 +54,72 @@ def build_parser(name: str) -> argparse.ArgumentParser:
     add("--recipe", help="recipe; defaults to config.yaml of the model's run, or to own_data.yaml")
     add("--model", required=True, help="folder of the model, or its repository id on the Hub")
     add("--data", required=True, help="file of rows, in the form that docs/data.md describes")
-    add("--out", help=f"results file; defaults to {name}.jsonl beside the model")
+    add("--out", help=f"results file; defaults to {name}_DATA.jsonl beside the model")
     add("--num_generations", type=int, default=1, help="number of answers per row; defaults to 1")
     add(
         "--temperature",
         type=float,
         help="sampling temperature; defaults to 0 for one answer per row, and to 1 for several",
     )
+    add("--by", metavar="COLUMN", help="also give the mean rewards for each value of this column")
     add("--rows", type=int, default=10**9, help="number of rows to answer; defaults to all")
     return parser
 
 
 def answer_file(tool: str, arguments: list[str]):
     options, overrides = build_parser(tool).parse_known_args(arguments)
+    out = results_file(tool, options)
     if options.num_generations < 1 or options.rows < 1:
         raise UserError(
             f"--num_generations is {options.num_generations} and --rows is {options.rows}, but both must be at least 1"
         )
     if options.temperature is None:
         options.temperature = 0.0 if options.num_generations == 1 else 1.0
-    model_folder = Path(options.model)
-    out_folder = model_folder.resolve().parent if model_folder.is_dir() else Path()
-    out = Path(options.out or out_folder / f"{tool}.jsonl")
-    if out.resolve() == Path(options.data).resolve():
-        raise UserError(f"--data is {out}, where the answers would be written; choose another name with --out")
     with_rewards = tool == "evaluate"
     config = evaluation_config(options, overrides, with_rewards)
     rewards = held_out_rewards(config) if with_rewards else []
     names = [reward.name for reward in rewards]
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
     rows = load_datasets(config, {}, (), required_columns(rewards), world)["eval"]
+    check_same_options(config, world)
+    check_same_files(config, {"evaluate": rows}, world)
+    check_column(options.by, rows)
     if world.is_main:
         print(f"recipe: {config.recipe}", flush=True)
         note_changes(options, config)
         file_to_write(out)
-    model, processor = build_model(config, world)
-    sample = make_sampler(model, processor, evaluation_sampling(config.sampling), world)
-    key = f"{config.seed}/evaluate"
-    describe = partial(result_line, processor, names)
     lines = []
-    for part in generate_for_rows(sample, rows, options.num_generations, rewards, key, describe):
-        if world.is_main:
-            if not lines:
-                summary_file(out).unlink(missing_ok=True)
-            with out.open("ab" if lines else "wb") as file:
+    with ExitStack() as closing:
+        busy = f"another process is writing {out}; wait until it ends, or choose another --out"
+        file = world.run_on_rank_zero(lambda: closing.enter_context(drafted(out, busy)), "open the results file")
+        model, processor = build_model(config, world)
+        sample = make_sampler(model, processor, evaluation_sampling(config.sampling), world)
+        key = f"{config.seed}/evaluate"
+        describe = partial(result_line, processor, names, options.by)
+        for part in generate_for_rows(sample, rows, options.num_generations, rewards, key, describe):
+            if file is not None:
                 file.writelines(f"{json_text(line)}\n".encode() for line in part)
-        lines += part
+                file.flush()  # if the command stops, the draft has the answers so far
+            lines += part
     if world.is_main:
-        write_summary({"rows": len(rows), **summarize(lines, names)}, out)
+        write_summary({"rows": len(rows), **summarize(lines, names), **by_value(lines, names, options.by)}, out)
     process_group.shutdown(world)
+
+
+def check_column(name: str | None, rows: Dataset):
+    known = rows[0].columns
+    if name not in (None, *known):
+        raise UserError(f"--by is {name}, but the rows have no such column; their columns are {', '.join(known)}")
+
+
+def results_file(tool: str, options: argparse.Namespace) -> Path:
+    """Return --out, by default a name with that of the data file, beside the model."""
+    model_folder = Path(options.model)
+    out_folder = model_folder.resolve().parent if model_folder.is_dir() else Path()
+    out = Path(options.out or out_folder / f"{tool}_{Path(options.data).stem}.jsonl")
+    if Path(options.data).resolve() in (out.resolve(), Path(f"{out}.partial").resolve()):
+        raise UserError(f"--data is {options.data}, where the answers would be written; choose another name with --out")
+    return out
 
 
 main = partial(answer_file, "evaluate")
@@ -169,12 +190,14 @@ def contains(recipe: Plain, options: Plain) -> bool:
     return isinstance(recipe, dict) and all(contains(recipe.get(name), value) for name, value in options.items())
 
 
-def result_line(processor: Processor, names: Sequence[str], row: Row, completions: list, rewards_of_row: list) -> dict:
+def result_line(
+    processor: Processor, names: Sequence[str], by: str | None, row: Row, completions: list, rewards_of_row: list
+) -> dict:
     answers = []
     for completion, values in zip(completions, rewards_of_row, strict=True):
         text = processor.decode_assistant_turn(completion)
         # a missing score is NaN, null in JSON
-        scored = [None if math.isnan(value) else value for value in values]
+        scored = [None if isnan(value) else value for value in values]
         answers.append(
             {
                 "text": text,
@@ -184,11 +207,16 @@ def result_line(processor: Processor, names: Sequence[str], row: Row, completion
                 "rewards": dict(zip(names, scored, strict=True)),
             }
         )
-    return {"row": row.index, "where": row.where, "solution": row.columns.get("solution"), "answers": answers}
+    line = {"row": row.index, "where": row.where, "solution": row.columns.get("solution"), "answers": answers}
+    return line if by is None else {by: row.columns[by], **line}
 
 
 def summarize(lines: list[dict], names: Sequence[str]) -> dict:
-    """Compute the fraction of truncated answers, and mean rewards over scored rows."""
+    """Compute the fraction of truncated answers, and mean rewards over scored rows.
+
+    For several answers per row and a reward that is 0 or 1, also pass@k: the probability that at least one of k answers
+    is right. With c right ones of n, it is 1 - C(n - c, k) / C(n, k), which is unbiased (arXiv 2107.03374).
+    """
     cut_flags = [not answer["stopped"] for line in lines for answer in line["answers"]]
     summary: dict[str, float | None] = {"cut": sum(cut_flags) / len(cut_flags)}
     for name in names:
@@ -196,7 +224,24 @@ def summarize(lines: list[dict], names: Sequence[str]) -> dict:
         scored = [[value for value in row if value is not None] for row in values]
         means = [sum(row) / len(row) for row in scored if row]
         summary[name] = sum(means) / len(means) if means else None
+        if {value for row in scored for value in row} <= {0.0, 1.0}:
+            num_answers = min(map(len, filter(None, scored)), default=0)
+            for k in [2**i for i in range(1, num_answers.bit_length())]:
+                passes = [1 - comb(row.count(0.0), k) / comb(len(row), k) for row in scored if row]
+                summary[f"{name} pass@{k}"] = sum(passes) / len(passes)
     return summary
+
+
+def by_value(lines: list[dict], names: Sequence[str], column: str | None) -> dict[str, float | int | None]:
+    """Return {"kind=count rows": 20, "kind=count accuracy": 0.7, ...} for the values of a column."""
+    groups = defaultdict(list)
+    for line in lines if column else ():
+        groups[f"{column}={line[column]}"].append(line)
+    means = {}
+    for value, group in sorted(groups.items()):
+        means[f"{value} rows"] = len(group)
+        means |= {f"{value} {name}": mean for name, mean in summarize(group, names).items() if name != "cut"}
+    return means
 
 
 def summary_file(out: Path) -> Path:
