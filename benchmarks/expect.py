@@ -32,7 +32,7 @@ FILE = "expected.json"
 # options that do not change results, except by rounding or chance
 FREE = {
     "seed", "num_threads", "output_dir", "resume", "state_minutes", "state_steps", "log_completions",
-    "best_metric", "report_to", "check_memory", "timeout", "eval_steps", "save_steps", "report_minutes",
+    "best_metric", "report_to", "check_memory", "timeout", "eval_steps", "save_steps",
 }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHORT = [
     f"--{stage}.{option}" for stage in ("sft", "dpo", "grpo", "ppo") for option in ("max_steps=2", "warmup_steps=1")
 ]
-SMALL = ["--data.eval_rows=4", "--num_threads=1", "--state_minutes=0", "--report_minutes=0", *SHORT]
+SMALL = ["--data.eval_rows=4", "--num_threads=1", "--state_minutes=0", *SHORT]
 FEW = [f"--{stage}.prompts_per_step=4" for stage in ("sft", "dpo", "grpo", "ppo")]
 ROWS = "ROWS"  # placeholder for a folder with two data files
 RUNS = {  # name: (processes, recipe, options)

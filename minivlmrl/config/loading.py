@@ -28,7 +28,6 @@ INFERENCE_OPTIONS = {
         "prompt_template",
         "system_prompt",
         "chat_template_kwargs",
-        "resize_backend",
         "min_pixels",
         "max_pixels",
         "image",

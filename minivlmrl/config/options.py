@@ -139,8 +139,6 @@ class RowOptions:
     # text of the last user turn; {problem} is replaced by the question. Leave {problem} out if rows have no question
     prompt_template: str = "{problem}"
     system_prompt: str | None = None  # system message; None uses the chat template's default
-    # image resizing library; transformers' fast image processors use torch. None: as in the model folder
-    resize_backend: Literal["pil", "torch"] | None = None
     # image size for rows without one, such as {resized_height: 384, resized_width: 384}; see ImageOptions
     image: Annotated[dict, ImageOptions] = field(default_factory=dict)
     # video options, such as {fps: 1}; options in a row take precedence; see VideoOptions
@@ -497,10 +495,6 @@ class RunConfig:
     # weights are always merged
     save: Literal["merged", "adapter"] = "merged"
     log_completions: Annotated[int, ">= 0"] = 10  # steps between entries in completions.jsonl; 0 logs no completions
-    # prompts per entry in completions.jsonl, from rank 0; None logs all prompts from all ranks
-    num_logged_prompts: Annotated[int, ">= 1"] | None = 4
-    # minutes between updates of report.html; 0 writes it only at the end
-    report_minutes: Annotated[float, "[0, inf)"] = 1.0
     # evaluation metric that selects the weights saved in best/, such as eval/accuracy_greedy
     best_metric: str | None = None
     # metric trackers, or your own function as file.py:name, which is called with (config, steps, closing) and returns a

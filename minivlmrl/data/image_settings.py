@@ -32,7 +32,7 @@ def torch_resize_frames(
     return look_up((gray_levels - mean * scale) / (std * scale), np.stack(resized))
 
 
-# {data.resize_backend: resize function}
+# {library: resize function}
 RESIZE = {"pil": resize_frames, "torch": torch_resize_frames}
 
 Mean = Annotated[float, "(-1e6, 1e6)"]

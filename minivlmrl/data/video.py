@@ -52,7 +52,7 @@ class Video:
     def patches(self, processor: ImageProcessor, **options: int) -> tuple[Tensor, Grid, float | list[float]]:
         """Resize frames, and split them into patches.
 
-        With data.resize_backend=torch, patches are bitwise equal to transformers' Qwen2VLVideoProcessor; with pil,
+        With `RESIZE["torch"]`, patches are bitwise equal to transformers' Qwen2VLVideoProcessor; with pil,
         frames are resized like images in transformers.
 
         Returns:

@@ -39,6 +39,7 @@ from minivlmrl.trainers.base import Step, Trainer
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
 FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # absolute folders, such as /home/ann/ in /home/ann/cat.jpg
+SECONDS = 60  # time between updates of the page
 POINTS = 500  # maximum points per curve and stage
 STEPS = 60  # maximum number of training steps to show completions from
 PROMPTS = 4  # maximum prompts shown per step
@@ -79,12 +80,11 @@ class Summary:
 
 
 class ReportPage(Callback):
-    """Write report.html every `report_minutes` minutes, and when training ends."""
+    """Write report.html once per minute, and when training ends."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.folder = Path(config.output_dir)
         self.is_main = log.world.is_main
-        self.seconds = 60 * config.report_minutes
         self.next_time = 0.0  # time.monotonic() of the next update
         self.refresh()
 
@@ -97,10 +97,10 @@ class ReportPage(Callback):
 
     def refresh(self):
         begin = clock()
-        if self.is_main and self.seconds and begin >= self.next_time:
-            self.write(self.seconds)
+        if self.is_main and begin >= self.next_time:
+            self.write(SECONDS)
             # page updates take at most 1 % of the training time
-            self.next_time = clock() + max(self.seconds, 100 * (clock() - begin))
+            self.next_time = clock() + max(SECONDS, 100 * (clock() - begin))
 
     def write(self, seconds: float = 0):
         """Write report.html; errors do not end the run."""

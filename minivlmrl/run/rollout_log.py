@@ -43,6 +43,7 @@ from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.base import Sample, SampledBatch, Step, Trainer
 
 COMPLETIONS, IMAGES = "completions.jsonl", "images"
+NUM_PROMPTS = 4  # prompts per logged step, of rank 0
 LONGEST_SIDE = 384  # maximum side of logged images, in pixels
 
 
@@ -85,7 +86,6 @@ class CompletionsLog:
         self.world = world
         self.write = write
         self.every = config.log_completions
-        self.num_prompts = config.num_logged_prompts
         if not self.every or not world.is_main:
             return
         images = self.folder / IMAGES
@@ -103,11 +103,10 @@ class CompletionsLog:
 
     def step(self, trainer: Trainer, step: Step, number: int):
         """Log completions for an optimizer step; all ranks must call this."""
-        is_main = self.world.is_main
-        num_prompts = self.num_prompts if is_main or self.num_prompts is None else 0
+        lines = groups(trainer, step, NUM_PROMPTS if self.world.is_main else 0)
         logged = []
         pictures = {}
-        for group, line in zip(step.groups, groups(trainer, step, num_prompts), strict=False):
+        for group, line in zip(step.groups, lines, strict=False):
             row = group[0].row
             for sample, described in zip(group, line["completions"], strict=True):
                 paths = described.get("pictures", ())
@@ -116,15 +115,13 @@ class CompletionsLog:
             images = [f"{IMAGES}/{trainer.stage}-{row.index}-{i}.webp" for i in range(len(row.images))]
             pictures.update(zip(images, row.images, strict=True))
             logged.append({"stage": trainer.stage, "step": number, **line, "images": images})
-        encoded = {path: encode_image(image) for path, image in pictures.items() if not (self.folder / path).is_file()}
-        parts = self.world.gather_objects((logged, encoded))
-        for lines, images in parts if is_main else ():
-            for name, content in images.items():
-                path = self.folder / name
+        for name, image in pictures.items():
+            path = self.folder / name
+            if not path.is_file():
                 path.parent.mkdir(exist_ok=True)
-                write_file(path, content)
-            for line in lines:
-                self.write(line)
+                write_file(path, encode_image(image))
+        for line in logged:
+            self.write(line)
 
 
 def folder_of_logs(output: Path, resumed: Path) -> Path:

@@ -13,7 +13,6 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.chat_template import with_values
 from minivlmrl.data.download import find_folder
 from minivlmrl.data.file_dataset import without_rows
-from minivlmrl.data.image_settings import RESIZE
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_sizes import long_rows
@@ -174,13 +173,10 @@ def build_weights(config: RunConfig, world: World, processor: Processor) -> Visi
 def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
     """Return a processor with options from `data`, and tools from the environment."""
     data = config.data
-    image_processor = replace(processor.image_processor, dtype=patch_dtype(config))
-    if data.resize_backend:
-        image_processor = replace(image_processor, resize=RESIZE[data.resize_backend])
     processor.tokenizer.files[INFERENCE_CONFIG] = inference_yaml(config).encode()
     processor = replace(
         processor,
-        image_processor=image_processor,
+        image_processor=replace(processor.image_processor, dtype=patch_dtype(config)),
         template=with_values(processor.template, data.chat_template_kwargs),
         answer_format=data.answer_format,
         box_space=data.box_space or processor.box_space,

@@ -144,7 +144,6 @@ OUTPUTS = [
     ("data.format", f"{__file__}:upper", OWN, METRICS),
     ("data.columns", "{solution: key}", ["own", *GRPO, "--rewards={letters: 1}"], "completions.jsonl"),
     ("data.image_root", "{home}/elsewhere", OWN, METRICS),
-    ("data.resize_backend", "torch", OWN, METRICS),
     ("data.image", "{resized_height: 28, resized_width: 28}", OWN, METRICS),
     ("eval_steps", 1, EVALUATED, "evaluations.jsonl"),
     ("data.eval_rows", 2, EVALUATED, "evaluations.jsonl"),
@@ -153,7 +152,6 @@ OUTPUTS = [
     ("data.eval_file", "{home}/other.jsonl", ["own", *EVALUATED], "evaluations.jsonl"),
     ("best_metric", "eval/loss", [*EVALUATED, "--eval_steps=1"], "best"),
     ("log_completions", 0, GRPO, "completions.jsonl"),
-    ("num_logged_prompts", 1, GRPO, "completions.jsonl"),
     ("save_steps", 1, SFT, "checkpoint"),
     ("state_steps", 1, SFT, "states"),
     ("state_minutes", 9, SFT, "states"),
@@ -164,7 +162,7 @@ OUTPUTS = [
 
 # options with tests of their own, because they need several processes, other hardware or more time
 ELSEWHERE = """
-output_dir num_threads save resume check_memory report_minutes timeout max_reward_seconds model.path model.save_dtype
+output_dir num_threads save resume check_memory timeout max_reward_seconds model.path model.save_dtype
 model.compute_dtype model.activation_checkpointing adapter.path data.max_prompt_tokens data.image_workers
 data.skip_unreadable sharding.enabled sharding.replicas sharding.cpu_offload sharding.once_per_step
 rollout.gather_weights sampling.max_batch_tokens sampling.cuda_graph sampling.environment sampling.history

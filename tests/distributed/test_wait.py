@@ -75,7 +75,8 @@ def slow(owner, name, rank, monkeypatch):
 def test_a_run_waits_for_slow_work_of_one_rank(home, lively, tmp_path, monkeypatch):
     """Rank 0 is slow in its tracker, its report page and its saves, and rank 1 is slow in loading rows."""
     options = ["--stages=[sft, grpo]", *(f"--{stage}.max_steps=2" for stage in ("sft", "grpo")), "--state_steps=1"]
-    options += ["--data.eval_rows=2", "--eval_steps=1", "--report_minutes=0.0001"]
+    options += ["--data.eval_rows=2", "--eval_steps=1"]
+    monkeypatch.setattr(report, "SECONDS", 0.01)
     (tmp_path / "my_tracker.py").write_text(TRACKER)
     options.append(f"--report_to=[{tmp_path}/my_tracker.py:tracker]")
     for owner, name in ((report, "write_page"), (state_files, "save_tensors"), (saving, "save_tensors")):

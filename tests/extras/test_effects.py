@@ -28,7 +28,6 @@ CASES = [
      [{}, ADAPTER | {"adapter.target": ["language", "vision"]}, ADAPTER | {"adapter.target": [".*"]}]),
     ("save_steps", 2, [SHORT], [{}]),
     ("best_metric", "eval/accuracy_greedy", [FILES, NOT_EVALUATED], [{}]),
-    ("num_logged_prompts", 3, [{"log_completions": 0}], [{}]),
     ("save", "adapter", [{}, ADAPTER],
      [ADAPTER | more for more in (SAVED, {"best_metric": "eval/accuracy_greedy"}, {"stages": ["sft", "grpo"]})]),
     *((f"adapter.{name}", value, [{}], [ADAPTER]) for name, value in {

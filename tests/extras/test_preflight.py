@@ -248,12 +248,12 @@ def test_options_without_effect_are_reported():
     assert grpo.endswith(": no effect, because `stages` does not include grpo")
     files = {"data.train_file": "a", "data.files": {"sft": "b", "dpo": "c"}, "data.task": None}
     scored = {"reward_model.path": "there", "rewards": {"reward_model": 1.0}}
-    logs = {"log_completions": 5, "num_logged_prompts": 1}
+    logs = {"log_completions": 5}
     files, grpo, *message = notes(*as_overrides(files | scored | logs), "--stages=[sft]")
     assert files == "data.files.dpo: no effect, because `stages` does not include dpo"
     assert message == [
         "data.train_file: no effect, because data.files has the rows of all stages",
-        "rewards, log_completions, num_logged_prompts: no effect, because no stage samples completions",
+        "rewards, log_completions: no effect, because no stage samples completions",
     ]
     evaluated = notes("--stages=[sft]", "--rewards={accuracy: 1.0}", "--log_completions=5")
     assert evaluated[-1] == "log_completions: no effect, because no stage samples completions"

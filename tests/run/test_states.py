@@ -289,9 +289,7 @@ ERRORS = {  # options, place, number of its call, state
     "a backward pass": (SFT, BACKWARD, 6, "000002"),
     "reading a row": (SFT, (Batches, "wait_for", {"before": out_of_memory}), 3, "000002"),
     "a tracker, after the update": (SFT, (MetricsLog, "track", {"before": fails}), 4, "000003"),
-    "a callback, after the update": (
-        [*SFT, "--report_minutes=1e-9"], (report.ReportPage, "on_step_end", {"before": fails}), 3, "000003",
-    ),
+    "a callback, after the update": (SFT, (report.ReportPage, "on_step_end", {"before": fails}), 3, "000003"),
     "the first backward pass of a rollout": (["--grpo.max_steps=8"], BACKWARD, 9, "000004"),
     "the first step of a stage": (["--stages=[sft, grpo]", "--sft.max_steps=2"], BACKWARD, 5, "000002"),
 }  # fmt: skip

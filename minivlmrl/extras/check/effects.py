@@ -43,8 +43,6 @@ def rules(config: RunConfig) -> list[tuple[str, str, object]]:
           for option, always in (("eval_steps", "a run evaluates"), ("save_steps", "weights are saved"))),
         ("data.image_root data.format data.columns data.skip_unreadable data.image data.video data.max_prompt_tokens",
          "data.task generates all rows, so no file is read", data.task),
-        ("num_logged_prompts", "completions are only logged if log_completions is above 0",
-         not config.log_completions),
         ("adapter.alpha adapter.dropout adapter.target adapter.quantize save",
          "there is no adapter unless adapter.r > 0", adapter.r == 0),
         ("model.freeze", "a base with adapters is frozen anyway, and these parts have no adapters",
@@ -155,7 +153,7 @@ def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[t
     if config.stages and data.files.keys() >= {*config.stage_names}:
         yield ["data.train_file", "data.train"], "data.files has the rows of all stages"
     if not any(trainer.samples_completions for trainer in trainers.values()):
-        options = ["log_completions", "num_logged_prompts", "rollout.max_logp_mismatch"]
+        options = ["log_completions", "rollout.max_logp_mismatch"]
         is_evaluated = data.eval_rewards is None and data.eval_rows and (data.eval_file or data.task)
         yield options if is_evaluated else ["rewards", *options], "no stage samples completions"
         options = [f"sampling.{name}" for name in ("engine", "vllm", "temperature", *UNFILTERED)]
