@@ -55,8 +55,13 @@ def noise(height: int, width: int) -> PIL.Image.Image:
     return PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8))
 
 
-def gradient(loss: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor | None:
-    return torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
+def gradients(result: torch.Tensor, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    """Return the gradient of a weighted sum of a result to tensors that it should reach, None where none arrives."""
+    found = [None] * len(leaves)
+    if result.requires_grad:
+        weights = torch.linspace(0.5, 1.5, result.numel()).view_as(result).to(result.dtype)
+        found = torch.autograd.grad((result * weights).sum(), [*leaves.values()], allow_unused=True, retain_graph=True)
+    return {f"the gradient to {name}": gradient for name, gradient in zip(leaves, found, strict=True)}
 
 
 @exercise(
@@ -73,6 +78,16 @@ def gradient(loss: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor | None:
         "you round to the nearest multiple when you shrink the image, so its area can exceed max_pixels again":
             ("np.floor", "np.round"),
         "a very thin image gets a side of 0; each side must be at least `factor`": ("maximum(factor", "maximum(0"),
+        "you return (width, height); the height comes first":
+            ("int(rounded[0]), int(rounded[1])", "int(rounded[1]), int(rounded[0])"),
+        "you test the area of the file; test the area of the rounded size": ("rounded.prod()", "height * width"),
+        "you round up to the first multiple; take the nearest": ("np.round(sides", "np.ceil(sides"),
+        "you round down to the first multiple; take the nearest": ("np.round(sides", "np.floor(sides"),
+        "you shrink the rounded size; shrink the size of the file": ("sides / shrink", "rounded / shrink"),
+        "you enlarge the rounded size; enlarge the size of the file": ("sides * grow", "rounded * grow"),
+        "an image that is too small stays small": ("elif rounded.prod() < min_pixels", "elif False"),
+        "an image that is too large stays large": ("rounded.prod() > max_pixels", "False"),
+        "shrink is inverted": ("sides / shrink", "sides * shrink"),
     },
 )  # fmt: skip
 def _(smart_resize):
@@ -101,6 +116,15 @@ def _(smart_resize):
         "the numbers of a patch begin with the frame; the color comes first": ("7, 0, 3, 6)", "0, 7, 3, 6)"),
         "the three colors of a pixel are neighbors; the color comes first": ("7, 0, 3, 6)", "0, 3, 6, 7)"),
         "you did not subtract MEAN": (" - MEAN", ""),
+        "you did not divide by STD": (" / STD", ""),
+        "you did not divide the pixels by 255": (" / 255", ""),
+        "you divide by STD before you subtract MEAN": (
+            "(pixels.astype(np.float32) - MEAN) / STD", "pixels.astype(np.float32) / STD - MEAN"
+        ),
+        "you return w before h": ("-1)), h, w", "-1)), w, h"),
+        "the rows and columns inside a patch are exchanged": ("0, 3, 6)", "0, 6, 3)"),
+        "the rows and columns of patches inside a block are exchanged": ("(1, 4, 2, 5,", "(1, 4, 5, 2,"),
+        "the rows and columns of blocks are exchanged": ("(1, 4, 2, 5,", "(4, 1, 2, 5,"),
         "you did not resize with BICUBIC": ("BICUBIC", "BILINEAR"),
     },
 )  # fmt: skip
@@ -128,6 +152,14 @@ def _(patchify):
         "your control tokens are text, which is split into several tokens; use tokenizer.token_to_id":
             ('[tokenizer.token_to_id(f"<|{name}|>")]', 'to_ids(tokenizer, f"<|{name}|>")'),
         "each image needs as many <|image_pad|> as it has tokens": (" * length", ""),
+        "the system message is missing":
+            ('start + to_ids(tokenizer, "system\\nYou are a helpful assistant.") + end', "[]"),
+        "the opening of the assistant's turn is missing": (' + start + to_ids(tokenizer, "assistant\\n")', ""),
+        "the line feed after `assistant` is missing": ('"assistant\\n"', '"assistant"'),
+        "the line feed after `user` is missing": ('f"user\\n{first}"', 'f"user{first}"'),
+        "<|vision_start|> is missing": ('        ids += control("vision_start")\n', ""),
+        "<|vision_end|> is missing": ('control("vision_end") + ', ""),
+        "the text after an image is missing": (' + to_ids(tokenizer, text)\n', "\n"),
         "without <image> in the question, the images come before it":
             ('"<image>" * len(image_lengths) + problem', 'problem + "<image>" * len(image_lengths)'),
     },
@@ -159,6 +191,16 @@ def _(render):
         "text resumes at the largest position of the image; it must resume one past it":
             ("max(rows, columns)", "max(rows, columns, 2) - 1"),
         "you exchanged rows and columns": ("rows, columns = next", "columns, rows = next"),
+        "text resumes after the rows of an image; it must resume after its longer side": ("max(rows, columns)", "rows"),
+        "text resumes after the columns of an image; it must resume after its longer side":
+            ("max(rows, columns)", "columns"),
+        "text resumes after the shorter side of an image; take the longer one": ("max(rows", "min(rows"),
+        "your result is (L, 3); the axes come first": ("torch.cat(pieces, 1)", "torch.cat(pieces, 1).T"),
+        "the axes are in the order row, column, time":
+            ("torch.cat(pieces, 1)", "torch.cat(pieces, 1).roll(-1, 0)"),
+        "time counts on inside an image; all its tokens have one time":
+            ("position + offsets.T", "position + offsets.T + torch.tensor([[1], [0], [0]]) * "
+             "torch.arange(rows * columns)"),
         "an image begins at position 0; it must begin where the text before it ended":
             ("(position + offsets", "(position * (rows * columns == 1) + offsets"),
     },
@@ -185,6 +227,17 @@ def _(mrope_positions):
         "your pairs are neighbors, as in the paper; here, x_i belongs to x_{i + D/2}":
             ("x.chunk(2, -1)", "x.unflatten(-1, (-1, 2)).unbind(-1)"),
         "you rotate in the other direction": ("b * sin, b * cos + a", "b * -sin, b * cos - a"),
+        "you exchanged cos and sin":
+            ("cos = angles.cos()\n    sin = angles.sin()", "sin, cos = angles.cos(), angles.sin()"),
+        "the second half needs a sin": ("b * cos + a * sin", "b * cos"),
+        "the first half needs - b sin": ("a * cos - b * sin", "a * cos"),
+        "both halves have a minus; the second one has a plus": ("b * cos + a * sin", "b * cos - a * sin"),
+        "both halves have a plus; the first one has a minus": ("a * cos - b * sin", "a * cos + b * sin"),
+        "the two halves of the result are exchanged":
+            ("[a * cos - b * sin, b * cos + a * sin]", "[b * cos + a * sin, a * cos - b * sin]"),
+        "your result has pairs of neighbors; put one half after the other":
+            ("torch.cat([a * cos - b * sin, b * cos + a * sin], -1)",
+             "torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)"),
         "you convert the angles before cos and sin; convert the results": (
             "a, b", "angles = angles.to(x.dtype)\n    a, b"
         ),
@@ -194,7 +247,9 @@ def _(rotate):
     """Rotate pairs of x. The angles are float32, and the result has the dtype of x."""
     angles = torch.tensor([[0.0, 0.0], [1.0, 0.1], [100.3, 10.03]])
     yield "x = 1, 2, 3, 4 at angles of 1 and 0.1", rotate(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), angles[1:2])
-    yield "random x (2, 3, 4)", rotate(torch.randn(2, 3, 4), angles)
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    rotated = rotate(x, angles)
+    yield "random x (2, 3, 4)", {"the result": rotated, **gradients(rotated, {"x": x})}
     yield "random x (2, 3, 4) in bfloat16", rotate(torch.randn(2, 3, 4).bfloat16(), angles)
 
 
@@ -213,6 +268,14 @@ def _(rotate):
         "the side of your windows is in merged tokens; here it is in patches": ("// merge * merge", "// merge"),
         "your angles begin with the column; the row comes first": ("(places[..., N", "(places.flip(1)[..., N"),
         "the norm of the merger is missing": ('self.merger["ln_q"](x)', "x"),
+        "you exchanged the blocks with windows and the others": ("i in self.config", "i not in self.config"),
+        "a patch sees all windows in its row and column; both must be equal":
+            ("(windows[:, None] == windows).all(-1)", "(windows[:, None] == windows).any(-1)"),
+        "your windows have one row of patches; compare both places": (").all(-1)  # (P, P)", ")[..., 0]"),
+        "True in a mask means that a patch is seen": ("else same_window", "else ~same_window"),
+        "the frequencies need theta 10000": ("10000.0", "1000000.0"),
+        "the blocks get no gradient, because you detached their result":
+            ('self.merger["ln_q"](x)', 'self.merger["ln_q"](x.detach())'),
     },
 )  # fmt: skip
 def _(Vision):
@@ -229,7 +292,8 @@ def _(Vision):
     tower = Vision(config)
     for name, h, w in (("one window", 4, 4), ("2 x 2 windows", 8, 8), ("windows cut off at the edges", 6, 10)):
         tokens = tower(torch.randn(h * w, 3 * 2 * 7 * 7), h, w)
-        yield f"{h} x {w} patches, {name}", {"tokens": tokens.detach()}
+        reached = gradients(tokens, dict(tower.named_parameters()))
+        yield f"{h} x {w} patches, {name}", {"tokens": tokens.detach(), **reached}
 
 
 @exercise(
@@ -249,6 +313,19 @@ def _(Vision):
         "attention must add its result to x": ("x = x + self.self_attn", "x = self.self_attn"),
         "the MLP must add its result to x": ("x = x + self.mlp", "x = self.mlp"),
         "the norm before attention is missing": ("self.input_layernorm(x)", "x"),
+        "the norm before the MLP is missing": ("self.post_attention_layernorm(x)", "x"),
+        "you exchanged the two norms": ("self.input_layernorm(x)", "self.post_attention_layernorm(x)"),
+        "the queries are not rotated": ('"q_proj", normed), angles)', '"q_proj", normed), 0 * angles)'),
+        "the values come from x before the norm": ('"v_proj", normed', '"v_proj", x'),
+        "add the result of attention to x, not to its norm": ("x = x + self.self_attn", "x = normed + self.self_attn"),
+        "the past comes before the new keys": (
+            "[past_k.expand(len(x), -1, -1, -1), k]", "[k, past_k.expand(len(x), -1, -1, -1)]"
+        ),
+        "return keys and values before they are repeated": ("x, (k, v)", "x, (shared_k, shared_v)"),
+        "return also the keys and values of the past":
+            ("x, (k, v)", "x, (k[:, :, -x.shape[1]:], v[:, :, -x.shape[1]:])"),
+        "the past is detached, so the prompt learns nothing":
+            ("past_k, past_v = past", "past_k, past_v = past[0].detach(), past[1].detach()"),
     },
 )  # fmt: skip
 def _(Layer):
@@ -260,15 +337,20 @@ def _(Layer):
     """
     layer = Layer(minimal.DECODER)
     angles = torch.randn(5, 16)
-    past = torch.randn(2, 1, 2, 5, 32).unbind()
+    past = torch.randn(1, 2, 5, 32, requires_grad=True), torch.randn(1, 2, 5, 32, requires_grad=True)
     mask = torch.ones(7, 7, dtype=torch.bool).tril()
     calls = {
-        "a prompt of 5 tokens": (torch.randn(1, 5, 128), angles, mask[:5, :5], None),
-        "3 completions of 2 tokens after a prompt of 5": (torch.randn(3, 2, 128), angles[:2], mask[5:], past),
-    }
-    for description, arguments in calls.items():
-        states, (keys, values) = layer(*arguments)
-        yield description, {"keys": keys.detach(), "values": values.detach(), "states": states.detach()}
+        "a prompt of 5 tokens": (torch.randn(1, 5, 128, requires_grad=True), angles, mask[:5, :5], None),
+        "3 completions of 2 tokens after a prompt of 5":
+            (torch.randn(3, 2, 128, requires_grad=True), angles[:2], mask[5:], past),
+    }  # fmt: skip
+    for description, (x, *arguments) in calls.items():
+        states, (keys, values) = layer(x, *arguments)
+        leaves = {"x": x, **dict(layer.named_parameters())}
+        if arguments[-1]:
+            leaves |= {"the keys of the past": past[0], "the values of the past": past[1]}
+        answer = {"keys": keys.detach(), "values": values.detach(), "states": states.detach()}
+        yield description, answer | gradients(states, leaves)
 
 
 class Chain:
@@ -287,7 +369,8 @@ class Chain:
         self.lm_head = torch.nn.Identity()
 
     def __call__(self, ids, positions, cache=None, images=()):
-        self.calls.append(f"{tuple(ids.shape)} ids at the positions {positions.tolist()}")
+        given = f"{len(images)} images and {'a' if cache else 'no'} cache"
+        self.calls.append(f"{tuple(ids.shape)} ids at the positions {positions.tolist()}, {given}")
         return self.NEXT[ids].log(), "cache"
 
 
@@ -308,6 +391,14 @@ class Chain:
         "you count positions from the number of tokens; count from the prompt's largest position":
             ("prompt.positions.max() + 1 + t", "torch.tensor(len(prompt.ids) + t)"),
         "your first token is at the last position of the prompt; it must be one past it": ("+ 1 + t", "+ t"),
+        "all your tokens have one position; count on": ("+ 1 + t", "+ 1"),
+        "the prompt needs its images": (", images=prompt.images", ""),
+        "later tokens need the cache": (".expand(3, 1), cache)", ".expand(3, 1))"),
+        "your mask is True everywhere": ("mask.append(goes_on)", "mask.append(torch.ones_like(goes_on))"),
+        "you go on after all completions have ended": ("if not goes_on.any()", "if False"),
+        "you stop when one completion has ended; wait for all": ("if not goes_on.any()", "if not goes_on.all()"),
+        "the first state predicts the second token of the prompt; take the last state":
+            ("states[:, -1]", "states[:, 0]"),
     },
 )  # fmt: skip
 def _(sample):
@@ -317,7 +408,7 @@ def _(sample):
     ended or have max_new_tokens. <|im_end|> and <|endoftext|> end a completion. Return ids and mask, both (G, T).
     """
     positions = torch.tensor([0, 1, 1, 1, 2]).expand(3, -1)
-    prompt = minimal.Prompt(torch.tensor([1, 1, 1, 1, 0]), positions, [])
+    prompt = minimal.Prompt(torch.tensor([1, 1, 1, 1, 0]), positions, ["an image"])
     for most in (5, 2):
         model = Chain()
         ids, mask = sample(model, prompt, 2000, most)
@@ -347,6 +438,15 @@ def _(sample):
         "the completions do not see the prompt; use its cache": (".expand(3, T), cache)", ".expand(3, T))"),
         "your values are probabilities; the logarithm is missing": ("log_softmax", "softmax"),
         "the softmax runs over the tokens; use the last axis, the vocabulary": ("log_softmax(-1)", "log_softmax(1)"),
+        "your values are logits; the log_softmax is missing": (".log_softmax(-1)", ""),
+        "the prompt needs its images": (", images=prompt.images", ""),
+        "all your tokens have one position; count on":
+            ("torch.arange(T, device=completions.device)", "torch.zeros(T, dtype=torch.long)"),
+        "the prompt runs without gradient, so the model learns nothing from images and questions":
+            ("states, cache = model(prompt.ids[None], prompt.positions, images=prompt.images)",
+             "with torch.no_grad():\n            states, cache = model(prompt.ids[None], prompt.positions, "
+             "images=prompt.images)"),
+        "the first prompt state predicts the prompt's second token; take the last": ("states[:, -1:]", "states[:, :1]"),
     },
 )  # fmt: skip
 def _(log_probabilities):
@@ -356,8 +456,8 @@ def _(log_probabilities):
     for images in ([], [noise(28, 56)]):
         prompt = minimal.make_prompt(model, {"images": images, "problem": "What is it?"})
         logps = log_probabilities(model, prompt, completions)
-        slope = gradient(logps.sum(), model.lm_head.weight)
-        answer = {"log-probabilities": logps.detach(), "gradient of their sum": slope}
+        leaves = {name: weight for name, weight in model.named_parameters() if images or "visual" not in name}
+        answer = {"log-probabilities": logps.detach(), **gradients(logps, leaves)}
         yield f"2 completions of a prompt with {len(images)} images", answer
 
 
@@ -373,6 +473,17 @@ def _(log_probabilities):
             ("True) + ", "True, correction=0) + "),
         "1e-4 is missing, so groups with tiny differences get advantages as large as other groups": (" + 1e-4", ""),
         "you divide by the variance; the square root is missing": ("groups.std(", "groups.var("),
+        "1e-4 belongs to the standard deviation, not to the variance":
+            ("(groups.std(1, keepdim=True) + 1e-4)", "(groups.var(1, keepdim=True) + 1e-4).sqrt()"),
+        "1e-4 has another value in your function": ("+ 1e-4", "+ 1e-8"),
+        "the division by the standard deviation is missing": (" / (groups.std(1, keepdim=True) + 1e-4)", ""),
+        "you divide by the sum of squares; the standard deviation is a mean":
+            ("groups.std(1, keepdim=True)", "centered.square().sum(1, keepdim=True).sqrt()"),
+        "your mean is that of all groups": ("groups.mean(1, keepdim=True)", "groups.mean()"),
+        "your standard deviation is that of all groups": ("groups.std(1, keepdim=True)", "groups.std()"),
+        "the completions of a group are neighbors; view(-1, num_generations)":
+            ("rewards.view(-1, num_generations)", "rewards.view(num_generations, -1).T"),
+        "you subtract the largest reward instead of the mean": ("groups.mean(1, keepdim=True)", "0"),
         "your advantages have the wrong sign; subtract the mean from the reward":
             ("centered / (", "-centered / ("),
         "you subtract the mean of the other completions, which is RLOO; the mean includes the completion itself":
@@ -400,11 +511,24 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
     """
     The ratio is the exponential of a difference of log-probabilities. advantages[:, None] is one column, which all
     tokens of a completion share. A loss is minimized, so the objective gets a minus, and the KL, which is a cost, a
-    plus. Multiply by the mask before you add up, and divide by the number of tokens of each completion.
+    plus. Multiply by the mask before you add up, and divide by the number of tokens of each completion. The old
+    log-probabilities are constants: without detach, the ratio of a policy to itself has no gradient.
     """,
     {
         "the ratio is inverted; divide the current probability by the old one":
             ("(per_token_logps - old_per_token_logps)", "(old_per_token_logps - per_token_logps)"),
+        "you did not detach old_per_token_logps, so the ratio is 1 without a gradient":
+            ("old_per_token_logps = per_token_logps.detach()", "old_per_token_logps = per_token_logps"),
+        "the exponential is missing; a difference of logarithms is no ratio":
+            ("(per_token_logps - old_per_token_logps).exp()", "(per_token_logps - old_per_token_logps)"),
+        "the KL is not multiplied by the ratio, so it has the gradient of KL(pi_ref || pi)": ("beta * ratio", "beta"),
+        "the ratio of the KL is detached, so it has the gradient of KL(pi_ref || pi)":
+            ("beta * ratio", "beta * ratio.detach()"),
+        "the upper limit is 1 + epsilon_high": ("1 + epsilon_high", "1 + epsilon_low"),
+        "the lower limit is 1 - epsilon_low": ("1 - epsilon_low", "1 - epsilon_high"),
+        "divide by the number of tokens of each completion": ("(loss * mask).sum(1) / lengths", "(loss * mask).sum(1)"),
+        "add up the completions, then divide by their number": ("per_completion.mean()", "per_completion.sum()"),
+        "beta is missing": ("beta * ratio", "ratio"),
         "the ratio is not clipped": ("ratio.clamp(1 - epsilon_low, 1 + epsilon_high)", "ratio"),
         "you take the larger of the two terms; take the smaller one, which limits the update": ("h.min", "h.max"),
         "you clip without the minimum, so a token that moved in the wrong direction has no gradient to come back":
@@ -428,7 +552,7 @@ def _(grpo_loss):
     """
     Compute the loss of one group. The log-probabilities and the mask are (G, T), the advantages (G,).
     old_per_token_logps is None if the policy itself has sampled, and ref_per_token_logps is None if beta is 0. The KL
-    is estimated by k3: pi_ref / pi - log(pi_ref / pi) - 1.
+    is estimated by k3, pi_ref / pi - log(pi_ref / pi) - 1, times the ratio.
     """
     old = LOGPS.detach() + torch.tensor([[0.1, -0.3, 0.4], [0.4, -0.3, 3.0]])
     ref = LOGPS.detach() + torch.tensor([[-0.2, 0.5, 0.1], [0.3, -0.4, -1.0]])
@@ -443,7 +567,7 @@ def _(grpo_loss):
     }
     for description, (old_per_token_logps, mask, options) in calls.items():
         loss = grpo_loss(LOGPS, advantages, mask, old_per_token_logps=old_per_token_logps, **options)
-        yield description, {"the loss": loss.detach(), "the gradient": gradient(loss, LOGPS)}
+        yield description, {"the loss": loss.detach(), **gradients(loss, {"per_token_logps": LOGPS})}
 
 
 @exercise(
@@ -460,6 +584,15 @@ def _(grpo_loss):
         "the reference is missing": ("(per_token_logps - ref_per_token_logps)", "per_token_logps"),
         "you exchanged the chosen and the rejected answer": ("(chosen - rejected)", "(rejected - chosen)"),
         "beta is missing": ("beta * ", ""),
+        "divide by nothing: beta is a factor": ("beta * (chosen - rejected)", "(chosen - rejected) / beta"),
+        "your loss has the wrong sign": ("-F.logsigmoid", "F.logsigmoid"),
+        "the logarithm of the sigmoid is missing": ("F.logsigmoid(", "torch.sigmoid("),
+        "take the mean of the pairs, not their sum": (".mean()", ".sum()"),
+        "the ratio is inverted; divide the policy by the reference":
+            ("(per_token_logps - ref_per_token_logps)", "(ref_per_token_logps - per_token_logps)"),
+        "the rejected answer is missing": ("chosen - rejected", "chosen"),
+        "the policy is detached, so the loss has no gradient":
+            ("(per_token_logps - ref", "(per_token_logps.detach() - ref"),
     },
 )  # fmt: skip
 def _(dpo_loss):
@@ -476,5 +609,7 @@ def _(dpo_loss):
     }
     for description, (reference, mask, *beta) in calls.items():
         options = {"beta": beta[0]} if beta else {}
-        loss = dpo_loss(LOGPS[None], mask[None], ref_per_token_logps=reference[None], **options)
-        yield description, {"the loss": loss.detach(), "the gradient": gradient(loss, LOGPS)}
+        pairs = torch.stack([LOGPS, 2 * LOGPS.flip(1)])
+        masks = torch.stack([mask, mask.flip(1)])
+        loss = dpo_loss(pairs, masks, ref_per_token_logps=torch.stack([reference, reference.flip(1)]), **options)
+        yield description, {"the loss": loss.detach(), **gradients(loss, {"per_token_logps": LOGPS})}
