@@ -220,6 +220,8 @@ def resolve_engine(sampling: SamplingOptions) -> tuple[type[Sampler], Callable[.
     """Return the sampler class for sampling.engine, and the class with the options of the recipe bound."""
     with error_context(f"sampling.engine {sampling.engine}"):
         kind, options = resolve_object("engine", sampling.engine, ENGINES)
-        for name in options.keys() & parameters_of(Sampler).keys():
-            raise UserError(f"{name} is not an option of the engine, because the trainer sets it")
+        own = [p.name for p in parameters_of(kind).values() if p.default is not p.empty]
+        own = [name for name in own if name not in parameters_of(Sampler)]  # the trainer sets the others
+        for name in options.keys() - own:
+            raise UserError(f"the engine has no option {name!r}; its options are: {', '.join(own) or 'none'}")
         return kind, with_options(kind, options)

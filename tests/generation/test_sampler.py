@@ -185,7 +185,7 @@ def test_a_custom_engine_samples_rollouts(stage, engine_file):
 
 @pytest.mark.parametrize(("engine", "options", "expected"), [
     ("Counting", ["--sampling.top_k=9"], "no top_k of 9"),
-    ("Counting(a=1)", [], r"^sampling\.engine .*: an engine has no options; remove the parentheses"),
+    ("Counting(a=1)", [], r"^sampling\.engine .*: the engine has no option 'a'; its options are: none"),
     ("Counting", ["--sampling.environment=recipes/zoom.py:Zoom"], "it must be native with an environment"),
     ("Even", [], r"lists of \[2, 4, 3, 3\] completions, but it must return 3 for each of the 4 prompts"),
     ("NotFinite", [], "sampling.engine returned log-probabilities that are NaN or infinite"),

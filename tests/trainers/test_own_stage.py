@@ -201,8 +201,8 @@ def test_an_engine_takes_options_and_is_told_the_step(stage, tmp_path):
     run = stage("grpo", f"{engine}(strength=0.5)", "--grpo.steps_per_generation=2")
     run.go(4)
     assert (run.trainer.sampler.strength, run.trainer.sampler.steps) == (0.5, [0, 2])
-    for options, message in (("stength=1", "there is no option 'stength'; the options are: strength"),
-                             ("world=1", "world is not an option of the engine")):  # fmt: skip
+    for options, message in (("stength=1", "the engine has no option 'stength'; its options are: strength"),
+                             ("world=1", "the engine has no option 'world'")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             stage("grpo", f"{engine}({options})")
 

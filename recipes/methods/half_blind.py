@@ -1,0 +1,45 @@
+"""The built-in shapes with a hint in the question, which is right half the time: half can be answered blind.
+
+problem: "Perhaps a red square. What is it?"    solution: "blue triangle"
+"""
+
+import random
+from dataclasses import dataclass
+
+from minivlmrl.data.messages import conversation
+from minivlmrl.data.tokenizer import train_tokenizer
+from minivlmrl.tasks import shapes
+from minivlmrl.tasks.registry import FRESH_ROWS, Task
+
+RIGHT = 0.5  # fraction of rows whose hint is the solution
+
+
+@dataclass
+class HalfBlind(shapes.Shapes):
+    """Shapes with a hint in the question."""
+
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        rng = random.Random(f"hint/{self.seed}/{index}")
+        solution = row.columns["solution"]
+        others = [label for label in shapes.LABELS if label != solution]
+        problem = f"Perhaps a {solution if rng.random() < RIGHT else rng.choice(others)}. {shapes.PROBLEM}"
+        row.messages = conversation(problem, {"image": 1}, self.prompt_template, self.system_prompt)
+        row.columns["problem"] = problem
+        return row
+
+
+def tokenizer():
+    texts = [f"user\nPerhaps a {label}. {shapes.PROBLEM}" for label in shapes.LABELS]
+    texts += ["system\nYou are a helpful assistant.", "assistant\n", *map(shapes.tagged_answer, shapes.LABELS)]
+    return train_tokenizer(texts, vocab_size=512)
+
+
+def datasets(data, seed):
+    demonstrations = HalfBlind(96, f"{seed}/sft", wrong_labels=0.5)
+    return {"demonstrations": demonstrations, "prompts": HalfBlind(FRESH_ROWS, f"{seed}/grpo")}, HalfBlind(
+        data.eval_rows, "eval"
+    )
+
+
+TASK = Task(datasets, tokenizer, RIGHT)
