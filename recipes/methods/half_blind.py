@@ -23,9 +23,11 @@ class HalfBlind(shapes.Shapes):
         rng = random.Random(f"hint/{self.seed}/{index}")
         solution = row.columns["solution"]
         others = [label for label in shapes.LABELS if label != solution]
-        problem = f"Perhaps a {solution if rng.random() < RIGHT else rng.choice(others)}. {shapes.PROBLEM}"
+        hint = solution if rng.random() < RIGHT else rng.choice(others)
+        problem = f"Perhaps a {hint}. {shapes.PROBLEM}"
         row.messages = conversation(problem, {"image": 1}, self.prompt_template, self.system_prompt)
         row.columns["problem"] = problem
+        row.completion = shapes.tagged_answer(rng.choice([hint, solution]))  # SFT learns to look and to repeat the hint
         return row
 
 
@@ -36,7 +38,7 @@ def tokenizer():
 
 
 def datasets(data, seed):
-    demonstrations = HalfBlind(96, f"{seed}/sft", wrong_labels=0.5)
+    demonstrations = HalfBlind(96, f"{seed}/sft")
     return {"demonstrations": demonstrations, "prompts": HalfBlind(FRESH_ROWS, f"{seed}/grpo")}, HalfBlind(
         data.eval_rows, "eval"
     )
