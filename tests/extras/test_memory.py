@@ -12,10 +12,8 @@ import torch
 
 from minivlmrl.__main__ import main as start
 from minivlmrl.config.loading import load_config
-from minivlmrl.data.row_sizes import RowSize
-from minivlmrl.extras.memory.command import find_gpu, least_seconds, main
+from minivlmrl.extras.memory.command import find_gpu, main
 from minivlmrl.extras.memory.estimate import GB, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
-from minivlmrl.extras.memory.flops import find_card
 from minivlmrl.model import config_json
 from minivlmrl.model.build import read_sizes
 from tests.helpers import tiny
@@ -95,8 +93,7 @@ def test_the_command(tmp_path, capsys):
     assert "| weights | 0.0 | 0.0 |" in shown and "| total | 3.0 (too much) | 3.0 (too much) |" in shown
     start(["memory", "--model", str(tmp_path / "config.json"), "--gpu_memory", "RTX 4090", *small])
     shown = capsys.readouterr().out
-    assert "1 GPU of 24 GB" in shown and re.search(r"at least \S+ s for each step \(rollout .*, train .*, optim", shown)
-    assert re.search(r"disk: \S+ GB of weights are downloaded to HF_HOME, about 6 GB of wheels", shown)
+    assert "1 GPU of 24 GB" in shown
     start(["memory", "--model", str(file), "--data.train_file=none.jsonl", "--sampling.max_new_tokens=8"])
     shown = capsys.readouterr().out
     assert "The rows were not read, because none.jsonl, data.eval_file or tokenizer.json" in shown
@@ -105,48 +102,27 @@ def test_the_command(tmp_path, capsys):
         main(["--gpus=0"])
 
 
-@pytest.mark.parametrize(("text", "size", "flops"), [
-    ("10.5", 10.5, None), ("NVIDIA A100-SXM4-40GB", 40, 3.12e14), ("NVIDIA H100 80GB HBM3", 80, 9.89e14),
-    ("NVIDIA H100 PCIe", 80, 7.56e14), ("NVIDIA A10G", 24, 7.0e13), ("4060 Ti", 16, 4.41e13),
-    ("NVIDIA GeForce RTX 4070 Ti SUPER", 16, 8.82e13), ("NVIDIA GeForce RTX 4090 Laptop GPU", 16, 8.6e13),
-    ("NVIDIA RTX 6000 Ada Generation", 48, 3.64e14), ("Tesla V100-SXM2-32GB", 32, 1.57e13),
+@pytest.mark.parametrize(("text", "size"), [
+    ("10.5", 10.5), ("NVIDIA A100-SXM4-40GB", 40), ("NVIDIA A100-SXM4-80GB", 80), ("NVIDIA H100 PCIe", 80),
+    ("NVIDIA A10G", 24), ("4060 Ti", 16), ("NVIDIA GeForce RTX 4070 Ti SUPER", 16),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 16), ("NVIDIA RTX 6000 Ada Generation", 48),
 ])  # fmt: skip
-def test_a_card_or_size_is_known(text, size, flops):
-    found, card = find_gpu(text)
-    assert (found, card and card.flops) == (size * GB, flops)
+def test_a_card_or_size_is_known(text, size):
+    assert find_gpu(text) == (size, False)
+    assert find_gpu("Tesla V100-SXM2-32GB") == (32, True) and find_gpu("T4") == (16, True)
 
 
 def test_auto_is_what_is_free_on_the_card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (15 * GB, 16 * GB))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    assert find_gpu("auto") == (15 * GB, find_card("T4"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert find_gpu("auto") == (15, True)
 
 
 @pytest.mark.parametrize("text", ["2080", "nan", "-8", "RTX 3060 Ti", "RTX 4080 Laptop GPU", "Quadro RTX 6000"])
 def test_a_card_that_is_not_known_is_no_size(text):
     with pytest.raises(ValueError, match=f"--gpu_memory is '{text}', but it must be a number of GB, auto or one"):
         find_gpu(text)
-
-
-def test_the_least_seconds_of_a_step_by_hand():
-    """A 3B samples 64 completions of 8 prompts on an H200, which has 989 TFLOP/s and 4.8 TB/s.
-
-    Matrices have 2.77e9 values in the decoder, .31e9 in the head, and .63e9 in the vision tower. A prompt has 1,056
-    tokens and 4,096 patches, and a completion has 256 tokens.
-    """
-    options = [*BFLOAT16, "--grpo.prompts_per_step=8", "--grpo.beta=0"]
-    estimator = estimator_for("Qwen2.5-VL-3B")
-    question = MemoryQuestion(load_config("own_data.yaml", options), "grpo", estimator, 1, [RowSize(32, 1024)], ())
-    found = least_seconds(question, find_card("H200"))
-    tokens, scored, patches = 8 * (1056 + 8 * 256), 8 * 8 * 256, 8 * 4096
-    # a forward pass, its recomputation, and two products for each product in the backward pass
-    decode = 256 * (2 * (2.77e9 + 0.31e9) + 36 * 2 * 2 * 256 * (8 * 1056 + 64 * 128)) / 4.8e12
-    assert found == {
-        "rollout": pytest.approx(decode + 2 * (2.77e9 * 8 * 1056 + 0.63e9 * patches) / 9.89e14, rel=0.03),
-        "train": pytest.approx(8 * (2.77e9 * tokens + 0.31e9 * scored + 0.63e9 * patches) / 9.89e14, rel=0.03),
-        "optimizer": pytest.approx(3.75e9 * 2 * (2 * 2 + 3) / 4.8e12, rel=0.03),
-    }
 
 
 @pytest.mark.slow

@@ -5,11 +5,10 @@ minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--section.name=
 
 No weights are loaded. Prompt lengths are measured if the rows exist; otherwise, or with --text_tokens or
 --image_tokens, all prompts have one assumed length. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto
-for this machine's free memory. For known cards, the minimum time per step is also printed.
+for this machine's free memory.
 """
 
 import argparse
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -26,28 +25,15 @@ from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import UserError, pluralize, require
-from minivlmrl.extras.memory.estimate import (
-    GB,
-    RESERVE,
-    MemoryEstimator,
-    MemoryQuestion,
-    bytes_of,
-    computed_bytes,
-    estimate_phases,
-    peak_bytes,
-    persistent_items,
-    sampling_batch,
-)
-from minivlmrl.extras.memory.flops import CARDS, Card, active_share, find_card, flops_by_input
-from minivlmrl.extras.memory.memory_check import describe_written, measure_datasets, refusal, two_digits
+from minivlmrl.extras.memory.cards import CARDS, Card, find_card
+from minivlmrl.extras.memory.estimate import GB, RESERVE, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
+from minivlmrl.extras.memory.memory_check import measure_datasets, refusal
 from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
 from minivlmrl.model.build import read_sizes
-from minivlmrl.model.checkpoint import DTYPES, load_processor
+from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.peft import base_model, is_adapter_folder
-from minivlmrl.model.plain_weights import PackedLinear
-from minivlmrl.model.trainable import trained_parameters
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.setup import adapt_processor, filter_long_rows
 from minivlmrl.trainers.registry import find_trainers
@@ -64,10 +50,10 @@ def main(arguments: list[str]):
     if name is None:
         raise UserError(f"{recipe} has no model.path; pass --model with a config.json or a folder")
     name = base_model(name) if is_adapter_folder(name) else name
-    gpu_bytes, card = find_gpu(options.gpu_memory)
-    costs = MemoryEstimator(model_config(name), card is not None and card.before_ampere)
-    print(f"{name}: {parameters_text(costs)}; {pluralize(options.gpus, 'GPU')} of {gpu_bytes / GB:g} GB")
-    sizes = {name: getattr(options, name) for name in ("text_tokens", "image_tokens", "frames")}
+    card = find_gpu(options.gpu_memory)
+    costs = MemoryEstimator(model_config(name), card.before_ampere)
+    print(f"{name}: {costs.parameters:,} parameters; {pluralize(options.gpus, 'GPU')} of {card.memory:g} GB")
+    sizes = {name: getattr(options, name) for name in ("text_tokens", "image_tokens")}
     typical = [RowSize(**{name: size for name, size in sizes.items() if size is not None})]
     measured = None
     if options.text_tokens is None and options.image_tokens is None:
@@ -82,26 +68,9 @@ def main(arguments: list[str]):
             rows, held_out = measure_datasets(question, datasets, processor)
             question = replace(question, rows=rows, held_out=held_out)
         phases = estimate_phases(question)
-        print(f"\n{stage}: {row_text(question.rows[0])}\n{memory_table(phases, gpu_bytes)}")
-        if card is not None:
-            seconds = least_seconds(question, card)
-            parts = [f"{phase} {two_digits(value)} s" for phase, value in seconds.items()]
-            print(
-                f"\nat least {two_digits(sum(seconds.values()))} s for each step ({', '.join(parts)}); steps that "
-                "trained all weights of a 3B model on an H100 and an H200 took 3 times as long"
-            )
-        print(f"\n{disk_text(question)}")
-        if peak_bytes(phases) > gpu_bytes:
-            print(f"\n{refusal(question, gpu_bytes)}")
-
-
-def parameters_text(costs: MemoryEstimator) -> str:
-    text = f"{costs.parameters:,} parameters"
-    routed = sum(p.numel() for name, p in costs.model.named_parameters() if ".mlp.experts." in name)
-    if routed:
-        idle_share = 1 - active_share(costs.config)
-        text += f", {costs.parameters - round(idle_share * routed):,} active per token"
-    return text
+        print(f"\n{stage}: {row_text(question.rows[0])}\n{memory_table(phases, card.memory * GB)}")
+        if peak_bytes(phases) > card.memory * GB:
+            print(f"\n{refusal(question, card.memory * GB)}")
 
 
 def row_text(row: RowSize) -> str:
@@ -109,73 +78,19 @@ def row_text(row: RowSize) -> str:
     return f"{name}: {row.text_tokens:,} text tokens and {row.image_tokens:,} image tokens"
 
 
-def find_gpu(text: str) -> tuple[float, Card | None]:
-    """Return GPU memory in bytes, and the data sheet if the card is known."""
+def find_gpu(text: str) -> Card:
+    """Return the memory of a card, from its name, a size in GB or "auto"."""
     if text == "auto":
         if not torch.cuda.is_available():
             raise UserError("--gpu_memory auto needs a GPU, but PyTorch finds none; pass its memory in GB or its name")
-        return torch.cuda.mem_get_info()[0], find_card(torch.cuda.get_device_name())
+        return Card(torch.cuda.mem_get_info()[0] / GB, torch.cuda.get_device_capability() < (8, 0))
     card = find_card(text)
-    if card is not None:
-        return card.memory, card
-    if re.fullmatch(r"\d{1,3}(\.\d*)?", text):  # size in GB, at most three digits: 2080 is a GPU name
-        return float(text) * GB, None
-    raise UserError(f"--gpu_memory is {text!r}, but it must be a number of GB, auto or one of {', '.join(CARDS)}")
-
-
-def least_seconds(question: MemoryQuestion, card: Card) -> dict[str, float]:
-    """Return the minimum seconds per training-step phase, from a GPU's data sheet.
-
-    Assumes that all prompts are as long as the longest, and that matrix products run at peak speed. Attention,
-    activation functions and CPU time are not counted.
-    """
-    config, options, estimator = question.config, question.options, question.estimator
-    row, model = question.rows[0], question.models.policy
-    samples = question.trainer.samples_completions
-    prompts = options.prompts_per_step / question.gpus
-    answers = options.num_generations if samples else len(question.trainer.answers)
-    length = config.sampling.max_new_tokens if samples or row.answer_tokens is None else row.answer_tokens
-    merged = prompts * row.image_tokens
-    inputs = {
-        "tokens": prompts * (row.prompt_tokens + answers * length), "scored": prompts * answers * length,
-        "patches": merged * estimator.config.vision_config.spatial_merge_size**2, "merged": merged,
-    }  # fmt: skip
-
-    def compute(inputs: dict[str, float], backward: bool) -> float:
-        flops = flops_by_input(model, estimator.config, backward)
-        return sum(flops[name] * count for name, count in inputs.items()) / card.flops
-
-    forward = compute(inputs, backward=False)
-    seconds = {}
-    if samples:
-        work = sampling_batch(question)
-        cached = estimator.keys_and_values(question.dtype, replace(work, completion_tokens=length // 2))
-        # a decode step reads the decoder weights; NF4 weights are also unpacked to memory and read again
-        layers, itemsize = model.model.layers, question.dtype.itemsize
-        packed = [layer for layer in layers.modules() if isinstance(layer, PackedLinear)]
-        step_bytes = computed_bytes(layers, question.dtype) + model.lm_head.weight.numel() * itemsize + cached
-        step_bytes += sum(2 * itemsize * layer.shape.numel() for layer in packed)
-        batches = math.ceil(prompts / work.prompts)
-        prefill = compute(inputs | {"tokens": prompts * row.prompt_tokens, "scored": 0.0}, backward=False)
-        seconds["rollout"] = prefill + batches * length * step_bytes / card.bandwidth
-    if question.has_reference:
-        seconds["score"] = forward
-    seconds["train"] = compute(inputs, backward=True) + forward * config.model.activation_checkpointing
-    items = persistent_items(question)
-    # memory traffic: AdamW reads and writes moments and weights, and reads gradients
-    trained = bytes_of(trained_parameters(question.models))
-    seconds["optimizer"] = (2 * items["optimizer"] + 3 * trained) * question.share / card.bandwidth
-    return seconds
-
-
-def disk_text(question: MemoryQuestion) -> str:
-    weights = question.estimator.parameters * DTYPES[question.estimator.config.torch_dtype].itemsize
-    is_merged = question.config.adapter.r and question.config.save == "merged"
-    return (
-        f"disk: {two_digits(weights / GB)} GB of weights are downloaded to HF_HOME, about 6 GB of wheels are "
-        f"installed, and at most {describe_written(question)} are written to output_dir"
-        f"{' (save: adapter keeps checkpoints small)' if is_merged else ''}"
-    )
+    if card is None and re.fullmatch(r"\d{1,3}(\.\d*)?", text):  # size in GB, at most three digits: 2080 is a GPU name
+        card = Card(float(text), False)
+    if card is None:
+        known = ", ".join(CARDS.values())
+        raise UserError(f"--gpu_memory is {text!r}, but it must be a number of GB, auto or one of {known}")
+    return card
 
 
 def open_rows(config: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Processor] | None:
@@ -204,7 +119,6 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         help="number of image tokens per prompt: height/28 x width/28 (/32 instead for Qwen3); defaults to 1000",
     )
-    add("--frames", type=int, help="number of images that the image tokens are divided into")
     return parser
 
 

@@ -1,7 +1,6 @@
 """Compare mixture-of-experts models with transformers 5.23: logits, gradients, loss and files."""
 
 import random
-import re
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.extras.families.experts import Experts
-from minivlmrl.extras.memory.command import parameters_text
 from minivlmrl.extras.memory.estimate import MemoryEstimator
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model import config_json
@@ -198,9 +196,7 @@ def test_experts_in_4_bits_are_loaded_and_saved(model_type, tmp_path):
 
 
 @pytest.mark.slow
-def test_active_parameters_are_counted():
-    for size, held, active in (("Qwen3-VL-30B-A3B", 31.07e9, 3.9e9), ("Qwen3.5-35B-A3B", 35.11e9, 3.9e9)):
+def test_parameters_are_counted():
+    for size, held in (("Qwen3-VL-30B-A3B", 31.07e9), ("Qwen3.5-35B-A3B", 35.11e9)):
         costs = MemoryEstimator(config_json.from_dict(real_config(size)))
         assert costs.parameters == pytest.approx(held, rel=1e-3), size
-        found = int(re.search("([0-9,]+) active", parameters_text(costs))[1].replace(",", ""))
-        assert found == pytest.approx(active, rel=0.1), (size, found)
