@@ -63,7 +63,7 @@ def train(model: Path, work: Path, name: str, seed: int) -> dict:
         files = [f"--data.{kind}_file={work / f'look_{kind}.jsonl'}" for kind in ("train", "eval")]
         files.append(f"--data.files={{sft: {work / 'look_demonstrations.jsonl'}}}")
         command = ["train", "recipes/look.yaml", f"--model.path={model}", f"--output_dir={folder}", f"--seed={seed}"]
-        command += ["--num_threads=1", "--checkpoint_minutes=0", "--resume=auto", *files, *RUNS[name]]
+        command += ["--num_threads=1", "--state_minutes=0", "--resume=auto", *files, *RUNS[name]]
         cost = call(command)
         checkpoint = folder / "checkpoint"
         rows = ["--data", str(work / "look_eval.jsonl"), "--out", str(answers)]

@@ -489,6 +489,8 @@ class RunConfig:
     # in output_dir and starts over
     resume: str | None = None
     eval_steps: Annotated[int, ">= 0"] = 0  # also evaluate every N steps; 0 evaluates only between stages
+    # evaluate before the first step; turn it off if an earlier run has evaluated the model
+    eval_on_start: bool = True
     # also write a checkpoint (weights) to checkpoint/ every N steps; 0 writes them only after a stage
     save_steps: Annotated[int, ">= 0"] = 0
     # weights that save_steps and best_metric save: all weights with the adapter merged, or only the adapter. Final

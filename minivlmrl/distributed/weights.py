@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from minivlmrl.config.options import ShardingOptions
 from minivlmrl.errors import UserError
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.plain_weights import has_adapters, shared_base
+from minivlmrl.model.plain_weights import has_adapters, shared_weights
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -145,13 +145,13 @@ def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn
 
 
 def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> VisionLanguageModel:
-    """Copy a model, or this rank's shard; copies of unsharded models with adapters share the base weights.
+    """Copy a model, or this rank's shard; copies of unsharded models share frozen weights.
 
     Args:
         in_compute_dtype: if True, copy a sharded model in its compute dtype.
     """
     if not model.sharding:
-        return copy.deepcopy(model, shared_base(model))
+        return copy.deepcopy(model, shared_weights(model))
     return model.sharding.copy(model, in_compute_dtype)
 
 

@@ -136,12 +136,10 @@ def plain_weights(model: nn.Module) -> dict[str, Weight]:
     }
 
 
-def shared_base(model: nn.Module) -> dict[int, Tensor]:
-    """Return a memo for copy.deepcopy, so that the copy shares all weights except adapters."""
-    if not has_adapters(model):
-        return {}
-    base = [p for name, p in model.named_parameters() if not is_adapter(name)]
-    return {id(x): x for x in (*base, *model.buffers())}
+def shared_weights(model: nn.Module) -> dict[int, Tensor]:
+    """Return a memo for copy.deepcopy, so that the copy shares frozen weights."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    return {id(x): x for x in (*frozen, *model.buffers())}
 
 
 def part_of(name: str) -> Part:

@@ -115,7 +115,7 @@ def train_stages(
         saver.optimizer = optimizer
         if is_first:
             begin_run(results, resumed)
-        train_stage(trainer, optimizer, datasets[stage], results, saver)
+        train_stage(trainer, optimizer, datasets[stage], results, saver, resumed.ended_at if is_first else None)
     if trainer is None:
         begin_run(results, resumed)
     results.write(trainer)
@@ -137,7 +137,7 @@ def begin_run(results: Results, resumed: Resumed):
         callback.on_run_begin(results.config, log)
         log.callback(callback.on_run_end)
     log.world.barrier("begin its trackers and callbacks")
-    if resumed.folder is None:
+    if resumed.folder is None and results.config.eval_on_start:
         results.measure("start")
 
 
@@ -150,8 +150,14 @@ def notify_on_error(callbacks: Callbacks) -> Iterator[None]:
         raise
 
 
-def train_stage(trainer: Trainer, optimizer: Optimizer, rows: Dataset, results: Results, saver: StateSaver):
-    """Train one stage, from its first step or a state."""
+def train_stage(
+    trainer: Trainer, optimizer: Optimizer, rows: Dataset, results: Results, saver: StateSaver, ended_at: int | None
+):
+    """Train one stage, from its first step or a state.
+
+    Args:
+        ended_at: step at which the stage ended before this run continues it, None if it was not complete.
+    """
     stage = trainer.stage
     log = results.log
     state = results.state
@@ -163,7 +169,7 @@ def train_stage(trainer: Trainer, optimizer: Optimizer, rows: Dataset, results: 
     for number in range(state.step, trainer.options.max_steps):
         # evaluate after saving, so that a run killed here loses no step
         if number > 0:
-            results.evaluate_if_due(trainer, number)
+            results.evaluate_if_due(trainer, number, is_due=number == ended_at)
         # at every step, so that a resumed run draws the same numbers
         key = f"{trainer.config.seed}/{stage}/{number}/{trainer.world.rank}"
         seed_user_code(f"{key}/rollout")

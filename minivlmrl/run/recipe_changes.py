@@ -58,10 +58,9 @@ def recipe_options(config: RunConfig) -> dict[str, object]:
 def fingerprints(config: RunConfig, datasets: Mapping[str, Dataset]) -> Fingerprints:
     """Hash all files that a run reads, including images and videos in `datasets`."""
     found = Fingerprints()
-    if config.adapter.r:
-        model = config.model
-        files = weight_files(find_folder(model.path)) if model.path else [Path(str(model.config))]
-        found.base = digest(sampled_blocks(files))
+    model = config.model
+    files = weight_files(find_folder(model.path)) if model.path else [Path(str(model.config))]
+    found.base = digest(sampled_blocks(files))
     for option, file in row_files(config).items():
         found.rows[option] = checksum(split_of(file)[0])
     for option in MODELS:

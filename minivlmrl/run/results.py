@@ -134,9 +134,9 @@ class Results:
         if self.held_out is not None:
             self.state.results[name] = self.evaluate(name, trainer, trainer.options.max_steps if trainer else 0)
 
-    def evaluate_if_due(self, trainer: Trainer, steps_done: int):
+    def evaluate_if_due(self, trainer: Trainer, steps_done: int, is_due: bool = False):
         config = self.config
-        if config.eval_steps and steps_done % config.eval_steps == 0:
+        if is_due or (config.eval_steps and steps_done % config.eval_steps == 0):
             self.evaluate(f"after step {steps_done} of {trainer.stage}", trainer, steps_done)
         if config.save_steps and steps_done % config.save_steps == 0:
             self.save(trainer, self.folder)

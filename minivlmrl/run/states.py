@@ -32,7 +32,7 @@ from minivlmrl.distributed.weights import reshard
 from minivlmrl.errors import UserError, error_context, error_phase, pluralize
 from minivlmrl.files import file_stamps, flush_file, remove_folder, unchanged
 from minivlmrl.json_files import read_json, write_json
-from minivlmrl.model.plain_weights import plain_name, shared_base
+from minivlmrl.model.plain_weights import base_weights, plain_name, shared_weights
 from minivlmrl.run.callbacks import Callbacks
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import begin_state, group_numbers
@@ -48,13 +48,15 @@ NUM_KEPT_STATES = 2  # states to keep: two, in case the newest is damaged
 
 
 def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return {name: tensor} with weights and optimizer moments."""
+    """Return {name: tensor} with weights and optimizer moments, without weights shared with the frozen policy.
+
+    A resumed run builds frozen policy weights again.
+    """
     modules = nn.ModuleDict(trainer.modules())
     reshard(modules)
-    # skip LoRA's frozen base weights, which a resumed run builds again
-    base_ids = shared_base(trainer.policy)
+    frozen = shared_weights(trainer.policy)
     named_tensors: dict[str, Tensor] = {
-        plain_name(name): parameter for name, parameter in modules.named_parameters() if id(parameter) not in base_ids
+        plain_name(name): parameter for name, parameter in modules.named_parameters() if id(parameter) not in frozen
     }
     for name, parameter in trainer.trained.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
@@ -97,6 +99,7 @@ class Resumed(NamedTuple):
     state: TrainerState
     saved: list[Path]
     stamps: dict[Path, tuple[int, ...]]  # {state file: size and times}, to detect later changes
+    ended_at: int | None = None  # step of the state if its stage was complete
 
 
 def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> Resumed:
@@ -121,11 +124,12 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
     same_rows = config.resume == "auto"
     if not same_rows:
         state.rows = 0
-    bases = {state.files.base, new.files.base} - {None}
+    lacks_weights = state.recipe.get("adapter.r") or state.recipe.get("model.freeze")
+    bases = {state.files.base, new.files.base} - {None} if lacks_weights else ()
     quantized = {options.get("adapter.quantize") for options in (state.recipe, new.recipe)}
     if len(bases) > 1 or len(quantized) > 1:
         raise UserError(
-            f"resume: the base weights of the adapter have changed since {folder} "
+            f"resume: the frozen weights, which a state does not contain, have changed since {folder} "
             "was saved; restore the earlier weights (model.path) and adapter.quantize"
         )
     for change in changes(state, new, folder):
@@ -138,8 +142,9 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
             print(change.text, flush=True)
         if change.resets_best:
             state.best = None
+    ended_at = state.step if state.step == state.recipe.get(f"{state.stages[state.stage]}.max_steps") else None
     state.recipe, state.files, state.stages = new.recipe, new.files, new.stages
-    return Resumed(folder, state, saved, stamps)
+    return Resumed(folder, state, saved, stamps, ended_at)
 
 
 def select_state(
@@ -200,6 +205,8 @@ def read_state(folder: Path, world: World) -> TrainerState | None:
 def load_state(folder: Path, stamps: dict, trainer: Trainer, optimizer: Optimizer):
     """Copy a state's tensors into weights and optimizer.
 
+    Weights that were frozen when the state was saved keep their values.
+
     Args:
         stamps: {file: size and times}, read before the checksum test, to detect later changes.
     """
@@ -210,11 +217,12 @@ def load_state(folder: Path, stamps: dict, trainer: Trainer, optimizer: Optimize
         with_moments = [p for name, p in trainer.trained.named_parameters() if f"optimizer.{name}" in saved]
         begin_state(optimizer, with_moments)
         targets = tensors(trainer, optimizer)
-        unmatched = sorted(targets.keys() ^ shards.keys())
+        may_be_frozen = {f"policy.{name}" for name in base_weights(trainer.policy)}
+        unmatched = sorted((shards.keys() - targets.keys()) | (targets.keys() - shards.keys() - may_be_frozen))
         if unmatched:
             raise UserError(f"{unmatched[0]} is only in the state or only in the run")
-        for name, tensor in targets.items():
-            read_into(tensor, name, shards[name])
+        for name in shards:
+            read_into(targets[name], name, shards[name])
 
 
 def save_state(folder: Path, state: TrainerState, trainer: Trainer, optimizer: Optimizer, world: World):

@@ -15,7 +15,7 @@ RUN = "run.json"
 class Fingerprints:
     """Hashes of files that a run reads, to detect changes after a resume."""
 
-    base: str | None = None  # hash of frozen base weights (LoRA), which states lack
+    base: str | None = None  # hash of the initial weights; states lack those that are frozen
     models: dict[str, str] = field(default_factory=dict)  # {model.path or similar: hash of settings files}
     rows: dict[str, str] = field(default_factory=dict)  # {data option: file hash}
     media: dict[str, str] = field(default_factory=dict)  # {stage: hash of image and video file sizes and times}

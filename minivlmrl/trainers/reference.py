@@ -1,6 +1,5 @@
 """Reference model for DPO and the KL penalty."""
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,12 +34,9 @@ class Reference:
             model = load_model(options.path, dtype, world.device, sharding)
         elif has_adapters(policy):
             model = SwappedParameters(policy, [name for name, p in policy.named_parameters() if p.requires_grad])
-        elif policy.sharding is not None:
+        else:
             # sync_ref_model updates the reference in small steps, which 16 bits would lose: keep the policy's dtype
             model = copy_model(policy, in_compute_dtype=not options.sync_ref_model)
-        else:
-            frozen = {id(parameter): parameter for parameter in policy.parameters() if not parameter.requires_grad}
-            model = copy.deepcopy(policy, frozen)
         self.model = model.requires_grad_(False)
 
     @torch.no_grad()

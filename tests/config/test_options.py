@@ -146,6 +146,7 @@ OUTPUTS = [
     ("data.image_root", "{home}/elsewhere", OWN, METRICS),
     ("data.image", "{resized_height: 28, resized_width: 28}", OWN, METRICS),
     ("eval_steps", 1, EVALUATED, "evaluations.jsonl"),
+    ("eval_on_start", "false", EVALUATED, "evaluations.jsonl"),
     ("data.eval_rows", 2, EVALUATED, "evaluations.jsonl"),
     ("data.eval_rewards", "[format]", EVALUATED, "evaluations.jsonl"),
     ("data.eval_without_images", "true", EVALUATED, "evaluations.jsonl"),

@@ -606,21 +606,63 @@ def test_states_are_saved_every_ten_minutes(recipe, finished, tmp_path, monkeypa
     assert RunConfig().state_minutes == 10
 
 
-def test_changed_base_weights_of_an_adapter_are_refused(recipe, tmp_path):
+FROZEN = "--model.freeze=[language, embeddings]"
+
+
+def state_names(output, steps):
+    return {name.partition("/")[0] for name in state_files.find_shards(output / "states" / steps)}
+
+
+@pytest.mark.parametrize("options", [[], [SHARDED], ["--model.compute_dtype=bfloat16", "--grpo.beta=0"]])
+def test_a_state_holds_what_is_trained(recipe, uninterrupted, tmp_path, options):
+    """Frozen weights are in no state; the resumed run gives the same bytes."""
+    options = [FROZEN, "--grpo.max_steps=8", *options]
+    assert attempt(recipe, tmp_path, *options, *STATES, die="in the optimizer", number=6) == [-signal.SIGKILL]
+    names = state_names(tmp_path, "000004")
+    assert "policy.visual.merger.mlp.0.weight" in names
+    assert not any(name.startswith(("policy.model.", "policy.lm_head", "optimizer.model.")) for name in names)
+    assert attempt(recipe, tmp_path, *options, *STATES) == [0]
+    assert outcome(tmp_path) == uninterrupted(*options)
+
+
+def test_a_resumed_run_may_train_frozen_weights_but_not_freeze_trained_ones(recipe, tmp_path):
+    options = ["--stages=[sft]", *STATES]
+    resume(recipe, tmp_path, *options, "--sft.max_steps=2", FROZEN)
+    few = state_names(tmp_path, "000002")
+    resume(recipe, tmp_path, *options, "--sft.max_steps=4")
+    assert few < state_names(tmp_path, "000004")
+    with pytest.raises(ValueError, match="is only in the state or only in the run"):
+        resume(recipe, tmp_path, *options, "--sft.max_steps=6", FROZEN)
+
+
+def test_a_longer_run_keeps_the_evaluation_at_its_old_end(recipe, tmp_path):
+    options = ["--stages=[sft]", "--eval_steps=2", *STATES]
+    for last, expected in ((3, [0, 2, 3]), (5, [0, 2, 3, 4, 5]), (5, [0, 2, 3, 4, 5])):
+        resume(recipe, tmp_path, *options, f"--sft.max_steps={last}")
+        lines = (tmp_path / "evaluations.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == expected
+    resume(recipe, tmp_path / "new", *options, "--eval_on_start=false", "--sft.max_steps=1")
+    [line] = (tmp_path / "new" / "evaluations.jsonl").read_text().splitlines()
+    assert json.loads(line)["step"] == 1
+
+
+@pytest.mark.parametrize("part", ["--adapter.r=2", FROZEN])
+def test_changed_frozen_weights_are_refused(recipe, tmp_path, part):
     assert attempt(recipe, tmp_path / "start", "--stages=[]") == [0]
     base = tmp_path / "start" / "checkpoint"
-    options = [f"--model.path={base}", "--model.config=null", "--adapter.r=2", "--state_steps=1"]
+    options = [f"--model.path={base}", "--model.config=null", part, "--state_steps=1"]
     resume(recipe, tmp_path / "run", *options)
     file = base / "model.safetensors"
     before, weights = file.read_bytes(), load_file(file)
     save_file({name: 1.3 * value for name, value in weights.items()}, file, {"format": "pt"})
-    changed = "the base weights of the adapter have changed since .*000003 was saved; restore the earlier"
+    changed = "the frozen weights, which a state does not contain, have changed since .*000003 was saved; restore"
     with pytest.raises(ValueError, match=changed):
         resume(recipe, tmp_path / "run", *options, "--resume=auto")
     file.write_bytes(before)
     resume(recipe, tmp_path / "run", *options, "--resume=auto")
-    with pytest.raises(ValueError, match=changed):
-        resume(recipe, tmp_path / "run", *options, "--resume=auto", "--adapter.quantize=nf4")
+    if part != FROZEN:
+        with pytest.raises(ValueError, match=changed):
+            resume(recipe, tmp_path / "run", *options, "--resume=auto", "--adapter.quantize=nf4")
 
 
 def test_changed_options_are_reported(recipe, copy, monkeypatch, capsys):

@@ -33,10 +33,10 @@ def rules(config: RunConfig) -> list[tuple[str, str, object]]:
     corrects_kl = grpo.beta > 0 and grpo.use_bias_correction_kl and grpo.kl_estimator != "k2"
     weighs_tokens = grpo.rollout_correction or grpo.top_entropy_quantile < 1 or corrects_kl
     return [
-        ("eval_steps best_metric data.eval_rows data.eval_without_images data.eval_rewards",
+        ("eval_steps eval_on_start best_metric data.eval_rows data.eval_without_images data.eval_rewards",
          "there are no rows to evaluate unless data.eval_file or data.task is set",
          not (data.eval_file or data.task)),
-        ("eval_steps best_metric data.eval_without_images data.eval_rewards",
+        ("eval_steps eval_on_start best_metric data.eval_without_images data.eval_rewards",
          "data.eval_rows is 0, so nothing is evaluated", data.eval_rows == 0),
         *((option, f"it is at least the max_steps of every stage, and {always} after each stage anyway",
            all(getattr(config, name).max_steps <= getattr(config, option) for name in config.stage_names))
