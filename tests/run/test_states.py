@@ -717,6 +717,9 @@ def test_changed_rows_are_refused(recipe, untrained, tmp_path, option, capsys, m
 def test_changed_model_files_are_reported(tmp_path, option, file, is_reported):
     """Weights of the policy are in the state; those of a reward model from a folder are not."""
     config = RunConfig()
+    config.model.config = str(tmp_path / "random.json")
+    for name in ("random.json", "model.safetensors"):
+        (tmp_path / name).touch()
     getattr(config, option).path = str(tmp_path)
     pair = []
     for text in ("old", "new"):
