@@ -7,7 +7,24 @@ prompt and the tokens so far. An answer is right if the sum of its tokens modulo
 entropy, pass@k and KL are exact sums over all strings. CLAIMS was committed before the first run.
 """
 
+import argparse
+import json
+import sys
+import time
+from itertools import product
+from math import comb
+from pathlib import Path
 from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks import common  # noqa: E402
+from minivlmrl.losses.advantages import group_advantages  # noqa: E402
+from minivlmrl.losses.grpo import correct_kl, grpo_loss, kl_term  # noqa: E402
 
 PROMPTS, VOCABULARY, LENGTH, SEEDS = 32, 5, 4, 5  # token 0 ends a string
 END = 0
@@ -126,5 +143,362 @@ CLAIMS = {
 }
 
 
+# -------------------------------------------------------------------- a model with countable answers
+
+PREFIXES = [prefix for n in range(LENGTH) for prefix in product(range(1, VOCABULARY), repeat=n)]
+ANSWERS = [answer for n in range(LENGTH + 1) for answer in product(range(1, VOCABULARY), repeat=n)]
+TOKENS = torch.tensor([[*answer, *[END] * (LENGTH - len(answer))] for answer in ANSWERS])  # (S, T)
+LENGTHS = torch.tensor([min(len(answer) + 1, LENGTH) for answer in ANSWERS])  # tokens with the end token
+MASK = (torch.arange(LENGTH) < LENGTHS[:, None]).double()  # (S, T)
+# (S, T) prefix before each token
+PLACES = torch.tensor([[PREFIXES.index(x[: min(t, len(x), LENGTH - 1)]) for t in range(LENGTH)] for x in ANSWERS])
+RIGHT = (TOKENS.sum(1) % 4 == torch.arange(PROMPTS)[:, None] % 4).double()  # (P, S)
+
+
+class Policy(nn.Module):
+    """MLP on a prompt's embedding and the tokens so far."""
+
+    def __init__(self, seed: int, width: int = 32):
+        super().__init__()
+        torch.manual_seed(seed)
+        padded = torch.tensor([[*prefix, *[END] * (LENGTH - len(prefix))] for prefix in PREFIXES])
+        self.features = F.one_hot(padded, VOCABULARY).flatten(1).double()
+        self.prompts = nn.Embedding(PROMPTS, width)
+        self.prefix = nn.Linear(LENGTH * VOCABULARY, width)
+        self.hidden = nn.Linear(width, width)
+        self.head = nn.Linear(width, VOCABULARY)
+        self.double()
+
+    def hidden_states(self) -> Tensor:
+        features = self.features.to(self.head.weight.dtype)
+        return torch.tanh(self.hidden(torch.tanh(self.prompts.weight[:, None] + self.prefix(features))))
+
+    def next_tokens(self) -> Tensor:
+        """Return log-probabilities after each prefix: (P, prefixes, V)."""
+        return self.head(self.hidden_states()).log_softmax(-1)
+
+    def forward(self) -> Tensor:
+        """Return log-probabilities of all tokens in all answers: (P, S, T)."""
+        return self.next_tokens()[:, PLACES, TOKENS] * MASK
+
+    def answers(self) -> Tensor:
+        """Return the probabilities of all answers: (P, S)."""
+        return self().sum(-1).exp()
+
+
+def copy_of(policy: Policy) -> Policy:
+    twin = Policy(0)
+    twin.load_state_dict(policy.state_dict())
+    return twin
+
+
+def optimize(policy: Policy, loss, steps: int, rate: float = 1e-2, until=lambda: False) -> int:
+    """Run Adam on loss() and return the number of steps."""
+    optimizer = torch.optim.Adam(policy.parameters(), rate)
+    for step in range(steps):
+        if until():
+            return step
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    return steps
+
+
+def begin(seed: int, prompts=slice(None), share: float = 0.5, steps: int = 60) -> Policy:
+    """Train a policy on eight answers to each of `prompts`, of which `share` are right."""
+    policy = Policy(seed)
+    odds = torch.where(RIGHT == 1, share / RIGHT.sum(1, True), (1 - share) / (1 - RIGHT).sum(1, True))
+    shown = torch.multinomial(odds, 8)[prompts]
+    optimize(policy, lambda: -policy().sum(-1)[prompts].gather(1, shown).mean(), steps)
+    return policy
+
+
+def grpo(policy: Policy, prompts: int = 16, group: int = 16, steps: int = 200, reuse: int = 1, keep=None, weigh=None,
+         rewards=None, pool=range(PROMPTS), until=lambda: False, **options):  # fmt: skip
+    """Train with GRPO.
+
+    Args:
+        reuse: optimizer steps on a rollout.
+        keep: advantages -> advantages, None = all.
+        weigh: (token entropies, mask) -> token weights, None = 1.
+        rewards: right answers -> rewards, None = the same.
+        pool: prompts to draw from.
+    """
+    batch = {}
+
+    def loss() -> Tensor:
+        if batch.get("left", 0) == 0:
+            rows = torch.tensor(pool)[torch.randint(len(pool), (prompts,))]
+            drawn = torch.multinomial(policy.answers().detach()[rows], group, replacement=True)
+            scores = RIGHT[rows].gather(1, drawn).flatten()
+            advantages = group_advantages(rewards(scores) if rewards else scores, group)
+            batch.update(rows=rows, drawn=drawn, left=reuse, old=None)
+            batch["advantages"] = keep(advantages) if keep else advantages
+        rows, drawn = batch["rows"][:, None], batch["drawn"]
+        table = policy.next_tokens()
+        mask = MASK[drawn].flatten(0, 1)
+        logps = table[rows[..., None], PLACES[drawn], TOKENS[drawn]].flatten(0, 1) * mask
+        batch["old"] = logps.detach() if batch["old"] is None else batch["old"]
+        batch["left"] -= 1
+        entropy = -(table.exp() * table).sum(-1)[rows[..., None], PLACES[drawn]].flatten(0, 1).detach()
+        weights = weigh(entropy, mask) if weigh else None
+        advantages = batch["advantages"]
+        return grpo_loss(logps, advantages, mask, old_per_token_logps=batch["old"], token_weights=weights, **options)[0]
+
+    return optimize(policy, loss, steps * reuse, until=until)
+
+
+def success(policy: Policy, prompts=slice(None)) -> float:
+    return (policy.answers() * RIGHT).sum(1)[prompts].mean().item()
+
+
+def pass_at(policy: Policy, k: int) -> float:
+    """Return the probability of a right answer among k, averaged over prompts."""
+    return (1 - (1 - (policy.answers() * RIGHT).sum(1)) ** k).mean().item()
+
+
+def entropy_of(policy: Policy) -> float:
+    answers = policy.answers()
+    return -(answers * answers.log()).sum(1).mean().item()
+
+
+def gradient(policy: Policy, value: Tensor) -> Tensor:
+    found = torch.autograd.grad(value, [*policy.parameters()], retain_graph=True, allow_unused=True)
+    pairs = zip(found, policy.parameters(), strict=True)
+    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs])
+
+
+# ------------------------------------------------------------------------------- one function a claim
+
+
+def kl() -> tuple[dict, bool]:
+    policy, reference = Policy(0), Policy(1)
+    logps, ref = policy(), reference().detach()
+    odds = policy.answers().detach()[..., None]  # (P, S, 1)
+    tables = policy.next_tokens(), reference.next_tokens().detach()
+    of_prefix = (tables[0].exp() * (tables[0] - tables[1])).sum(-1)[:, PLACES] * MASK
+    exact = {
+        "tokens": gradient(policy, (odds * of_prefix).sum()),
+        "strings": gradient(policy, (policy.answers() * (logps - ref).sum(-1)).sum()),
+    }
+    ratio = (logps - logps.detach()).exp()
+    terms = {name: kl_term(logps, ref, name) * MASK for name in ("k1", "k2", "k3")}
+    losses = {f"{name} in the loss": term for name, term in terms.items()}
+    losses["k3 times the ratio in the loss"] = correct_kl(terms["k3"], ratio, "k3")
+    for name in ("k1", "k3"):
+        losses[f"{name} in the reward"] = terms[name].detach() * logps
+        losses[f"{name} in the reward, string"] = terms[name].detach().sum(-1, True) * logps
+    found = {name: gradient(policy, (odds * loss).sum()) for name, loss in losses.items()}
+    errors = {
+        target: {name: ((g - right).norm() / right.norm()).item() for name, g in found.items()}
+        for target, right in exact.items()
+    }
+    k1 = found["k1 in the loss"].norm() / exact["tokens"].norm()
+    tokens, strings = errors["tokens"], errors["strings"]
+    is_right = [tokens[f"{name} in the loss"] < 1e-9 for name in ("k3 times the ratio",)]
+    is_right += [tokens["k1 in the reward"] < 1e-9, strings["k1 in the reward, string"] < 1e-9, k1 < 1e-9]
+    return {"size of k1 in the loss": k1.item(), **errors}, all(is_right) and tokens["k3 in the loss"] > 0.01
+
+
+def length() -> tuple[dict, bool]:
+    slopes = {"1/length": [], "constant": []}
+    for seed in range(20):
+        policy = Policy(seed)
+        odds = policy.answers()
+        means = []
+        for kind in (RIGHT, 1 - RIGHT):
+            means.append(gradient(policy, ((odds * kind * LENGTHS).sum(1) / (odds * kind).sum(1)).mean()))
+        advantages = RIGHT - (odds * RIGHT).sum(1, True)
+        for name, divisor in (("1/length", LENGTHS.double()), ("constant", float(LENGTH))):
+            step = gradient(policy, (odds.detach() * advantages.detach() * policy().sum(-1) / divisor).sum())
+            slopes[name].append([(mean @ step / step.norm()).item() for mean in means])
+    pairs = list(zip(slopes["1/length"], slopes["constant"], strict=True))
+    shorter, longer = (sum((a[i] < b[i]) == (i == 0) for a, b in pairs) for i in (0, 1))
+    found = {name: torch.tensor(values).mean(0).tolist() for name, values in slopes.items()}
+    return {"mean slope of right, wrong": found, "right shorter": shorter, "wrong longer": longer}, (
+        shorter == longer == 20
+    )
+
+
+def deviation() -> tuple[dict, bool]:
+    def weight(p: float, scale: str) -> float:
+        total = 0.0
+        for k in range(9):
+            rewards = torch.tensor([1.0] * k + [0.0] * (8 - k), dtype=torch.float64)
+            chance = comb(8, k) * p**k * (1 - p) ** (8 - k)
+            total += chance * (group_advantages(rewards, 8, scale) * (rewards - p)).sum().item()
+        return total
+
+    ratios = {p: weight(p, "group") / weight(p, "none") for p in (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)}
+    ratios = {p: ratio / ratios[0.5] for p, ratio in ratios.items()}
+    return {"weight by success": ratios}, min(ratios[0.05], ratios[0.95]) >= 1.5
+
+
+def gspo() -> tuple[dict, bool]:
+    torch.manual_seed(0)
+    old_logits = torch.randn(VOCABULARY).double()
+    old, new = old_logits.softmax(0), (old_logits + 0.3 * torch.randn(VOCABULARY)).softmax(0)
+
+    def moment(power: float) -> float:
+        return (old * (new / old) ** power).sum().item()
+
+    found = {"product": {}, "geometric mean": {}}
+    for n in (1, 2, 4, 8, 16, 32, 64):
+        mean = moment(1 / n) ** n
+        found["product"][n] = {"mean": 1.0, "variance": moment(2) ** n - 1}
+        found["geometric mean"][n] = {"mean": mean, "variance": moment(2 / n) ** n - mean**2}
+    rises = found["product"][64]["variance"] > 10 * found["product"][1]["variance"]
+    return found, rises and found["geometric mean"][64]["variance"] < found["geometric mean"][1]["variance"]
+
+
+def over_seeds(run) -> list:
+    return [run(seed) for seed in range(SEEDS)]
+
+
+def after(seed: int, measure, **options):
+    """Train the start model of a seed with GRPO, and measure it."""
+    policy = begin(seed)
+    grpo(policy, **options)
+    return measure(policy)
+
+
+def two() -> tuple[dict, bool]:
+    found = {
+        f"{prompts} x {group}": over_seeds(lambda seed, p=prompts, g=group: after(seed, success, prompts=p, group=g))
+        for prompts, group in ((128, 2), (16, 16))
+    }
+    gaps = [a - b for a, b in zip(*found.values(), strict=True)]
+    return {**found, "mean difference": sum(gaps) / SEEDS}, abs(sum(gaps) / SEEDS) <= 0.03
+
+
+def both_passes(policy: Policy) -> tuple[float, float]:
+    return pass_at(policy, 1), pass_at(policy, 256)
+
+
+def negatives() -> tuple[dict, bool]:
+    found = {"start": over_seeds(lambda seed: both_passes(begin(seed)))}
+    for name, keep in (("negatives", lambda a: a.clamp(max=0)), ("positives", lambda a: a.clamp(min=0))):
+        found[name] = over_seeds(lambda seed, keep=keep: after(seed, both_passes, keep=keep))
+    holds = [
+        negative[0] > start[0] and negative[1] > start[1] - 0.01 and positive[1] < start[1] - 0.01
+        for start, negative, positive in zip(*found.values(), strict=True)
+    ]
+    return found, all(holds)
+
+
+def clip() -> tuple[dict, bool]:
+    options = {"reuse": 4, "steps": 100, "rewards": lambda scores: torch.randint(2, scores.shape).double()}
+    found = {
+        name: over_seeds(lambda seed, low=low, high=high: after(
+            seed, entropy_of, epsilon_low=low, epsilon_high=high, **options))
+        for name, low, high in (("above alone", 1.0, 0.2), ("below alone", 0.2, OFF), ("none", 1.0, OFF))
+    }  # fmt: skip
+    signs = [above < none < below for above, below, none in zip(*found.values(), strict=True)]
+    return {"start": over_seeds(lambda seed: entropy_of(begin(seed))), **found}, all(signs)
+
+
+def pass_at_k() -> tuple[dict, bool]:
+    def curve(policy: Policy) -> list[float]:
+        return [pass_at(policy, 2**power) for power in range(9)]
+
+    found = {"start": over_seeds(lambda seed: curve(begin(seed))), "grpo": over_seeds(lambda seed: after(seed, curve))}
+    pairs = list(zip(*found.values(), strict=True))
+    return found, all(b[0] > a[0] and b[-1] < a[-1] - 0.01 for a, b in pairs)
+
+
+def dpo() -> tuple[dict, bool]:
+    def change(seed: int, are_alike: bool) -> list[float]:
+        policy = begin(seed)
+        start = policy().sum(-1).detach()
+        chosen = torch.multinomial(RIGHT * (LENGTHS == LENGTH), 1)
+        prefix = (TOKENS[chosen][..., :-1] == TOKENS[:, :-1]).all(-1).double()  # (P, S)
+        rejected = torch.multinomial((1 - RIGHT) * (prefix if are_alike else 1), 1)
+
+        def margins() -> Tensor:
+            return policy().sum(-1) - start
+
+        def loss() -> Tensor:
+            gains = margins()
+            return -F.logsigmoid(0.1 * (gains.gather(1, chosen) - gains.gather(1, rejected))).mean()
+
+        optimize(policy, loss, 100)
+        return [margins().gather(1, answers).mean().item() for answers in (chosen, rejected)]
+
+    found = {name: over_seeds(lambda seed, a=a: change(seed, a)) for name, a in (("alike", True), ("others", False))}
+    pairs = zip(*found.values(), strict=True)
+    return found, all(max(alike) < 0 and alike[0] < other[0] for alike, other in pairs)
+
+
+def entropy_tokens() -> tuple[dict, bool]:
+    def is_top(entropy: Tensor, mask: Tensor) -> Tensor:
+        return (entropy >= entropy[mask == 1].quantile(0.8)).double()
+
+    weights = {"all": None, "top fifth": is_top, "others": lambda entropy, mask: 1 - is_top(entropy, mask)}
+    found = {name: over_seeds(lambda seed, w=weigh: after(seed, success, weigh=w)) for name, weigh in weights.items()}
+    everything, top, others = (sum(values) / SEEDS for values in found.values())
+    return found, top >= everything - 0.03 and others < top
+
+
+def forgetting() -> tuple[dict, bool]:
+    old, new = range(PROMPTS // 2), range(PROMPTS // 2, PROMPTS)
+
+    def learn(seed: int, with_rewards: bool) -> dict:
+        policy = begin(seed, old, share=1.0, steps=300)
+        start, known = policy.answers().detach(), success(policy, old)
+        shown = torch.multinomial(RIGHT, 1)
+
+        def is_learned() -> bool:
+            return success(policy, new) >= 0.9
+
+        if with_rewards:
+            steps = grpo(policy, steps=2000, pool=new, until=is_learned)
+        else:
+            steps = optimize(policy, lambda: -policy().sum(-1).gather(1, shown)[new].mean(), 2000, until=is_learned)
+        divergence = (start * (start.log() - policy.answers().log())).sum(1)[new].mean().item()
+        return {"steps": steps, "success": success(policy, new), "forgotten": known - success(policy, old),
+                "kl": divergence}  # fmt: skip
+
+    found = {name: over_seeds(lambda seed, a=a: learn(seed, a)) for name, a in (("grpo", True), ("sft", False))}
+    pairs = zip(*found.values(), strict=True)
+    return found, all(a["forgotten"] < b["forgotten"] and a["kl"] < b["kl"] for a, b in pairs)
+
+
+def precision() -> tuple[dict, bool]:
+    def mismatch(seed: int, dtype: torch.dtype) -> float:
+        policy = begin(seed).to(dtype)
+        states, weight = policy.hidden_states().detach(), policy.head.weight
+        halves = [states[..., part] @ weight[:, part].T for part in (slice(0, 16), slice(16, 32))]
+        other = (halves[0] + halves[1] + policy.head.bias).log_softmax(-1)
+        return (policy.next_tokens() - other).double().square().mean().sqrt().item()
+
+    dtypes = torch.bfloat16, torch.float16, torch.float32
+    found = {str(dtype)[6:]: over_seeds(lambda seed, d=dtype: mismatch(seed, d)) for dtype in dtypes}
+    return found, all(a > b > c for a, b, c in zip(*found.values(), strict=True))
+
+
+TESTS = (kl, length, deviation, gspo, two, negatives, clip, pass_at_k, dpo, entropy_tokens, forgetting, precision)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("json", type=Path)
+    parser.add_argument("--only", nargs="+", default=[*CLAIMS], choices=[*CLAIMS])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results = json.loads(options.json.read_text()) if options.json.exists() else {}
+    for test in TESTS:
+        if test.__name__ in options.only:
+            begun = time.process_time()
+            numbers, holds = test()
+            verdict = "holds here" if holds else "does not hold here"
+            seconds = round(time.process_time() - begun, 1)
+            results[test.__name__] = {
+                **CLAIMS[test.__name__]._asdict(), "numbers": numbers, "verdict": verdict, "cpu_seconds": seconds,
+                "commit": common.commit(),
+            }  # fmt: skip
+            print(f"{test.__name__}: {verdict}, {seconds} CPU seconds", flush=True)
+            options.json.write_text(json.dumps(results | {"about": common.about()}, indent=1) + "\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
-    raise SystemExit("written before the first run; the functions follow")
+    main()
