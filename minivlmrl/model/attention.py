@@ -20,6 +20,9 @@ from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import Reorder, attention_scores, dense_attention
 from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention
 
+# padding, in completion tokens, above which completions are split by length: below, more calls would cost more
+MAX_PADDING = 4096
+
 
 class PackedLayout:
     """Positions of prompts and completions in a packed sequence.
@@ -81,12 +84,12 @@ class PackedLayout:
         # (N,) position of each token in the concatenated matrices of pad_blocks
         self.inverse = to_device(filled.nonzero()[:, 0][order[filled].argsort()], device)
 
-    def pad_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[PromptSlots | None]]:
+    def pad_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[list[PromptSlots]]]:
         """Group prompts by length, and collect token indices in padded matrices.
 
         Returns:
-            Token indices: two matrices per prompt length, (prompts, P) and (completions, C), with -1 at padding.
-            Per prompt length, PromptSlots to align completions with prompts, or None if no completion has two tokens.
+            Token indices per prompt length: a matrix (prompts, P), then matrices (completions, C) with -1 at padding.
+            Per prompt length, a PromptSlots per matrix of completions, to align them with prompts.
         """
         blocks = []
         slots = []
@@ -94,22 +97,42 @@ class PackedLayout:
             same = [i for i, other in enumerate(self.prompt_lengths) if other == length]
             prompt_starts = torch.tensor([self.prompt_spans[i].start for i in same])
             rows = [(n, span.start, len(span)) for n, i in enumerate(same) for span in self.completion_spans[i]]
-            prompt_index, starts, lengths = torch.tensor(rows, dtype=torch.long).view(-1, 3).unbind(1)
-            offset = torch.arange(int(lengths.max()) if rows else 0)  # (C,)
-            completion_block = (starts[:, None] + offset).masked_fill(offset >= lengths[:, None], -1)
-            blocks += [prompt_starts[:, None] + torch.arange(length), completion_block]
-            slots.append(PromptSlots(prompt_index, len(same), device) if completion_block.numel() else None)
+            blocks.append(prompt_starts[:, None] + torch.arange(length))
+            slots.append([])
+            for part in split_by_length(rows):
+                prompt_index, starts, lengths = torch.tensor(part).unbind(1)
+                offset = torch.arange(int(lengths.max()))  # (C,)
+                blocks.append((starts[:, None] + offset).masked_fill(offset >= lengths[:, None], -1))
+                slots[-1].append(PromptSlots(prompt_index, len(same), device))
         return blocks, slots
 
-    def blocks(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Split x (N, H, D) into blocks (prompts, H, P, D) and (completions, H, C, D)."""
+    def blocks(self, x: Tensor) -> list[tuple[Tensor, list[Tensor]]]:
+        """Split x (N, H, D) into blocks: per prompt length, (prompts, H, P, D) and several (completions, H, C, D)."""
         if not self.in_order:
             x = Reorder.apply(x, self.order, self.inverse)
         sizes = [shape.numel() for shape in self.shapes]
-        blocks = [
+        blocks = (
             cells.unflatten(0, shape).transpose(1, 2) for cells, shape in zip(x.split(sizes), self.shapes, strict=True)
-        ]
-        return list(zip(blocks[::2], blocks[1::2], strict=True))
+        )
+        return [(next(blocks), [next(blocks) for _ in slots]) for slots in self.slots]
+
+
+def split_by_length(rows: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Split completions (prompt, start, length), so that lengths in a part differ by less than a factor of 2.
+
+    Return one part if it has little padding, and none if no completion has packed tokens.
+    """
+    lengths = [length for _, _, length in rows]
+    longest = max(lengths, default=0)
+    if longest == 0:
+        return []
+    if longest * len(rows) - sum(lengths) <= MAX_PADDING:
+        return [rows]
+    parts: dict[int, list] = {}
+    for row in rows:
+        if row[2]:
+            parts.setdefault(row[2].bit_length(), []).append(row)
+    return [*parts.values()]
 
 
 def index_tensor(values: list[int], device: torch.device | str) -> Tensor:
@@ -137,10 +160,10 @@ class GroupAttention:
         layout = self.layout
         blocks = map(layout.blocks, (q, k, v))
         out = []
-        for (prompt_q, row_q), (prompt_k, row_k), (prompt_v, row_v), slots in zip(*blocks, layout.slots, strict=True):
+        for (prompt_q, *q), (prompt_k, *k), (prompt_v, *v), slots in zip(*blocks, layout.slots, strict=True):
             out.append(dense_attention(prompt_q, prompt_k, prompt_v, is_causal=True))
-            if slots:
-                out.append(completion_attention(row_q, row_k, row_v, prompt_k, prompt_v, slots))
+            for row_q, row_k, row_v, part in zip(*q, *k, *v, slots, strict=True):
+                out.append(completion_attention(row_q, row_k, row_v, prompt_k, prompt_v, part))
         out = [x.transpose(1, 2).flatten(0, 1) for x in out]  # (rows * tokens, H, D)
         out = torch.cat(out) if len(out) > 1 else out[0]
         return out if layout.in_order else Reorder.apply(out, layout.inverse)

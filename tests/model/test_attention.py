@@ -21,6 +21,11 @@ def test_a_prompt_is_dropped_from_decoding_with_its_last_row():
         assert len(decoding.prompt_kv[0][0]) == prompts
 
 
+def test_a_long_completion_pads_no_short_ones():
+    layout = PackedLayout([1000], [[2048, *[100] * 7]])
+    assert sum(shape.numel() for shape in layout.shapes) == layout.num_tokens
+
+
 @pytest.mark.gpu
 def test_gradients_on_a_gpu():
     prompts = [300, 130]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from minivlmrl.model import attention
 from minivlmrl.model.logprobs import per_token_logps
 from tests.helpers import tiny
 
@@ -22,10 +23,12 @@ def scored(model, values, weights):
     return [values.detach(), *gradients]
 
 
-@pytest.mark.parametrize(("num_generations", "kind"), [
-    (1, {}), (3, {"tied": True}), *((3, {"model_type": name}) for name in ("qwen2_vl", "qwen3_vl", "qwen3_5")),
+@pytest.mark.parametrize(("num_generations", "kind", "padding"), [
+    (1, {}, 4096), (3, {"tied": True}, 4096), (3, {}, 2),
+    *((3, {"model_type": name}, n) for name, n in (("qwen2_vl", 4096), ("qwen3_vl", 4096), ("qwen3_5", 0))),
 ], ids=str)  # fmt: skip
-def test_one_group_equals_separate_rows(num_generations, kind):
+def test_one_group_equals_separate_rows(num_generations, kind, padding, monkeypatch):
+    monkeypatch.setattr(attention, "MAX_PADDING", padding)
     model = tiny.model(**kind, dtype=torch.float64)
     prompts, completions = groups(num_generations)
     batches = [tiny.pack(prompts, completions, model.config)]

@@ -224,16 +224,15 @@ def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], 
     layout = attention.layout
     results = []
     states = []
-    # per input tensor: a batch of prompts and a batch of completions for each prompt length
+    # per input tensor: a batch of prompts and batches of completions for each prompt length
     blocks = [layout.blocks(x.unsqueeze(1)) for x in inputs]
     for *pairs, slots in zip(*blocks, layout.slots, strict=True):
         prompts = [prompt_block[:, 0] for prompt_block, _ in pairs]
-        completions = [completion_block[:, 0] for _, completion_block in pairs]
         out, state = scan(prompts, None)
         results.append(out.flatten(0, 1))
         states.append(state)
-        if slots is not None:
-            out, _ = scan(completions, [slots.expand_to_rows(x) for x in state])
+        for *completions, part in zip(*(blocks for _, blocks in pairs), slots, strict=True):
+            out, _ = scan([block[:, 0] for block in completions], [part.expand_to_rows(x) for x in state])
             results.append(out.flatten(0, 1))
     if attention.keep_keys:  # store states for decoding, in prompt order
         order = layout.inverse[layout.last_index].argsort().argsort()
