@@ -4,6 +4,8 @@ import argparse
 import datetime
 import json
 import platform
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -49,6 +51,20 @@ def about() -> dict:
             versions[name] = "not installed"
     card = torch.cuda.get_device_name() if CARD.type == "cuda" else platform.machine()
     return {"card": card, "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "versions": versions}
+
+
+def provenance(*packages: str) -> dict:
+    """Return where results come from: machine, date, versions (also of `packages`), commit and command."""
+    found = about()
+    found["versions"] |= {name: version(name) for name in packages}
+    return found | {"processor": processor(), "commit": commit(), "command": shlex.join(["python", *sys.argv])}
+
+
+def processor() -> str:
+    """Return the processor's name on Linux, otherwise its architecture."""
+    file = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", file.read_text()) if file.exists() else []
+    return names[0] if names else platform.machine()
 
 
 def commit() -> str:

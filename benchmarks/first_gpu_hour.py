@@ -83,7 +83,7 @@ def main() -> int:
             state = run(part, options.toy, out / f"{name}.txt")
         failed += state.startswith("failed")
         print(f"{name:13} {state}", flush=True)
-        end = {"state": state, "seconds": round(time.monotonic() - begin), "command": part.command}
+        end = {"state": state, "seconds": round(time.monotonic() - begin), "command": part.command, "commit": commit()}
         lines = [*read_lines(out / f"{name}.txt"), end]
         write_lines(out / f"{name}.jsonl", [{"part": name} | line for line in lines])
         write_summary(out)

@@ -1,30 +1,34 @@
-"""Time a GRPO step (rollout, reference, loss, backward, update) in minivlmrl and in TRL.
+"""Measure the CPU seconds of a GRPO step and of its parts in minivlmrl and in TRL.
 
-python benchmarks/grpo_step.py    # a table, about ten minutes on two cores; needs `pip install .[test]`
+    python benchmarks/grpo_step.py --json docs/curves/grpo_step.json    # needs `pip install .[test]`
 
-TRL trains Qwen2_5_VLForConditionalGeneration from transformers; the first printed line has the versions. Both trainers
-start from the same random weights (recipes/shapes_model.json), with the same prompts, tokens and pixels, and 8
-completions per prompt with exactly 14, 128 or 512 tokens. Steps alternate in one process, so other load on the machine
-slows both trainers. Before timing, their log-probabilities for the same completions must agree.
+TRL trains Qwen2_5_VLForConditionalGeneration from transformers, with SDPA, a KV cache, no gradient checkpointing, and
+all completions in one batch. On a CPU, its LM head scores all positions ("TRL, as installed"), but completions alone
+("TRL") if TRL believes that it has Triton, with equal numbers.
+
+All start from the same random weights (recipes/shapes_model.json), with the same prompts, tokens and pixels, and 8
+completions per prompt with an exact number of tokens. Steps alternate in one process, so other load on the machine
+slows all. Before timing, log-probabilities for the same completions must agree.
 """
 
 import argparse
+import functools
+import json
 import os
-import platform
 import random
 import statistics
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # set before importing transformers, to use no network
 # before importing torch, with minivlmrl's value
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
-from common import seconds_of, synchronize
+from common import provenance, synchronize
 from torch import Tensor
 
 from minivlmrl.config.options import GRPOOptions, RunConfig, SamplingOptions
@@ -50,7 +54,10 @@ CASES = ((56, 16, 14), (112, 8, 14), (224, 4, 14), (56, 4, 128), (224, 4, 128), 
 COMMON = {
     "num_generations": NUM_GENERATIONS, "loss_type": "grpo", "beta": 0.02, "learning_rate": 3e-4, "adam_beta2": 0.99,
 }  # fmt: skip
-WARMUP = 2  # untimed steps per side
+WARMUP = 1  # untimed steps per side
+TRL_SIDES = {"TRL": True, "TRL, as installed": False}  # whether TRL scores only completions
+SIDES = ("minivlmrl", *TRL_SIDES)
+PARTS = ("sampling", "reference", "forward", "backward", "update", "rest")
 TOLERANCE = 1e-4  # nats
 
 
@@ -66,7 +73,10 @@ class EndlessProcessor(Processor):
 
 
 class Ours:
-    """GRPO in minivlmrl, as train.py runs it; `step` runs one optimizer step and returns its metrics."""
+    """GRPO in minivlmrl, as train.py runs it; `step` runs one optimizer step and returns its metrics.
+
+    `skipped` is the share of the last step's completions that were not trained on, because their advantage is 0.
+    """
 
     def __init__(self, trainer: GRPOTrainer, rows: list[Row]):
         batches = Batches(rows, trainer)
@@ -76,9 +86,43 @@ class Ours:
         self.optimizer = build_optimizer(trainer.trained, trainer.options, trainer.config.optimizer)
 
     def step(self) -> dict[str, float]:
-        metrics = optimizer_step(self.trainer, next(self.steps), self.optimizer, self.done)
+        step = next(self.steps)
+        completions = sum(map(len, step.groups))
+        self.skipped = 1 - sum(len(batch.samples) for batch in step.micro_batches) / completions
+        metrics = optimizer_step(self.trainer, step, self.optimizer, self.done)
         self.done += 1
         return metrics
+
+
+class PartTimer:
+    """CPU seconds in the parts of a step."""
+
+    def __init__(self):
+        self.restart()
+
+    def restart(self):
+        self.parts = Counter()
+        self.begin = time.process_time()
+
+    def seconds(self) -> dict[str, float]:
+        """Return CPU seconds since `restart`, per part and in total."""
+        total = time.process_time() - self.begin
+        return {**self.parts, "rest": total - sum(self.parts.values()), "step": total}
+
+    def watch(self, owner, method: str, part: str | Callable[[], str]):
+        """Add the CPU seconds in a method of a class or object to a part, or to the part that a function returns."""
+        call = getattr(owner, method)
+
+        @functools.wraps(call)
+        def timed(*args, **kwargs):
+            name = part if isinstance(part, str) else part()
+            begin = time.process_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.parts[name] += time.process_time() - begin
+
+        setattr(owner, method, timed)
 
 
 def trl_clock(after_step: Callable[[int, float], bool | None]):
@@ -103,32 +147,37 @@ def trl_clock(after_step: Callable[[int, float], bool | None]):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12, help="timed steps of each side and case")
-    parser.add_argument("--threads", type=int, default=2)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of each side and case")
+    parser.add_argument("--cases", type=int, nargs="+", default=[*range(len(CASES))], help="indices in CASES")
+    parser.add_argument("--json", type=Path, help="file for the results, written after each case")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     import transformers
 
     warnings.simplefilter("ignore", FutureWarning)  # TRL uses old option names in transformers
     transformers.logging.disable_progress_bar()
-    versions = {name: version(name) for name in ("torch", "transformers", "trl")}
-    print(f"{versions}, {options.threads} threads, {platform.machine()}")
-    print("| tokens per prompt | prompts | new tokens | ours, ms | TRL, ms | ratio | largest difference, nats |")
-    print("|---|---|---|---|---|---|---|")
-    for size, prompts, new_tokens in CASES:
-        tokens, difference, ours, theirs = measure(size, prompts, options.steps, new_tokens)
-        numbers = f"{ours:.0f} | {theirs:.0f} | {theirs / ours:.2f} | {difference:.1e}"
-        print(f"| {tokens} | {prompts} | {new_tokens} | {numbers} |", flush=True)
+    results = {**provenance("trl"), "steps": options.steps, "load": os.getloadavg()[0], "cases": []}
+    timer = PartTimer()
+    timer.watch(torch.Tensor, "backward", "backward")
+    timer.watch(torch.optim.AdamW, "step", "update")
+    print(f"| prompt | prompts | new tokens | side | CPU seconds | {' | '.join(PARTS)} | ratio |\n{'|---' * 12}|")
+    for index in options.cases:
+        case = measure(*CASES[index], options.steps, timer)
+        results["cases"].append(case)
+        for side, seconds in case["sides"].items():
+            shape = f"{case['prompt_tokens']} | {case['prompts']} | {case['new_tokens']} | {side}"
+            cells = [f"{seconds[part]:.3f}" for part in ("step", *PARTS)]
+            ratio = seconds["step"] / case["sides"]["minivlmrl"]["step"]
+            print(f"| {shape} | {' | '.join(cells)} | {ratio:.2f} |", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def measure(size: int, prompts: int, steps: int, new_tokens: int) -> tuple[int, float, float, float]:
-    """Time steps with one image size.
-
-    Returns:
-        Tokens per prompt, largest log-probability difference, and median milliseconds per step, ours and TRL's.
-    """
+def measure(size: int, prompts: int, new_tokens: int, steps: int, timer: PartTimer) -> dict:
+    """Measure steps with one image size; return median CPU seconds per side and part."""
     import transformers
+    import trl.trainer.utils
 
     rows = make_rows(size, prompts)
     model, processor = random_model(MODEL_CONFIG, shapes.tokenizer(), seed=0)
@@ -136,19 +185,41 @@ def measure(size: int, prompts: int, steps: int, new_tokens: int) -> tuple[int, 
         path = Path(folder) / "model"
         save_model(path, model, processor)
         ours = our_side(model, processor, rows, new_tokens)
-        our_seconds, trl_seconds = [], []
+        timer.watch(ours.trainer.sampler, "sample", "sampling")
+        timer.watch(ours.trainer.reference, "logps", "reference")
+        timer.watch(ours.trainer, "training_loss", "forward")
+        found = {side: [] for side in SIDES}
 
-        def alternate(number: int, seconds: float):
-            trl_seconds.append(seconds)
-            our_seconds.append(seconds_of(ours.step))
+        class Alternate(transformers.TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                self.side = [*TRL_SIDES][state.global_step % 2]
+                trl.trainer.utils._use_triton = lambda *args, **kwargs: TRL_SIDES[self.side]
+                timer.restart()
+
+            def on_step_end(self, args, state, control, **kwargs):
+                found[self.side].append(timer.seconds())
+                if self.side == "TRL":
+                    timer.restart()
+                    ours.step()
+                    found["minivlmrl"].append(timer.seconds())
 
         theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
-        trainer = trl_side(theirs, path, rows, WARMUP + steps, trl_clock(alternate), new_tokens)
+        trainer = trl_side(theirs, path, rows, 2 * (WARMUP + steps), Alternate(), new_tokens)
         trainer.remove_callback(transformers.PrinterCallback)
+        timer.watch(trainer, "_generate_single_turn", "sampling")
+        scoring = "_get_per_token_logps_and_entropies"
+        timer.watch(trainer, scoring, lambda: "forward" if torch.is_grad_enabled() else "reference")
         prompt_tokens, difference = assert_agreement(model, processor, trainer, rows)
         trainer.train()
-    medians = (1e3 * statistics.median(seconds[WARMUP:]) for seconds in (our_seconds, trl_seconds))
-    return prompt_tokens, difference, *medians
+    medians = {}
+    for side, seconds in found.items():
+        timed = seconds[WARMUP:]
+        medians[side] = {part: statistics.median(step[part] for step in timed) for part in ("step", *PARTS)}
+    return {
+        "prompt_tokens": prompt_tokens, "prompts": prompts, "new_tokens": new_tokens, "completions": NUM_GENERATIONS,
+        "largest_difference": difference, "skipped": ours.skipped, "attention": theirs.config._attn_implementation,
+        "sides": medians,
+    }  # fmt: skip
 
 
 def make_rows(size: int, count: int) -> list[Row]:

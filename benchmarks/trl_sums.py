@@ -6,9 +6,9 @@
 
 recipes/from_text_model.py made vlm/ from the text model, and recipes/sums.py wrote the rows. TRL trains with the same
 rows in the same order, and with the recipe's method options. TRL's base model has bfloat16 weights, its adapters
-float32, and both compute in bfloat16, or all in float32 with --dtype float32. --batch is the number of completions per
-forward and backward pass in TRL. Runs end after --steps steps in a schedule of 40, without saving a model. Accuracy is
-over a step's 128 completions, before the update.
+float32, and both compute in bfloat16, or all in float32 with --dtype float32. TRL scores completions alone, as on a
+GPU; --batch is its number of completions per forward and backward pass. Runs end after --steps steps in a schedule of
+40, without saving a model. Accuracy is over a step's 128 completions, before the update.
 """
 
 import argparse
@@ -97,6 +97,9 @@ def train_trl(options: argparse.Namespace):
     import peft
     import transformers
     import trl
+    import trl.trainer.utils
+
+    trl.trainer.utils._use_triton = lambda *args, **kwargs: True  # score completions alone, as on a GPU
 
     class Recorder(transformers.TrainerCallback):
         def on_train_begin(self, *given, **kwargs):

@@ -5,6 +5,8 @@ python -m docs.scripts.make_pages    # after benchmarks/same_curve.py, sums.py, 
 
 import json
 import re
+from collections.abc import Callable
+from pathlib import Path
 from statistics import mean
 
 from docs.scripts.picture import BLUES, DOCS, FAINT, INK, ORANGES, SOFT, Picture
@@ -97,6 +99,17 @@ def same_curve_rows(results: dict) -> list[str]:
     return rows
 
 
+def criterion_rows(results: dict) -> list[str]:
+    """Return the table rows about the criterion in benchmarks/same_curve.py."""
+    rows = []
+    for name, found in results["test"].items():
+        low, high = found["interval"]
+        lead = f"{found['lead']:.3f} ({low:.3f} to {high:.3f})"
+        leads = f"{found['seeds that TRL leads']} of {found['seeds']}"
+        rows.append(f"| {name} | {found['minivlmrl']:.3f} | {found['TRL']:.3f} | {lead} | {found['p']:.3f} | {leads} |")
+    return rows
+
+
 def sums_rows(results: dict) -> list[str]:
     """Return the table rows about runs of recipes/sums.yaml."""
     rows = []
@@ -148,13 +161,14 @@ def beside_rows(results: dict) -> list[str]:
     return rows
 
 
-TABLES = {  # {first heading cell: (JSON file, rows)}
-    "after steps": ("same_curve", same_curve_rows),
-    "run": ("sums", sums_rows),
-    "kind": ("sums", kind_rows),
-    "step": ("sums_beside_trl", beside_rows),
-    "two steps": ("two_steps", two_steps_rows),
-    "clothes": ("clothes", clothes_rows),
+TABLES = {  # {first heading cell: rows}
+    "after steps": lambda: same_curve_rows(read("same_curve")),
+    "criterion": lambda: criterion_rows(read("same_curve")),
+    "run": lambda: sums_rows(read("sums")),
+    "kind": lambda: kind_rows(read("sums")),
+    "step": lambda: beside_rows(read("sums_beside_trl")),
+    "two steps": lambda: two_steps_rows(read("two_steps")),
+    "clothes": lambda: clothes_rows(read("clothes")),
 }
 PICTURES = {
     "images/same_curve.svg": lambda: draw_same_curve(read("same_curve")),
@@ -163,12 +177,17 @@ PICTURES = {
 }
 
 
-def page() -> str:
-    """Return the page with new tables."""
-    text = PAGE.read_text(encoding="utf-8")
-    for heading, (name, rows) in TABLES.items():
+def write_tables(page: Path, tables: dict[str, Callable[[], list[str]]]) -> str:
+    """Return a page with new rows in the tables that start with a heading cell."""
+    text = page.read_text(encoding="utf-8")
+    for heading, rows in tables.items():
         table = rf"(?m)(^\| {heading} \|.*\n\|[-|]+\n)(?:\|.*\n)+"
-        written = "\n".join(rows(read(name))) + "\n"
+        written = "\n".join(rows()) + "\n"
         text, count = re.subn(table, lambda match, written=written: match[1] + written, text)
         assert count == 1, heading
     return text
+
+
+def page() -> str:
+    """Return the page with new tables."""
+    return write_tables(PAGE, TABLES)

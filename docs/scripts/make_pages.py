@@ -4,10 +4,15 @@ tests/repository/test_docs.py fails if a file in docs/ differs from its generate
 screenshots, which need a run, and step, whose page is not stored.
 """
 
-from docs.scripts import diagrams, it_learns, names, notebooks, walkthrough
+from docs.scripts import diagrams, it_learns, names, notebooks, results, walkthrough
 from docs.scripts.picture import DOCS
 
-PAGES = {"walkthrough.md": walkthrough.page, "it_learns.md": it_learns.page, "coming_from.md": names.page}
+PAGES = {
+    "walkthrough.md": walkthrough.page,
+    "it_learns.md": it_learns.page,
+    "results.md": results.page,
+    "coming_from.md": names.page,
+}
 PAGES |= walkthrough.PICTURES | diagrams.PICTURES | it_learns.PICTURES
 
 

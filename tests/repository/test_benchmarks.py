@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import re
 import subprocess
 import sys
 
@@ -23,16 +22,19 @@ def test_a_machine_without_other_trainers_measures_our_side():
 
 
 @pytest.mark.slow
-def test_grpo_step(monkeypatch, capsys):
+def test_grpo_step(monkeypatch, tmp_path, capsys):
     """The script itself asserts that ids, pixels and log-probabilities of TRL and of our trainer are equal."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     grpo_step = importlib.import_module("grpo_step")
     monkeypatch.setattr(grpo_step, "CASES", ((56, 2, 14), (224, 1, 20)))
-    monkeypatch.setattr(sys, "argv", ["grpo_step.py", "--steps=1", "--threads=1"])
+    monkeypatch.setattr(sys, "argv", ["grpo_step.py", "--steps=1", f"--json={tmp_path / 'out.json'}"])
     grpo_step.main()
-    rows = re.findall(r"(?m)^\| (\d+) \| \d \| \d+ \| (\d+) \| (\d+) \| (\S+) \|", capsys.readouterr().out)
-    assert [int(tokens) for tokens, *_ in rows] == [48, 288]
-    assert all(float(number) > 0 for _, *numbers in rows for number in numbers)
+    cases = json.loads((tmp_path / "out.json").read_text())["cases"]
+    assert [case["prompt_tokens"] for case in cases] == [48, 288]
+    for side in grpo_step.SIDES:
+        for seconds in (case["sides"][side] for case in cases):
+            assert seconds.keys() == {"step", *grpo_step.PARTS} and min(seconds.values()) > 0
+    assert capsys.readouterr().out.count("\n") == 8
 
 
 @pytest.mark.slow
@@ -68,10 +70,19 @@ def test_same_curve(tmp_path, monkeypatch):
         assert run["cpu_seconds"][0] == 0 and run["cpu_seconds"] == sorted(run["cpu_seconds"])
 
 
-def test_the_test_of_same_curve_counts_permutations(monkeypatch):
+def test_the_criterion_of_same_curve_pairs_runs_by_seed(monkeypatch, scipy):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     same_curve = importlib.import_module("same_curve")
-    means = {"minivlmrl": (0.8, 0.9), "TRL": (0.1, 0.2)}
-    runs = [{"side": side, "accuracy": [0.0, value]} for side, values in means.items() for value in values]
-    expected = {"minivlmrl": pytest.approx(0.85), "TRL": pytest.approx(0.15), "p": pytest.approx(2 / 6)}
-    assert same_curve.compare(runs) == expected
+    accuracies = {
+        "minivlmrl": ([0.0, 0.5, 0.1], [0.0, 0.5, 0.7], [0.0, 0.5, 0.4]),
+        "TRL": ([0.0, 0.5, 0.2], [0.0, 0.5, 0.9]),
+    }
+    runs = [
+        {"side": side, "seed": seed, "accuracy": values}
+        for side, given in accuracies.items() for seed, values in enumerate(given)
+    ]  # fmt: skip
+    found = same_curve.compare(runs[::-1])["last"]
+    assert (found["seeds"], found["seeds that TRL leads"]) == (2, 2)
+    assert [found[name] for name in ("minivlmrl", "TRL", "lead")] == pytest.approx([0.4, 0.55, 0.15])
+    low, high = found["interval"]
+    assert low < 0 < high and found["p"] == pytest.approx(scipy.stats.ttest_rel([0.2, 0.9], [0.1, 0.7]).pvalue)
