@@ -16,7 +16,7 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import in_one_line
+from minivlmrl.errors import UserError, did_you_mean, in_one_line
 from minivlmrl.load_extra import has_extras, load_extra
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.run.metrics import MetricsLog
@@ -27,6 +27,12 @@ from minivlmrl.trainers.base import Step, Trainer
 
 class Callback:
     """Base class for callbacks; methods do nothing unless overridden."""
+
+    def __init_subclass__(cls):
+        for name in vars(cls):
+            if name.startswith("on_") and not hasattr(Callback, name):
+                hooks = [hook for hook in vars(Callback) if hook.startswith("on_")]
+                raise UserError(f"{cls.__name__}.{name} would never be called{did_you_mean(name, hooks)}")
 
     def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
         """Check the recipe before the ranks connect to each other."""
@@ -83,8 +89,10 @@ class Callback:
 class Callbacks(list[Callback]):
     """List of callbacks. Calling a Callback method on it calls all callbacks, and returns a list of their results."""
 
-    def __getattr__(self, method: str) -> Callable[..., list]:
-        return lambda *arguments: [getattr(callback, method)(*arguments) for callback in self]
+    def __getattr__(self, hook: str) -> Callable[..., list]:
+        if hook not in vars(Callback):
+            raise AttributeError(f"Callback has no method {hook!r}")
+        return lambda *arguments: [getattr(callback, hook)(*arguments) for callback in self]
 
 
 class Watcher(Callback):
@@ -93,6 +101,7 @@ class Watcher(Callback):
     failed = False
 
     def __init_subclass__(cls):
+        super().__init_subclass__()
         for name, hook in [*vars(cls).items()]:
             if name in vars(Callback) and callable(hook):
                 setattr(cls, name, harmless(hook))

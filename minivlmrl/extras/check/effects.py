@@ -11,7 +11,7 @@ from typing import get_args
 from minivlmrl.config.import_utils import parameters_of, resolve_object
 from minivlmrl.config.loading import inherited_sections
 from minivlmrl.config.loss_forms import like_grpo_loss
-from minivlmrl.config.options import NO_TRUNCATION, GRPOOptions, RunConfig, TrainingOptions
+from minivlmrl.config.options import NO_TRUNCATION, DPOOptions, GRPOOptions, RunConfig, TrainingOptions
 from minivlmrl.config.types import Part
 from minivlmrl.losses.grpo import grpo_loss
 from minivlmrl.losses.preference import SMOOTHED
@@ -23,15 +23,18 @@ CLIPS = "grpo.epsilon_low grpo.epsilon_high"
 KL = "grpo.kl_estimator grpo.use_bias_correction_kl"
 
 
-def rules(config: RunConfig) -> list[tuple[str, str, object]]:
-    """Return rules (options, reason, condition): if the condition is true, the options have no effect."""
-    grpo, dpo, ppo, data = config.grpo, config.dpo, config.ppo, config.data
-    adapter, sampling = config.adapter, config.sampling
-    # one optimizer step per rollout: all policy ratios are 1
-    on_policy = grpo.num_iterations * grpo.steps_per_generation == 1
-    own_loss = ":" in grpo.loss_type  # the user's own function may use any grpo option
-    corrects_kl = grpo.beta > 0 and grpo.use_bias_correction_kl and grpo.kl_estimator != "k2"
-    weighs_tokens = grpo.rollout_correction or grpo.top_entropy_quantile < 1 or corrects_kl
+# (options, reason, condition): if the condition is true, the options have no effect
+Rule = tuple[str, str, object]
+
+
+def rules(config: RunConfig) -> list[Rule]:
+    """Return the rules of all sections."""
+    return [*run_rules(config), *dpo_rules(config.dpo), *grpo_rules(config.grpo), *sampling_rules(config)]
+
+
+def run_rules(config: RunConfig) -> list[Rule]:
+    """Return rules about data, evaluations, weights and stages."""
+    adapter, data = config.adapter, config.data
     return [
         ("eval_steps eval_on_start best_metric data.eval_rows data.eval_without_images data.eval_rewards",
          "there are no rows to evaluate unless data.eval_file or data.task is set",
@@ -57,7 +60,7 @@ def rules(config: RunConfig) -> list[tuple[str, str, object]]:
         ("rollout.max_logp_mismatch",
          "log-probabilities of sampler and trainer are not compared with adapter.dropout > 0, because only "
          "the trainer applies dropout",
-         sampling.engine == "native" and adapter.dropout > 0),
+         config.sampling.engine == "native" and adapter.dropout > 0),
         ("reward_model.path", "no reward uses a reward model unless rewards contains reward_model",
          "reward_model" not in config.rewards),
         *((f"{stage}.min_lr_ratio", "lr_scheduler_type constant keeps the learning rate as it is",
@@ -65,6 +68,12 @@ def rules(config: RunConfig) -> list[tuple[str, str, object]]:
           for stage in ("sft", "dpo", "reward_model", "grpo", "ppo")),
         ("reference.ref_model_mixup_alpha reference.ref_model_sync_steps",
          "the reference moves only if reference.sync_ref_model is true", not config.reference.sync_ref_model),
+    ]  # fmt: skip
+
+
+def dpo_rules(dpo: DPOOptions) -> list[Rule]:
+    """Return rules about the section dpo."""
+    return [
         ("dpo.precompute_ref_log_probs", "there is no reference with reference_free", dpo.reference_free),
         ("dpo.label_smoothing", f"only the losses {', '.join(SMOOTHED)} use it",
          not {*dpo.loss_type} & {*SMOOTHED}),
@@ -73,6 +82,17 @@ def rules(config: RunConfig) -> list[tuple[str, str, object]]:
          dpo.loss_type == ["sft"]),
         ("dpo.f_alpha_divergence_coef", "there is no alpha unless dpo.f_divergence_type is alpha_divergence",
          dpo.f_divergence_type != "alpha_divergence"),
+    ]  # fmt: skip
+
+
+def grpo_rules(grpo: GRPOOptions) -> list[Rule]:
+    """Return rules about the section grpo."""
+    # one optimizer step per rollout: all policy ratios are 1
+    on_policy = grpo.num_iterations * grpo.steps_per_generation == 1
+    own_loss = ":" in grpo.loss_type  # the user's own function may use any grpo option
+    corrects_kl = grpo.beta > 0 and grpo.use_bias_correction_kl and grpo.kl_estimator != "k2"
+    weighs_tokens = grpo.rollout_correction or grpo.top_entropy_quantile < 1 or corrects_kl
+    return [
         (CLIPS, "loss_types sapo and vespo do not clip the ratio of policies",
          grpo.loss_type in ("sapo", "vespo")),
         ("grpo.epsilon_low", "loss_type cispo clips the ratio of policies only from above",
@@ -107,6 +127,13 @@ def rules(config: RunConfig) -> list[tuple[str, str, object]]:
          "a loss_type from a file computes the whole loss", own_loss),
         ("grpo.rollout_correction_bounds", "there is no correction to bound unless rollout_correction is set",
          not grpo.rollout_correction),
+    ]  # fmt: skip
+
+
+def sampling_rules(config: RunConfig) -> list[Rule]:
+    """Return rules about the sections ppo and sampling."""
+    ppo, sampling = config.ppo, config.sampling
+    return [
         ("ppo.critic_path", "the critic is a head on the policy unless critic is separate",
          ppo.critic != "separate"),
         ("ppo.kl_estimator", "there is no KL unless kl_coef > 0", ppo.kl_coef == 0),
@@ -122,6 +149,7 @@ def rules(config: RunConfig) -> list[tuple[str, str, object]]:
 
 
 def options_without_effect(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
+    """Yield (options, reason) for changed options without effect, each option once."""
     for name in config.unused_sections:
         yield [name], f"`stages` does not include {name}"
     for stage in config.data.files:
