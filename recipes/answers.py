@@ -1,4 +1,4 @@
-"""Reward functions that compare answers with solutions: number, choice, yes_no, class_name and math.
+"""Reward functions that compare answers with solutions: number, choice, yes_no, one_of, class_name and math.
 
 A recipe names a file, relative to the folder in which you run the command, and a function in it:
     rewards: {recipes/answers.py:number(tolerance=0.05): 1.0}
@@ -17,8 +17,9 @@ from fractions import Fraction
 from pathlib import Path
 
 from minivlmrl.data.markup import PLAIN_SIGNS, unwrap
+from minivlmrl.data.row_checks import literal_list
 from minivlmrl.errors import UserError, optional_dependency, truncate
-from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, find_answer, normalize, solution_text
+from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, accuracy, find_answer, normalize, solution_text
 
 LONGEST = 2000  # characters per answer; longer ones get reward 0
 DENIED = re.compile(r"\b(?:not?|never|neither|nor|except|without|unlike|instead|rather than|\w+n['’]t)\b", re.I)
@@ -126,6 +127,30 @@ def yes_no(answer_texts: list, solution: list, log_extra=None, **columns) -> lis
         return None if contradiction.search(rest) else is_yes
 
     return judge_rows("yes_no", "yes or no", read, answer_texts, solution, log_extra=log_extra)
+
+
+def one_of(answer_texts: list, solution: list, log_extra=None, **columns) -> list:
+    """Return 1.0 if the answer equals one of the accepted answers, by the rule of `accuracy`.
+
+    A solution is a list of texts (DocVQA, TextVQA), of {"answer": text} (VQAv2), such a list as text, or one text.
+    """
+    values, reasons = [], []
+    for answer, accepted in zip(answer_texts, solution, strict=True):
+        if isinstance(accepted, str):
+            accepted = literal_list(accepted) or accepted
+        texts = [item["answer"] if isinstance(item, dict) else item for item in _as_list(accepted)]
+        scores = [score for score in accuracy([answer] * len(texts), texts) if score is not None]
+        values.append(max(scores, default=None))
+        reasons.append(
+            None if values[-1] else f"the answer is {truncate(answer, 200)}, not one of {truncate(texts, 200)}"
+        )
+    if log_extra is not None:
+        log_extra("why", reasons)
+    return values
+
+
+def _as_list(value) -> list:
+    return value if isinstance(value, list) else [value]
 
 
 def class_name(

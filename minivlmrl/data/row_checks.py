@@ -336,34 +336,50 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
     """
     sources = [source for item in media for source in item.sources]
     for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:
-        for item in _leaves(columns[name]):
-            kind = _unread_kind(item, folder)
+        for item in leaves(columns[name]):
+            kind = media_kind(item, folder)
             if not media and item and MEDIA_NAME.fullmatch(name.lower()):
                 kind = kind or ("video" if "video" in name.lower() else "image")
             if not kind or any(_is_source(item, source) for source in sources):
                 continue
-            target = f"{kind}s" if isinstance(columns[name], list) else kind
             article = "an" if kind == "image" else "a"
             shown = pluralize(len(item), "byte") if isinstance(item, bytes) else truncate(item, 60)
+            renamed = rename_media(name, columns, kind, is_readable(item, folder))
             raise UserError(
-                f"column {name!r} seems to contain {article} {kind} that the model would not see: {shown}. Rename it "
-                f"with data.columns: {{{name}: {target}}}, add it to a list in {kind}s, remove it, or keep it "
-                f"for a reward with data.columns: {{{name}: {name}}}."
+                f"column {name!r} seems to contain {article} {kind} that the model would not see: {shown}. {renamed}"
+                f"Remove it, or keep it for a reward with data.columns: {{{name}: {name}}}."
             )
 
 
-def _leaves(value: Plain) -> Iterator[str | bytes]:
+def rename_media(name: str, columns: dict, kind: str, is_readable: bool) -> str:
+    """Return advice to use a column as the row's image or video; "" if its file does not exist."""
+    taken = [ours for ours, of_kind in MEDIA.items() if of_kind == kind and columns.get(ours) not in (None, "", [])]
+    target = f"{kind}s" if isinstance(columns[name], list) else kind
+    if not taken:
+        return f"Rename it with data.columns: {{{name}: {target}}}. "
+    shown = f"Add it to a list in {kind}s. "
+    if is_readable:
+        shown += f"To show it alone, set data.columns: {{{taken[0]}: other_{taken[0]}, {name}: {target}}}. "
+    return shown
+
+
+def is_readable(item: str | bytes, folder: Path) -> bool:
+    """Return True for the bytes of an image, a data URI, or an existing file."""
+    return isinstance(item, bytes) or bool(ENCODED.match(item)) or os.path.isfile(join(folder, item))
+
+
+def leaves(value: Plain) -> Iterator[str | bytes]:
     if isinstance(value, dict):
         # {"bytes": ..., "path": ...} is one image (Hugging Face)
         value = [value["bytes"]] if isinstance(value.get("bytes"), str | bytes) else [*value.values()]
     if isinstance(value, list):
         for item in value:
-            yield from _leaves(item)
+            yield from leaves(item)
     elif isinstance(value, str | bytes):
         yield value
 
 
-def _unread_kind(item: str | bytes, folder: Path) -> str | None:
+def media_kind(item: str | bytes, folder: Path) -> str | None:
     """Return "image" or "video" for a media file or file name, else None."""
     if isinstance(item, bytes):
         return "image" if MAGIC.match(item) else None

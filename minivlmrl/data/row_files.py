@@ -44,8 +44,10 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
         )
     if path.suffix == ".parquet":
         return Arrow([path])
-    if path.suffix in (".csv", ".tsv", ".yaml", ".yml"):
+    if path.suffix in (".csv", ".tsv"):
         raise UserError(f"{path}: rows are not read from {path.suffix} files; {convert_advice(path)}")
+    if path.suffix in (".yaml", ".yml"):
+        raise UserError(f"{path}: a YAML file has no rows; list its files of rows in data.train")
     if path.suffix in (".gz", ".bz2", ".xz", ".zst", ".zip"):
         raise UserError(f"{path}: rows are not read from compressed files; unpack the file, and use the new file")
     return Lines(path)
@@ -63,13 +65,14 @@ def convert_advice(path: str | Path, format: str | None = None, columns: Mapping
     """Return advice for an error message, such as "convert the file once with `minivlmrl convert ...`"."""
     renamed = {theirs: ours for theirs, ours in (columns or {}).items() if theirs != ours}
     options = {"format": format} if format else {}
-    if renamed:
-        options["columns"] = json.dumps(renamed)
+    if columns:
+        kept = {name: name for name in columns if name == columns[name] and name not in renamed.values()}
+        options["columns"] = json.dumps(renamed | kept)
     command = f"minivlmrl convert {_for_shell(str(path))}"
     for name, value in options.items():
         command += f" --{name}={_for_shell(value)}"
     advice = f"convert the file once with `{command}`, and use the new file"
-    if options:
+    if format or renamed:
         advice += f", without these values of {' and '.join(f'data.{name}' for name in options)}"
     return advice
 
@@ -150,7 +153,10 @@ class Lines:
         if text.lstrip().startswith("["):
             self.texts = self.split_list(text)
         elif find_coco(text):
-            raise UserError(f"{path}: the file is in COCO's format; {convert_advice(path)}")
+            raise UserError(
+                f"{path}: the file is in COCO's format, one object with all images; write one row per image, with its "
+                "boxes [left, top, right, bottom] as the solution"
+            )
         elif text.strip().partition("\n")[0].strip() == "{":
             raise UserError(
                 f"{path}: an object has several lines; write one object per line, or a JSON list of objects"
@@ -210,6 +216,7 @@ class Arrow:
         self.folder = paths[0].parent
         # per row group: (path, first row in the file, open file, group number in the file)
         self.groups = []
+        self.classes: dict[str, list[str]] = {}  # {column of class numbers: class names}
         self.starts = [0]  # first row index of each row group, then the total number of rows
         for path in paths:
             file_start = self.starts[-1]
@@ -217,6 +224,7 @@ class Arrow:
             try:
                 file = pq.ParquetFile(path)
                 column_names = file.schema_arrow.names
+                self.classes |= class_names(file.schema_arrow.metadata or {})
             except (OSError, pa.ArrowException) as error:
                 raise UserError(f"{path}: the parquet file cannot be read ({error})") from error
             for name in column_names:
@@ -246,7 +254,17 @@ class Arrow:
                 [row] = table.slice(index - self.starts[number], 1).to_pylist()
             except (OverflowError, OSError) as error:  # OverflowError: Python cannot represent a date's year
                 raise UserError(f"the row cannot be read ({error})") from error
+            for name in self.classes.keys() & row.keys():
+                if isinstance(row[name], int):
+                    row[name] = self.classes[name][row[name]]
             return map_nested(row, str, NO_JSON_TYPES)
+
+
+def class_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
+    """Return the names of class numbers (datasets.ClassLabel), which `datasets` writes into parquet files."""
+    content = parse_json(metadata.get(b"huggingface", b"{}").decode())
+    features = content.get("info", {}).get("features", {})
+    return {name: value["names"] for name, value in features.items() if isinstance(value, dict) and value.get("names")}
 
 
 def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = str) -> Plain:

@@ -121,7 +121,8 @@ def solution_text(solution: Any) -> str:
     if not is_list and not isinstance(solution, str | int | float | None):
         raise UserError(
             f"solution {truncate(solution, 80)} is an object or a list, which no answer can equal; write one text or "
-            "number as the solution, or use a reward that reads such solutions"
+            "number as the solution, or use a reward that reads such solutions: recipes/answers.py:one_of reads a list "
+            "of accepted answers"
         )
     if is_list:
         return json.dumps(solution)

@@ -76,7 +76,7 @@ def test_a_video_file_is_sampled_as_the_run_asks_and_a_row_may_ask_for_its_own(f
 def test_a_second_image_in_a_column_that_no_code_reads_is_refused_unless_the_column_is_kept(folder):
     row = {"problem": "What?", "image": "red.png", "left_eye": r"images\green.webp"}
     with pytest.raises(
-        ValueError, match=r"rows\.jsonl:1: column 'left_eye' seems to contain an image .* Rename it with"
+        ValueError, match=r"rows\.jsonl:1: column 'left_eye' seems to contain an image .* keep it for a reward with"
     ):
         read(folder, row)
     for new in ("left_eye", "kept"):

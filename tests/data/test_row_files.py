@@ -75,7 +75,7 @@ WRONG = {  # {file content: error message after the file name}
 @pytest.mark.parametrize(("name", "sentence"), [
     ("rows.jsonl", "is a Git LFS pointer"), ("rows.parquet", "is a Git LFS pointer"),
     ("rows.jsonl.gz", "rows are not read from compressed files; unpack"),
-    ("sets.yaml", "rows are not read from .yaml files; convert the file once with `minivlmrl convert "),
+    ("sets.yaml", "a YAML file has no rows; list its files of rows in data.train"),
 ])  # fmt: skip
 def test_a_file_without_the_text_of_its_rows_is_refused(tmp_path, name, sentence):
     if name == "rows.parquet":

@@ -8,7 +8,9 @@ the tokenizer of each family. To record more rows, run the script in that commit
 ours, and only the structure of a row comes from a user.
 """
 
+import contextlib
 import functools
+import io
 import json
 import re
 import shlex
@@ -119,11 +121,15 @@ def open_case(case: Case, folder: Path) -> FileDataset:
             if not found:
                 raise
             command = found[1]
-    new = folder / f"{case.file}{'.parquet' if case.file.endswith('.parquet') else '.jsonl'}"
+    new = folder / f"{case.file}.jsonl"
+    said = io.StringIO()
     kept = {theirs: ours for theirs, ours in case.options.get("columns", {}).items() if theirs == ours}
     options = {**case.options, "columns": kept} if "--columns=" in command else case.options
     try:
-        assert main([*shlex.split(command)[1:], f"--out={new}"]) == 0
+        with contextlib.redirect_stderr(said):
+            code = main([*shlex.split(command)[1:], f"--out={new}"])
+        if code:
+            raise ValueError(said.getvalue())
         return FileDataset(new, REQUIRED[case.stage], image_root=FILES, **options)
     except ValueError as error:
         raise ValueError(f"{message}\n{error}") from error

@@ -46,6 +46,7 @@ from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
 NUM_SOLUTIONS = 10_000  # maximum dataset solutions to check; 10,000 take a few seconds
+LONG_SOLUTION = 30  # words
 NUM_IMAGES = 16  # maximum images whose boxes are checked
 TYPICAL_WEIGHT = 0.01  # absolute value of a typical weight in models with billions of parameters
 
@@ -255,6 +256,13 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
             yield (
                 f"{len(empty)} {start} an empty solution, which reward accuracy does not score (the first is "
                 f"{empty[0]}); write a solution, or remove the row"
+            )
+        long = [facts.where for facts in rows.facts if len(str(facts.solution).split()) >= LONG_SOLUTION]
+        if long and any(reward.name == "accuracy" for reward in rewards):
+            yield (
+                f"{len(long)} {start} a solution of {LONG_SOLUTION} words or more (the first is {long[0]}), which no "
+                "answer will equal; write whole demonstrations into the column completion, and the short answer alone "
+                "into solution"
             )
     dtype = DTYPES[config.model.dtype]
     # 16-bit weights lose small updates; adamw_8bit keeps the rounding error

@@ -248,7 +248,7 @@ def check_forms(trial: Trial) -> Iterator[str]:
                 f"{len(faults)} of {len(trial.rows)} solutions that were checked are lists, objects, numbers, boxes or "
                 f"choices, which reward {reward.name} compares as text. For example, the answer {truncate(text, 40)} "
                 f"gets {value:.2f} for the solution {truncate(solution, 60)}. Write one text as the solution, or use a "
-                "reward that reads these solutions, such as choice or number in recipes/answers.py."
+                "reward that reads these solutions, such as choice, number or one_of in recipes/answers.py."
             )
 
 
