@@ -2,6 +2,7 @@
 
 minivlmrl report runs/shapes                  # writes runs/shapes/report.html
 minivlmrl report runs/a runs/b --out ab.html  # compares two runs
+minivlmrl report runs/a/seed* --against runs/b/seed*  # compares two groups; writes comparison.html
 """
 
 import argparse
@@ -113,6 +114,7 @@ class ReportPage(Callback):
 def write_page(folders: list[Path], out: Path, seconds: float = 0):
     """Write an HTML page about runs; browsers reload it every `seconds`, 0 = never."""
     runs: list[dict] = [collect_run(folder) | {"reload": seconds} for folder in folders]
+    join_stages(runs)
     text = json_text(runs)
     for run in runs:  # hide folder names such as /home/ann/: users may publish the report
         places = [line.get("where") for line in run["completions"]]
@@ -122,6 +124,17 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
             text = text.replace(json_text(name)[1:-1], "")
     text = text.replace("<", "\\u003c")  # </script> in the data would end the script
     write_file(out, TEMPLATE.read_text("utf-8").replace("{{DATA}}", text).encode())
+
+
+def join_stages(runs: list[dict]):
+    """Give the last stages of two runs one name, such as grpo|mine, and so on backwards, to draw them in one chart."""
+    orders = [list(run["steps_per_point"]) for run in runs]
+    for names in zip(*map(reversed, orders), strict=False):
+        if len(runs) == 2 and names[0] not in orders[1] and names[1] not in orders[0]:
+            for run, name in zip(runs, names, strict=True):
+                run["steps_per_point"]["|".join(names)] = run["steps_per_point"].pop(name)
+                for line in (line for kind in ("metrics", "timings", "warnings", "completions") for line in run[kind]):
+                    line["stage"] = "|".join(names) if line["stage"] == name else line["stage"]
 
 
 def collect_run(folder: Path) -> dict:
@@ -260,11 +273,21 @@ def data_uri(folder: Path, path: str) -> str:
 def main(arguments: list[str]):
     p = argparse.ArgumentParser("minivlmrl report", description=str(__doc__).splitlines()[0])
     p.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run; one or two runs")
-    p.add_argument("--out", help="output file; defaults to report.html in the first run's folder")
+    p.add_argument("--against", nargs="+", default=[], metavar="RUN", help="compare with these runs, paired by seed")
+    p.add_argument("--out", help="output file; defaults to report.html in the first run's folder, or comparison.html")
     options = p.parse_args(arguments)
-    if len(options.runs) > 2:
-        raise UserError(f"a report shows one or two runs, but {len(options.runs)} were given")
     folders = [Path(run) for run in options.runs]
+    if options.against:
+        from minivlmrl.extras.compare import write_comparison
+
+        out = file_to_write(options.out or "comparison.html")
+        write_comparison(folders, [Path(run) for run in options.against], out)
+        return print(f"open {out} in a browser")
+    if len(folders) > 2:
+        raise UserError(
+            f"a report shows one or two runs, but {len(folders)} were given; to compare two groups of runs, write "
+            "--against before the second group"
+        )
     for folder in folders:
         if not (folder / METRICS).is_file():
             raise UserError(f"{folder} has no metrics.jsonl; pass the output_dir of a run")

@@ -1,0 +1,175 @@
+"""Compare two groups of runs with several seeds each: bands of their curves, and a paired difference per metric.
+
+Runs with the same seed form a pair. The 95 % interval of the mean difference is that of Student's t with n - 1 degrees
+of freedom, for n pairs.
+"""
+
+import math
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from statistics import fmean, stdev
+
+from minivlmrl.config.loading import flat, read_yaml
+from minivlmrl.config.types import Plain
+from minivlmrl.errors import UserError, truncate
+from minivlmrl.extras.report import read_metrics
+from minivlmrl.files import RUN_CONFIG, file_inside
+from minivlmrl.json_files import write_file
+from minivlmrl.run.metrics import EVALUATIONS, METRICS, SPEED_STEPS
+
+# 97.5 % quantiles of Student's t for 1 to 9 degrees of freedom
+QUANTILES = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
+TRAINING = "reward", "loss", "kl", "entropy", "completions/mean_length"  # training metrics with a curve
+WIDTH, HEIGHT = 320, 150
+STYLE = """
+body { margin: 0 auto; max-width: 1100px; padding: 16px; font: 15px/1.45 system-ui, sans-serif; }
+:root { color-scheme: light dark; } div { overflow-x: auto; } h1 { font-size: 20px; overflow-wrap: anywhere; }
+td { padding: 3px 10px 3px 0; min-width: 130px; vertical-align: top; } tr:first-child { font-weight: bold; }
+figure { display: inline-block; margin: 8px; width: min(100%, 330px); } svg { width: 100%; }
+.a { color: #2f6fcf; } .b { color: #c3660b; } text { font-size: 11px; fill: currentColor; }
+"""
+
+
+@dataclass
+class Run:
+    """Metrics of a run: {metric: {step over all stages: value}}."""
+
+    folder: Path
+    options: dict[str, Plain]
+    curves: dict[str, dict[int, float]]
+
+
+def read_run(folder: Path) -> Run:
+    if not (folder / METRICS).is_file() or not (folder / RUN_CONFIG).is_file():
+        raise UserError(f"{folder} has no {METRICS} and {RUN_CONFIG}; pass the output_dir of a run")
+    curves: dict[str, dict[int, float]] = {}
+    first_steps: dict[str, int] = {}  # {stage: steps of the stages before it}
+    for number, line in enumerate(read_metrics(file_inside(folder, METRICS))):
+        first_steps.setdefault(line["stage"], number)
+        for name in line.keys() & {*TRAINING} | {name for name in line if name.endswith("/mean")}:
+            curves.setdefault(name, {})[number + 1] = line[name]
+    for line in read_metrics(file_inside(folder, EVALUATIONS)):
+        step = line.pop("step") + first_steps.get(line.pop("stage"), 0)
+        for name, value in line.items():
+            curves.setdefault(name, {})[step] = value
+    for name, curve in curves.items():
+        curves[name] = {step: value for step, value in curve.items() if value is not None}
+    return Run(folder, flat(read_yaml(folder / RUN_CONFIG)), curves)
+
+
+def last_value(run: Run, name: str, step: int) -> float:
+    """Return a metric at a step; of a training metric, the mean over the last ten steps."""
+    if name.startswith("eval/"):
+        return run.curves[name][step]
+    return fmean(value for at, value in run.curves[name].items() if step - SPEED_STEPS < at <= step)
+
+
+def difference(pairs: list[tuple[float, float]]) -> tuple[float, float] | None:
+    """Return mean and half width of the 95 % interval of second - first; None for fewer than two pairs."""
+    differences = [second - first for first, second in pairs]
+    degrees = len(differences) - 1
+    if degrees < 1:
+        return None
+    z = 1.959964
+    # Cornish-Fisher expansion, exact to 1e-3 from 10 degrees on
+    expansion = z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+    quantile = QUANTILES[degrees - 1] if degrees <= len(QUANTILES) else expansion
+    return fmean(differences), quantile * stdev(differences) / math.sqrt(len(differences))
+
+
+def compare(groups: list[list[Run]]) -> list[tuple[str, str, str, str]]:
+    """Return (metric and step, mean and range of each group, difference) for all metrics that all runs share."""
+    runs = [run for group in groups for run in group]
+    rows = []
+    for name in shared_metrics(runs):
+        step = max(set.intersection(*({*run.curves[name]} for run in runs)))
+        values = [{run.options["seed"]: last_value(run, name, step) for run in group} for group in groups]
+        seeds = sorted(values[0].keys() & values[1].keys())
+        found = difference([(values[0][seed], values[1][seed]) for seed in seeds])
+        text = f"no interval: {len(seeds)} seeds in common, and at least 2 are needed"
+        if found:
+            mean, half = found
+            shown = "" if abs(mean) > half else ": these seeds do not show a difference"
+            text = f"{mean:+.3f} ± {half:.3f} over {len(seeds)} seeds{shown}"
+        ranges = [f"{fmean(v.values()):.3f} ({min(v.values()):.3f} to {max(v.values()):.3f})" for v in values]
+        rows.append((f"{name}, step {step}", *ranges, text))
+    return rows
+
+
+def shared_metrics(runs: list[Run]) -> list[str]:
+    """Return metrics with a common step in all runs, held-out ones first."""
+    names = [name for name in runs[0].curves if all(name in run.curves for run in runs)]
+    common = [name for name in names if set.intersection(*({*run.curves[name]} for run in runs))]
+    if not common:
+        raise UserError("the runs share no step of a metric; compare runs with the same eval_steps or max_steps")
+    return sorted(common, key=lambda name: (not name.startswith("eval/"), name))
+
+
+def differing_options(groups: list[list[Run]]) -> list[str]:
+    """Return options that differ between the groups, such as "grpo.beta: 0.0, 0.04"."""
+    first, second = ({name: str(value) for name, value in group[0].options.items()} for group in groups)
+    names = sorted({*first.items()} ^ {*second.items()})
+    return [
+        f"{name}: {truncate(first.get(name), 60, str)}, {truncate(second.get(name), 60, str)}"
+        for name in dict.fromkeys(name for name, _ in names)
+        if name not in ("seed", "output_dir", "resume")
+    ]
+
+
+def chart(name: str, groups: list[list[Run]]) -> str:
+    """Draw the mean of each group over a band from its minimum to its maximum; training metrics as running means."""
+    bands = []
+    for group in groups:
+        steps = sorted(set.intersection(*({*run.curves[name]} for run in group)))
+        values = [[last_value(run, name, step) for run in group] for step in steps]
+        bands.append([(step, min(v), fmean(v), max(v)) for step, v in zip(steps, values, strict=True)])
+    points = [point for band in bands for point in band]
+    first, last = min(point[0] for point in points), max(point[0] for point in points)
+    low, high = min(point[1] for point in points), max(point[3] for point in points)
+
+    def at(step: int, value: float) -> str:
+        x = 40 + (WIDTH - 50) * (step - first) / max(1, last - first)
+        y = HEIGHT - 20 - (HEIGHT - 35) * (value - low) / (high - low or 1)
+        return f"{x:.1f},{y:.1f}"
+
+    shapes = []
+    for color, band in zip("ab", bands, strict=True):
+        edge = [at(step, top) for step, _, _, top in band] + [at(step, bottom) for step, bottom, _, _ in band[::-1]]
+        line = " ".join(at(step, mean) for step, _, mean, _ in band)
+        shapes.append(
+            f'<g class="{color}"><polygon points="{" ".join(edge)}" fill="currentColor" opacity=".2"/>'
+            f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="2"/></g>'
+        )
+    return (
+        f"<figure><figcaption>{escape(name)}</figcaption><svg viewBox='0 0 {WIDTH} {HEIGHT}'>{''.join(shapes)}"
+        f"<text x='0' y='20'>{high:.3g}</text><text x='0' y='{HEIGHT - 20}'>{low:.3g}</text>"
+        f"<text x='40' y='{HEIGHT - 4}'>step {first}</text>"
+        f"<text x='{WIDTH}' y='{HEIGHT - 4}' text-anchor='end'>{last}</text></svg></figure>"
+    )
+
+
+def write_comparison(first: list[Path], second: list[Path], out: Path):
+    """Print the table, and write the page with the curves of both groups."""
+    groups = [[read_run(folder) for folder in folders] for folders in (first, second)]
+    for group in groups:
+        seeds = [run.options.get("seed") for run in group]
+        if len({*seeds}) < len(seeds):
+            raise UserError(f"two runs beside {group[0].folder} have the same seed; the seeds are {seeds}")
+    rows = compare(groups)
+    names = [f"{group[0].folder}" + f" and {len(group) - 1} more" * (len(group) > 1) for group in groups]
+    head = ("metric", *names, "paired difference, 95 % interval")
+    options = differing_options(groups)
+    for row in rows:
+        print(f"{row[0]}\n  A {row[1]}\n  B {row[2]}\n  B - A {row[3]}")
+    print(f"options that differ: {'; '.join(options) or 'none'}")
+    table = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in (head, *rows))
+    charts = "".join(chart(name, groups) for name in shared_metrics([*groups[0], *groups[1]]))
+    text = (
+        "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
+        f"<title>two groups of runs</title><style>{STYLE}</style><h1><span class='a'>{escape(names[0])}</span> and "
+        f"<span class='b'>{escape(names[1])}</span></h1><div><table>{table}</table></div>"
+        f"<p>Options that differ: {escape('; '.join(options) or 'none')}.</p>"
+        f"<p>Lines are means over seeds, bands go from the lowest to the highest seed.</p>{charts}</html>"
+    )
+    write_file(out, text.encode())

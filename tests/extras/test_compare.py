@@ -1,0 +1,88 @@
+"""Test the comparison of two groups of runs, and the option --seeds, which trains such groups."""
+
+import json
+import sys
+
+import pytest
+import yaml
+from pytest import approx
+
+from minivlmrl.__main__ import main
+from minivlmrl.commands.train import train_recipe
+from minivlmrl.config.loading import load_config
+from minivlmrl.extras.compare import compare, difference, read_run
+from minivlmrl.run import seeds
+from tests.helpers.runs import summary, write_lines
+
+
+def write_run(folder, seed, stage, accuracy, beta=0.0):
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump({"seed": seed, "grpo": {"beta": beta}}))
+    steps = [{"stage": "sft", "step": 0, "loss": 1.0}]
+    steps += [{"stage": stage, "step": i, "loss": 2.0, "reward": seed + i} for i in range(3)]
+    write_lines(folder / "metrics.jsonl", steps)
+    lines = [{"stage": stage, "step": i, "eval/accuracy_greedy": accuracy * i / 3} for i in (0, 3)]
+    write_lines(folder / "evaluations.jsonl", lines)
+    return folder
+
+
+def test_groups_of_seeds_are_compared_in_pairs(tmp_path, monkeypatch, capsys):
+    """Stages may have different names; a seed that only one group has is in the mean, but in no pair."""
+    monkeypatch.chdir(tmp_path)
+    first = [write_run(tmp_path / f"a{i}", i, "grpo", value) for i, value in enumerate([0.2, 0.4, 0.6])]
+    second = [write_run(tmp_path / f"b{i}", i, "mine", value, 0.1) for i, value in enumerate([0.3, 0.5, 0.7, 0.9])]
+    rows = {name: others for name, *others in compare([[*map(read_run, group)] for group in (first, second)])}
+    assert next(iter(rows)) == "eval/accuracy_greedy, step 4"
+    means = ["0.400 (0.200 to 0.600)", "0.600 (0.300 to 0.900)", "+0.100 ± 0.000 over 3 seeds"]
+    assert rows["eval/accuracy_greedy, step 4"] == means
+    assert rows["loss, step 4"][2] == "+0.000 ± 0.000 over 3 seeds: these seeds do not show a difference"
+    assert main(["report", *map(str, first), "--against", *map(str, second)]) == 0
+    assert "options that differ: grpo.beta: 0.0, 0.1" in capsys.readouterr().out
+    page = (tmp_path / "comparison.html").read_text()
+    assert page.count("<polygon") == 2 * len(rows) and "b0 and 3 more" in page
+    assert main(["report", str(first[0]), "--against", str(second[1])]) == 0
+    assert "no interval: 0 seeds in common" in capsys.readouterr().out
+    assert main(["report", str(first[0]), str(first[0]), "--against", str(second[1])]) == 2
+    assert "have the same seed; the seeds are [0, 0]" in capsys.readouterr().err
+
+
+def test_the_interval_is_that_of_student(monkeypatch):
+    """Differences 1, 2 and 3 have standard deviation 1; with 2 degrees of freedom, t is 4.303."""
+    assert difference([(0, 1), (0, 2), (0, 3)]) == approx((2, 4.303 / 3**0.5))
+    mean, half = difference([(0, i) for i in (1, 3) * 6])  # 11 degrees: t is 2.201
+    assert (mean, half) == (2, approx(2.201 * (12 / 11) ** 0.5 / 12**0.5, rel=1e-3))
+    assert difference([(0, 1)]) is None
+
+
+def test_seeds_are_trained_one_after_the_other(home, tmp_path, monkeypatch, capfd):
+    """A finished seed is skipped, a stopped one resumed; the run of a seed equals the run without --seeds."""
+    options = [str(home / "recipe.yaml"), "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=1"]
+    seeds_of_two = [*options, f"--output_dir={tmp_path}", "--seeds=3,4"]
+    assert train_recipe(seeds_of_two) == 0
+    assert train_recipe([*options, f"--output_dir={tmp_path / 'alone'}", "--seed=4"]) == 0
+    weights = [(tmp_path / name / "checkpoint/model.safetensors").read_bytes() for name in ("seed3", "seed4", "alone")]
+    assert weights[0] != weights[1] == weights[2] and "chance" in summary(tmp_path / "seed3")
+    commands = []
+    monkeypatch.setattr(seeds, "run_child", lambda command: commands.append(command) or 75)
+    (tmp_path / "seed4" / "summary.json").unlink()
+    assert train_recipe([*seeds_of_two, "--seeds=3,4,5"]) == 75  # stopped by a signal: seed 5 does not begin
+    own = ["--seed=4", f"--output_dir={tmp_path / 'seed4'}", "--resume=auto"]
+    assert commands == [[sys.executable, "-m", "minivlmrl", "train", *seeds_of_two[:-1], *own]]
+    with pytest.raises(ValueError, match=r"seed3 is finished, but with sft.learning_rate=0.003 instead of 0.5; choose"):
+        train_recipe([*seeds_of_two, "--sft.learning_rate=0.5"])
+    with pytest.raises(ValueError, match="--seeds=1-3: write seeds with commas"):
+        seeds.take_seeds(["--seeds=1-3"])
+    config = load_config(home / "recipe.yaml")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="with torchrun, start one command per seed"):
+        seeds.train_seeds(config, [1], [])
+
+
+def test_last_stages_with_different_names_share_a_curve(tmp_path):
+    from minivlmrl.extras.report import collect_run, join_stages
+
+    runs = [collect_run(write_run(tmp_path / stage, 0, stage, 0.5)) for stage in ("grpo", "mine")]
+    join_stages(runs)
+    for run in runs:
+        assert list(run["steps_per_point"]) == ["sft", "grpo|mine"]
+        assert {line["stage"] for line in json.loads(json.dumps(run["metrics"]))} == {"sft", "grpo|mine"}
