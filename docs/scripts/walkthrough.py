@@ -6,8 +6,10 @@ docs.scripts.make_pages` writes the page, and a test compares it with this scrip
 
 import contextlib
 import html
+import inspect
 import io
 import itertools
+import operator
 import re
 import sys
 import textwrap
@@ -141,7 +143,8 @@ def page() -> str:
     for number, (title, name, names, text) in enumerate(sections, start=1):
         variables = numbers()[name]
         lines = [shown(key if key != "return" else "returns", variables[key]) for key in names.split()]
-        parts.append(f"## {number}. {title}\n\n[`{name}`](../minimal.py)\n\n{text.strip().format(**facts())}\n")
+        _, line = inspect.getsourcelines(operator.attrgetter(name)(minimal))
+        parts.append(f"## {number}. {title}\n\n[`{name}`](../minimal.py#L{line})\n\n{text.strip().format(**facts())}\n")
         if lines := lines + more_lines(title):
             parts.append("\n".join(["```text", *lines, "```", ""]))
     return "\n".join(parts) + FOOT

@@ -64,7 +64,10 @@ def test_links_lead_somewhere(page):
         if file.startswith(OWN_SITE):  # the page of a wheel has no files beside it
             path = ROOT / file.removeprefix(OWN_SITE)
         assert path.exists(), target
-        if title:
+        if path.suffix == ".py" and title:
+            line = path.read_text().splitlines()[int(title.removeprefix("L")) - 1]
+            assert re.search(r"(def|class) \w+|@", line), f"{target}: run python -m docs.scripts.make_pages"
+        elif title:
             titles = [line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")]
             assert title in [re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in titles], target
     removed = r"(?<![0-9a-f]:)"  # `git show COMMIT:FILE` names a removed file
@@ -290,7 +293,15 @@ def test_a_notebook_is_stored_with_the_outputs_of_its_cells(name):
             output.update({"execution_count": number + 1} if output["output_type"] == "execute_result" else {})
         assert found == outputs[number], "".join(cells[number]["source"])
     assert all(outputs[first:]) and str(outputs[first:]).count("image/png") >= 1
+    if name == "first_hour.ipynb":
+        assert stored["metadata"]["minimal.py"] == notebooks.code_hash(), "run python -m docs.scripts.notebooks"
     assert not re.search(r"/tmp|/home|/root|/work", str(outputs))
+
+
+@pytest.mark.slow
+def test_all_outputs_of_the_first_notebook_are_of_this_code():
+    stored = (make_pages.DOCS / "first_hour.ipynb").read_text(encoding="utf-8")
+    assert notebooks.with_outputs(stored) == stored
 
 
 @pytest.mark.parametrize(
