@@ -4,7 +4,7 @@ tests/repository/test_docs.py fails if a file in docs/ differs from its generate
 screenshots, which need a run, and step, whose page is not stored.
 """
 
-from docs.scripts import diagrams, it_learns, names, notebooks, results, walkthrough
+from docs.scripts import diagrams, it_learns, methods, names, notebooks, results, walkthrough
 from docs.scripts.picture import DOCS
 
 PAGES = {
@@ -12,6 +12,7 @@ PAGES = {
     "it_learns.md": it_learns.page,
     "results.md": results.page,
     "coming_from.md": names.page,
+    "policy_gradients.md": methods.page,
 }
 PAGES |= walkthrough.PICTURES | diagrams.PICTURES | it_learns.PICTURES
 

@@ -14,6 +14,7 @@ from functools import cache
 import yaml
 
 from minivlmrl.config.loading import load_config
+from minivlmrl.config.methods import METHODS
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import options_of, type_text
 from minivlmrl.errors import UserError, did_you_mean
@@ -37,6 +38,12 @@ def print_options(*names: str):
             )
     print("usage: minivlmrl train [RECIPE] [--section.name=value ...]\n")
     print("Train a recipe, by default shapes.yaml. Options and their defaults:")
+    if "grpo" in (names or sections):
+        print("\nmethod: options of a paper, such as --method=gspo")
+        for name, method in METHODS.items():
+            options = ", ".join(f"{option}: {value}" for option, value in method.options.items())
+            text = f"{name}: {method.title}, arXiv {method.paper}; {options}"
+            print(textwrap.indent(textwrap.fill(text, 102), 8 * " "))
     for name in names or sections:
         section = RunConfig if name == "run" else type(getattr(config_class(), name))
         title = inspect.getdoc(section) or ""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from minivlmrl.config.import_utils import find_stage, recipes_folder, split_options
+from minivlmrl.config.methods import method_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import TypeHint, build, options_of, parse_yaml, read_value, type_text
 from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
@@ -46,7 +47,8 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
 
     Args:
         recipe: path, or name in the folder `recipes`.
-        overrides: options such as "--seed=1", or two strings "--seed" and "1"; values are YAML.
+        overrides: options such as "--seed=1", or two strings "--seed" and "1"; values are YAML. "--method=gspo" is
+            replaced by the options of METHODS["gspo"].
         is_found: True if the recipe was found next to a model. If True, a recipe that names a Python file raises
             PermissionError before any code runs.
     """
@@ -56,7 +58,10 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
             joined[-1] += f"={argument}"
         else:
             joined.append(argument)
-    overrides = joined[1:]
+    overrides = []
+    for override in joined[1:]:
+        name, _, value = override.partition("=")
+        overrides += as_overrides(method_options(value)) if name == "--method" else [override]
     path = _find_recipe(recipe)
     values, overrides = _with_new_names(_read_recipe(path), overrides, quiet=is_found)
     resolver = Resolver(path, {override.removeprefix("--").partition("=")[0] for override in overrides}, is_found)

@@ -416,6 +416,11 @@ class GRPOOptions(TrainingOptions):
                 f"epsilon_low is {self.epsilon_low}, but it must be between 0 and epsilon_high, "
                 f"which is {self.epsilon_high}"
             )
+        if self.loss_type == "cispo" and self.epsilon_high < 1:
+            raise UserError(
+                f"epsilon_high is {self.epsilon_high}, but for loss_type cispo it is the largest weight of a token, "
+                "so it must be at least 1; write 5.0, as --method=cispo does"
+            )
 
     @property
     def steps_per_rollout(self) -> int:

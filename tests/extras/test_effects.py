@@ -68,9 +68,9 @@ CASES = [
     ("sampling.cuda_graph", "never", [], [{}, VLLM]),  # evaluations do not use vLLM
     ("sampling.vllm", {"dtype": "float32"}, [{}, VLLM | SFT], [VLLM, {"sampling.engine": "my_vllm.py:VLLMSampler"}]),
     ("grpo.min_lr_ratio", 0.5, [{"grpo.lr_scheduler_type": "constant"}], [{}, {"grpo.lr_scheduler_type": "cosine"}]),
-    ("grpo.epsilon_low", 0.1, [{}, TWICE | {"grpo.loss_type": "cispo"}],
+    ("grpo.epsilon_low", 0.1, [{}, TWICE | {"grpo.loss_type": "cispo", "grpo.epsilon_high": 5.0}],
      [TWICE, {"grpo.steps_per_generation": 2}, OWN_LOSS]),
-    ("grpo.epsilon_high", 0.3, [{}, TWICE | {"grpo.loss_type": "vespo"}],
+    ("grpo.epsilon_high", 1.3, [{}, TWICE | {"grpo.loss_type": "vespo"}],
      [TWICE, OWN_LOSS, {"grpo.loss_type": "cispo"}]),
     *((f"grpo.{name}", value, [OWN_LOSS], [{}]) for name, value in {
         "rollout_correction": "token_mask", "top_entropy_quantile": 0.5, "entropy_coef": 0.5,

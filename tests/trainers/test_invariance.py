@@ -44,7 +44,9 @@ RUNS = {
                                    "--grpo.top_entropy_quantile=0.6", "--grpo.entropy_coef=0.05", "--grpo.max_steps=4",
                                    "--grpo.mask_truncated_completions=true"]),
     **{f"grpo {name}": ("grpo", [f"--grpo.loss_type={name}", "--grpo.num_iterations=2", "--grpo.beta=0.1"])
-       for name in ("dr_grpo", "rloo", "vespo", "cispo")},
+       for name in ("dr_grpo", "rloo", "vespo")},
+    "cispo": ("grpo", ["--method=cispo", "--grpo.steps_per_generation=1", "--grpo.num_iterations=2",
+                       "--grpo.beta=0.1"]),
     "gspo": ("grpo", ["--grpo.importance_sampling_level=sequence", "--grpo.num_iterations=2"]),
     "grpo resampled": ("grpo", ["--grpo.max_num_gen_batches=3", "--sampling.max_new_tokens=1",
                                 "--grpo.num_generations=2"]),

@@ -1,0 +1,53 @@
+"""Published GRPO methods as options: `--method=gspo` sets those of GSPO, and later options override them."""
+
+from dataclasses import dataclass
+
+from minivlmrl.config.types import Plain
+from minivlmrl.errors import UserError, did_you_mean
+
+
+@dataclass
+class Method:
+    """A method of a paper, as options of the section `grpo`."""
+
+    title: str
+    paper: str  # arXiv number
+    options: dict[str, Plain]
+    page: str | None = None  # in docs/papers/
+
+
+METHODS = {
+    "grpo": Method("GRPO", "2402.03300", {"loss_type": "grpo"}),
+    "dr_grpo": Method("Dr. GRPO", "2503.20783", {"loss_type": "dr_grpo", "scale_rewards": "none"}, "dr_grpo"),
+    "dapo": Method(
+        "DAPO", "2503.14476", {"loss_type": "dapo", "epsilon_high": 0.28, "max_num_gen_batches": 3, "beta": 0.0}, "dapo"
+    ),
+    "gspo": Method(
+        "GSPO",
+        "2507.18071",
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
+        | {"steps_per_generation": 4},
+        "gspo",
+    ),
+    # bound: ScaleRL (arXiv 2510.13786); MiniMax-M1 names none
+    "cispo": Method(
+        "CISPO", "2506.13585", {"loss_type": "cispo", "epsilon_high": 5.0, "steps_per_generation": 4}, "cispo"
+    ),
+    "sapo": Method("SAPO", "2511.20347", {"loss_type": "sapo"}),
+    "vespo": Method("VESPO", "2602.10693", {"loss_type": "vespo"}),
+    "luspo": Method("LUSPO", "2602.05261", {"loss_type": "luspo"}),
+    "rloo": Method("RLOO", "2402.14740", {"loss_type": "rloo"}, "rloo"),
+}
+
+
+def method_options(name: str) -> dict[str, Plain]:
+    """Return the options of a method: {"grpo.loss_type": "rloo"} for "rloo".
+
+    Raises:
+        UserError: unknown method.
+    """
+    if name not in METHODS:
+        raise UserError(
+            f"--method is {name!r}, but it must be one of {', '.join(METHODS)}{did_you_mean(name, METHODS)}"
+        )
+    return {f"grpo.{option}": value for option, value in METHODS[name].options.items()}
