@@ -270,7 +270,7 @@ def test_the_training_loop_of_the_page(own, monkeypatch):
     note = "    steps.append((step.rollout, grpo.policy.lm_head.weight.sum().item()))\n    optimizer.step()"
     space = {"steps": []}
     exec(code.replace('"FOLDER"', '"model"').replace("    optimizer.step()", note), space)
-    assert space["metrics"]["entropy"].item() > 0
+    assert space["metrics"]["entropy"].item() >= 0  # 0 if all rewards are equal, so that no token is trained
     rollouts, weights = zip(*space["steps"], strict=True)
     first, second, third = (ids_of([[s.completion for s in group] for group in rollout.groups]) for rollout in rollouts)
     assert first != second != third

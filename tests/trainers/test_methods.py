@@ -5,6 +5,8 @@ NUS-TRAIL/NoisyRollout, December 2026), those of NSR, ASPO and pairwise sampling
 """
 
 import math
+import re
+import shutil
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.trainers.base import Rollout
+from tests.helpers.links import ROOT
 
 
 def load(name):
@@ -113,6 +116,16 @@ def test_stages_reshape_advantages_over_all_micro_batches(stage, name):
         found.append(torch.cat(advantages))
         assert run.update()["grad_norm"] > 0
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["my_vppo.py:MyVPPO", "my_papo.py:MyPAPO"])
+def test_the_files_of_the_page_train(stage, tmp_path, name):
+    shutil.copy(ROOT / "recipes" / "methods" / "blind.py", tmp_path)
+    for code in re.findall(r"```python\n(# (\S+) .*?)```", (ROOT / "docs" / "your_paper.md").read_text(), re.DOTALL):
+        (tmp_path / code[1]).write_text(code[0])
+    file, _, title = name.partition(":")
+    run = stage(file.removesuffix(".py"), f"--stages=[{tmp_path / file}:{title}]", "--grpo.micro_batch_size=4")
+    assert run.go(1)[0]["grad_norm"] > 0
 
 
 def test_noisy_rollout_samples_half_a_group_beside_noise_and_trains_beside_the_clean_picture(stage):
