@@ -13,10 +13,10 @@ from statistics import fmean, stdev
 from minivlmrl.config.loading import flat, read_yaml
 from minivlmrl.config.types import Plain
 from minivlmrl.errors import UserError, truncate
-from minivlmrl.extras.report import read_metrics
 from minivlmrl.files import RUN_CONFIG, file_inside
 from minivlmrl.json_files import write_file
 from minivlmrl.run.metrics import EVALUATIONS, METRICS, SPEED_STEPS
+from minivlmrl.run.rollout_log import read_metrics
 
 # 97.5 % quantiles of Student's t for 1 to 9 degrees of freedom
 QUANTILES = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262

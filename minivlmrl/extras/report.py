@@ -21,6 +21,7 @@ from minivlmrl.config.parsing import build
 from minivlmrl.errors import UserError, error_context, require, truncate
 from minivlmrl.files import RUN_CONFIG, file_inside, file_to_write
 from minivlmrl.json_files import json_text, read_json, write_file
+from minivlmrl.load_extra import load_extra
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.evaluate import noise
 from minivlmrl.run.metrics import (
@@ -34,7 +35,7 @@ from minivlmrl.run.metrics import (
     short_names,
 )
 from minivlmrl.run.results import SUMMARY
-from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, LogLine, read_lines
+from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, LogLine, check_numbers, read_lines, read_metrics
 from minivlmrl.trainers.base import Step, Trainer
 
 PAGE = "report.html"
@@ -184,20 +185,6 @@ def collect_run(folder: Path) -> dict:
     }
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """Read metrics.jsonl or evaluations.jsonl, checking that values are numbers, or null for NaN."""
-    lines = read_lines(path, LogLine)
-    for number, line in enumerate(lines, start=1):
-        check_numbers(line, f"{path}:{number}")
-    return lines
-
-
-def check_numbers(values: dict, where: str):
-    for name, value in values.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300
-        require(is_number or value is None or name == "stage", f"{where}: {name}", value, "a number")
-
-
 def describe_change(summary: dict, num_rows: int) -> str | None:
     """Describe how each stage changed the first held-out metric, and whether this may be noise."""
     evaluations = {name: row for name, row in summary.items() if isinstance(row, dict) and name != "seconds"}
@@ -278,8 +265,7 @@ def main(arguments: list[str]):
     options = p.parse_args(arguments)
     folders = [Path(run) for run in options.runs]
     if options.against:
-        from minivlmrl.extras.compare import write_comparison
-
+        write_comparison = load_extra("minivlmrl.extras.compare:write_comparison", "report --against")
         out = file_to_write(options.out or "comparison.html")
         write_comparison(folders, [Path(run) for run in options.against], out)
         return print(f"open {out} in a browser")

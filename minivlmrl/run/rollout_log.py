@@ -35,7 +35,7 @@ from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import error_context
+from minivlmrl.errors import error_context, require
 from minivlmrl.files import file_inside
 from minivlmrl.json_files import json_text, parse_json, write_file
 from minivlmrl.rewards.columns import image_and_box_sizes
@@ -71,6 +71,20 @@ def read_lines(path: Path, form: type) -> list[dict]:
             build(form, content, f"{path}:{number}", json=True)
         contents.append(content)
     return contents
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """Read metrics.jsonl or evaluations.jsonl, checking that values are numbers, or null for NaN."""
+    lines = read_lines(path, LogLine)
+    for number, line in enumerate(lines, start=1):
+        check_numbers(line, f"{path}:{number}")
+    return lines
+
+
+def check_numbers(values: dict, where: str):
+    for name, value in values.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300
+        require(is_number or value is None or name == "stage", f"{where}: {name}", value, "a number")
 
 
 class CompletionsLog:
