@@ -318,6 +318,7 @@ def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: 
     return near(a, b) or near(a_share, b_share)
 
 
+ROOT = re.compile(r"√\s*(?:\{([^{}]*)\}|(\([^()]*\)|\d+(?:\.\d+)?|\w))")
 LONGEST_MATH = 300  # characters per formula
 SECONDS = 2  # time limit per comparison
 # too slow to compute: nested powers, large powers, large factorials
@@ -336,6 +337,7 @@ def _expressions(text: str) -> list | None:
         from math_verify import LatexExtractionConfig, parse
     if len(text) > LONGEST_MATH or HUGE.search(text):
         return None
+    text = ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2]}}}", text).replace("°", r"^\circ")
     boxed = LatexExtractionConfig(boxed_match_priority=0)
     return parse(f"\\boxed{{{text}}}", [boxed], parsing_timeout=_seconds(), extraction_mode="first_match") or None
 

@@ -77,13 +77,15 @@ class GRPOTrainer(RolloutTrainer):
         return sample_until_groups_differ(self, rows)
 
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
-        """Add DAPO's penalty for overlong completions to the weighted reward sums."""
+        """Add DAPO's penalty for overlong completions to the weighted reward sums, for the longest turn."""
         total = super().total_rewards(samples)
         limit = self.config.sampling.max_new_tokens
         cache = self.options.soft_punish_cache
         if not cache:
             return total
-        return total + torch.tensor([soft_overlong_punishment(len(x.completion.ids), limit, cache) for x in samples])
+        # max_new_tokens limits a turn, not a whole trajectory
+        lengths = [max(len(turn.ids) for turn in x.completion.turns or [x.completion]) for x in samples]
+        return total + torch.tensor([soft_overlong_punishment(length, limit, cache) for length in lengths])
 
     @torch.no_grad()
     def build_micro_batches(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[GRPOBatch]]:

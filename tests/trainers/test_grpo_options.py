@@ -2,11 +2,13 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from minivlmrl.data.processor import Processor
+from minivlmrl.data.rows import Completion
 from minivlmrl.extras.check.effects import options_without_effect
 from minivlmrl.extras.warnings import WarningRules
 from minivlmrl.model.logprobs import per_token_logps
@@ -199,6 +201,18 @@ def test_options_that_need_all_completions_keep_them(stage, script, option):
 
 def test_a_cache_longer_than_the_limit_punishes_from_the_first_token():
     assert [soft_overlong_punishment(n, 4, 8) for n in range(5)] == [-0.5, -0.625, -0.75, -0.875, -1]
+
+
+def test_the_penalty_of_a_trajectory_is_that_of_its_longest_turn(stage):
+    """sampling.max_new_tokens limits a turn, so three short turns are not too long."""
+    run = stage("grpo", "--grpo.soft_punish_cache=4")
+    limit = run.trainer.config.sampling.max_new_tokens
+    short = Completion(torch.zeros(limit - 4, dtype=torch.long))
+    long = Completion(torch.zeros(limit, dtype=torch.long))
+    both = [Completion(torch.zeros(3 * limit, dtype=torch.long), turns=turns) for turns in ([short] * 3, [short, long])]
+    rewards = torch.zeros(len(run.trainer.config.rewards))
+    samples = [SimpleNamespace(completion=completion, rewards=rewards) for completion in both]
+    assert run.trainer.total_rewards(samples).tolist() == [0, -1]
 
 
 FUNCTIONS = """

@@ -1,5 +1,6 @@
 """Check a recipe before the first optimizer step, and print device, model and options."""
 
+import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from minivlmrl.data.loader import next_readable
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset, ToolUse
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import USER_FILES, error_context, pluralize, truncate
+from minivlmrl.errors import USER_FILES, UserError, error_context, pluralize, truncate
 from minivlmrl.extras.check.effects import options_without_effect
 from minivlmrl.extras.check.row_notes import describe_boxes, describe_rows
 from minivlmrl.extras.check.summary import describe_device, trainable_summary
@@ -160,7 +161,26 @@ def try_rewards(config: RunConfig, datasets: dict[str, Dataset], processor: Proc
             name = config.sampling.environment
             environment = None if name is None else agents().begin_with_row(name, row)
             completion = Completion(ids, tool_use=ToolUse(environment))
-            call_rewards(rewards, reward_columns([row], [prompt], [[completion]], processor, reward_model_scores=[0.0]))
+            columns = reward_columns([row], [prompt], [[completion]], processor, reward_model_scores=[0.0])
+            try:
+                call_rewards(rewards, columns)
+            except UserError as error:
+                if stage != "eval" or config.data.eval_rewards:
+                    raise
+                raise UserError(f"{error}{eval_rewards_cure(rewards, columns)}") from error
+
+
+def eval_rewards_cure(rewards: Sequence[Reward], columns: dict[str, list]) -> str:
+    """Return advice to score held-out rows with the rewards that fit them; "" if none does."""
+    fitting = []
+    for reward in rewards:
+        with suppress(UserError):
+            call_rewards([reward], columns)
+            fitting.append(reward.name)
+    names = ", ".join(json.dumps(name) for name in fitting)
+    return f"; evaluations use all rewards, so choose those for data.eval_file: '--data.eval_rewards=[{names}]'" * bool(
+        names
+    )
 
 
 def first_rows(rows: Dataset) -> Iterable[int]:
@@ -268,6 +288,15 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
     # 16-bit weights lose small updates; adamw_8bit keeps the rounding error
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
     for stage in config.stage_names:
+        rows = datasets.get(stage)
+        if find_trainer(stage, config).needs == "labels" and isinstance(rows, FileDataset):
+            picked = range(0, len(rows), math.ceil(len(rows) / NUM_SOLUTIONS))
+            labels = {rows.read(index)[0].columns["label"] for index in picked}
+            if len(labels) == 1:
+                yield (
+                    f"all rows of {stage} have the label {json.dumps(labels.pop())}, but it learns from good and bad "
+                    "answers; add rows with the other label"
+                )
         held_out = datasets.get("eval", [])
         if repeated := rows_trained_on(held_out, datasets.get(stage)):
             yield (
