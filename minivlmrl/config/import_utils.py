@@ -110,7 +110,8 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
     if isinstance(target, str):
         if ":" not in target:
             names = ", ".join([*sorted(table), "file.py:name"])
-            raise UserError(f"unknown {kind} {name!r}; known names are: {names}{did_you_mean(name, table)}")
+            comma = "; write a comma between two names" if " " in name else ""
+            raise UserError(f"unknown {kind} {name!r}; known names are: {names}{did_you_mean(name, table)}{comma}")
         target = load_extra(target, name) if target.startswith("minivlmrl.") else load_name(target)
     try:
         call = ast.parse(f"f({options})", mode="eval").body

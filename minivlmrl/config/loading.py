@@ -241,7 +241,9 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
         # a flag such as --dpo.use_weighting, or one of another project, such as --bf16, which is refused by its name
         separator = "="
         text = "true"
-    if not override.startswith("--") or not separator:
+    if override.startswith("--") and not separator:
+        raise UserError(f"{override} has no value; write {override}=VALUE")
+    if not override.startswith("--"):
         raise UserError(f"{override!r}: an override must have the form --section.name=value")
     # for an option of type str, 007 stays a string
     is_text = type_text(hint).removesuffix(" or null") in ("str", "file.py:name")

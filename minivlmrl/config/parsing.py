@@ -24,6 +24,8 @@ class Dataclass(Protocol):
 
 
 T = TypeVar("T", bound=Dataclass)
+# {section: option that a user means by section=text}
+MAIN_OPTIONS = {"model": "path", "adapter": "path", "reference": "path", "data": "train_file", "optimizer": "name"}
 TypeHint = Any
 
 
@@ -149,7 +151,13 @@ class Reader:
 
     def read_section(self, cls: type[T], values: Plain, name: str) -> T:
         """Build a dataclass from a section; `name` is its path, "" for the whole file."""
-        require(isinstance(values, dict), name or "the file", values, "an object with names and values")
+        expected = "an object with names and values"
+        if name in MAIN_OPTIONS and isinstance(values, str):
+            option = f"{name}.{MAIN_OPTIONS[name]}"
+            expected += (
+                f"; write {f'--{option}={values}' if self.dashes else f'{name}: {{{MAIN_OPTIONS[name]}: {values}}}'}"
+            )
+        require(isinstance(values, dict), name or "the file", values, expected)
         prefix = f"{name}." if name else ""
         hints = typing.get_type_hints(cls, include_extras=True)
         fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -231,11 +239,17 @@ class Reader:
         names = {field.name: f"{prefix}{field.name}" for field in dataclasses.fields(section)}
         known = f"; known keys are {', '.join(names)}"
         inner, nested = prefix, {key: value}
+        answer = ""
         while isinstance(nested, dict) and nested:  # follow nested keys, such as verl's actor_rollout_ref.rollout.n
             name, nested = next(iter(nested.items()))
-            if advice := self._foreign_name(root, inner, str(name)):
-                return f"unknown key {inner}{name}; {advice}"
+            advice = self._foreign_name(root, inner, str(name))
+            if advice:  # the innermost name is the option
+                answer = f"unknown key {inner}{name}; {advice}"
+            if "was removed" in advice:
+                break
             inner += f"{name}."
+        if answer:
+            return answer
         for path in sorted(paths, key=lambda path: not path.startswith("grpo.")) if not prefix else ():
             names.setdefault(path.rpartition(".")[2], path)  # for the key beta, suggest grpo.beta
         meant = did_you_mean(key, names, lambda name: self.dashes + names[name])
@@ -252,7 +266,8 @@ class Reader:
 def _name_and_weight(text: Plain) -> tuple[str, str]:
     """Split "accuracy:1.0" or "accuracy=1.0" into name and weight, by default 1.0."""
     match = re.fullmatch(r"\s*(.+?)\s*[:=]\s*(-?[\d.]+)\s*", str(text))
-    return (match[1], match[2]) if match else (str(text).strip(), "1.0")
+    name, weight = (match[1], match[2]) if match else (str(text).strip(), "1.0")
+    return (f"{name}:FUNCTION" if name.endswith(".py") else name), weight
 
 
 class Option(NamedTuple):

@@ -275,6 +275,26 @@ REFUSED = [  # (recipe, overrides, error message)
     ("max_new_tokens: 4", [], "FOLDER/recipe.yaml: unknown key max_new_tokens; the name in minivlmrl is sampling.ma"),
     ("grpo.beta: 4", [], "FOLDER/recipe.yaml: unknown key grpo.beta; write beta in the section grpo"),
     ({}, ["--seed.x=1"], "command line: seed is"),
+    ({}, ["--grpo.beta"], "--grpo.beta has no value; write --grpo.beta=VALUE"),
+    ({}, ["--a.optim.lr=1"], "command line: unknown key a.optim.lr; the name in minivlmrl is --grpo.learning_rate"),
+    (
+        {},
+        ["--data=a.jsonl"],
+        "command line: data is 'a.jsonl', but it must be an object with names and values; write "
+        "--data.train_file=a.jsonl",
+    ),
+    (
+        "model: Qwen/x",
+        [],
+        "FOLDER/recipe.yaml: model is 'Qwen/x', but it must be an object with names and values; "
+        "write model: {path: Qwen/x}",
+    ),
+    (
+        {},
+        ["--rewards=a.py"],
+        "command line: rewards is 'a.py', but it must be of type dict[str, float, finite]; write "
+        '"--rewards={a.py:FUNCTION: 1.0}"',
+    ),
     ({}, ["--grpo=1"], "command line: grpo is 1, but it must be an object with names and values"),
     ({}, ["seed=1"], "'seed=1': an override must have the form --section.name=value"),
     ({}, ["--data.train_file=a.jsonl", "b.jsonl"], "'b.jsonl': an override must have the form --section.name=value"),
@@ -318,7 +338,6 @@ def test_a_recipe_that_is_refused(write, tmp_path, content, overrides, sentence)
     ("--model.dtype=bf16", r"'float64'; write bfloat16$"),
     ("--bf16", r"unknown key bf16; the name in minivlmrl is --model\.compute_dtype \(`bfloat16`, no autocast\)$"),
     ("--learning_rate=1", r" or --ppo\.learning_rate$"),  # without the note of another name
-    ("--model=Qwen", r"model is 'Qwen', but it must be an object with names and values$"),
     ("--optimizer.name=adamww", r"did you mean adamw\?$"),
     ("--grpo.loss_type=mine", r"'vespo' or file\.py:name$"),
 ])  # fmt: skip
