@@ -5,6 +5,8 @@ row again, so changes to a Row are lost.
 """
 
 import re
+import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ from minivlmrl.files import digest
 
 CONTROL = re.compile(r"<\|\w{1,40}\|>")  # control token, such as <|im_end|>
 
+SECONDS = 5  # between lines of progress while a file is read
 Size = tuple[int, int]  # (width, height) in pixels
 
 
@@ -170,7 +173,11 @@ class FileDataset(Sequence[Row]):
         self.facts: list[RowFacts] = []
         columns: set[str] = set()
         missing: list[str] = []
+        reported = time.monotonic()
         for line in range(file.num_rows):
+            if checks_files and time.monotonic() - reported > SECONDS:
+                print(f"{path}: read {line:,} of {file.num_rows:,} rows", file=sys.stderr, flush=True)
+                reported = time.monotonic()
             row, media = file.open(line, required, known)
             columns |= row.columns.keys()
             file.given |= {name for name, value in row.columns.items() if value is not None}

@@ -226,3 +226,12 @@ def test_what_a_stage_or_a_reward_reads_is_kept(write_rows):
     assert FileDataset(write_rows(row | {"tools": None, "options": None})).unread == []
     labeled = write_rows({"problem": "a", "completion": "b", "label": False})
     assert FileDataset(labeled).unread == FileDataset(labeled, reads=("label", "completion")).unread == []
+
+
+def test_reading_a_large_file_shows_its_progress(write_rows, monkeypatch, capsys):
+    monkeypatch.setattr("minivlmrl.data.file_dataset.SECONDS", -1)
+    path = write_rows({"problem": "a"}, {"problem": "b"})
+    FileDataset(path)
+    assert f"{path}: read 1 of 2 rows" in capsys.readouterr().err
+    FileDataset(path, checks_files=False)
+    assert not capsys.readouterr().err

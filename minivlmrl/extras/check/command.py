@@ -24,7 +24,7 @@ from minivlmrl.extras.check.rewards import (
     check_rewards,
     make_trial,
 )
-from minivlmrl.extras.check.rows import check_rows, solutions_of, without_media
+from minivlmrl.extras.check.rows import check_rows, solutions_of
 from minivlmrl.rewards.registry import held_out_rewards
 from minivlmrl.run.callbacks import default_callbacks
 from minivlmrl.run.setup import prepare
@@ -62,7 +62,7 @@ def check(config: RunConfig) -> Iterator[str]:
     if "prompts" in rows_of:
         trial = make_trial(config, rows_of["prompts"], processor)
         if (trial.weights > 0).any():
-            solutions = solutions_of(without_media(rows_of["prompts"]))
+            solutions = solutions_of(rows_of["prompts"])
             yield from check_rewards(trial, solutions)
             yield from check_label_names(trial, solutions)
     process_group.shutdown(world)

@@ -14,7 +14,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.extras.check.preflight import rows_trained_on
 from minivlmrl.extras.check.rewards import Trial, check_constant
-from minivlmrl.extras.check.rows import sample_rows, solutions_of, without_media
+from minivlmrl.extras.check.rows import sample_rows, solutions_of
 from minivlmrl.rewards.registry import held_out_rewards, required_columns
 
 NUM_DECODED = 1000  # maximum rows to decode images from
@@ -30,7 +30,7 @@ def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor:
     no_columns = dict.fromkeys(required_columns(rewards))  # None for columns missing in a row
     rows = [replace(row, key=str(i), columns=no_columns | row.columns) for i, row in enumerate(sample_rows(held_out))]
     trial = Trial(rewards, torch.ones(len(rewards)), rows, processor)
-    solutions = solutions_of(without_media(held_out))
+    solutions = solutions_of(held_out)
     if rewards and len(held_out) > 1:
         right_values = trial.score_answers(trial.right_answers())
         yield from check_constant(trial, solutions, right_values, " of the evaluation rows")

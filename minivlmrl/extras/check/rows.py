@@ -3,7 +3,7 @@
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_dataset import FileDataset
@@ -155,11 +155,12 @@ def reveals(text: str, answers: Sequence[str]) -> bool:
     return any(answer in text for answer in answers)
 
 
-def solutions_of(rows: Iterable[Row]) -> list[list[str]]:
+def solutions_of(rows: Dataset) -> list[list[str]]:
     """Return one list of correct answers per row: the strings of a list in `solution`, else str(solution)."""
+    is_file = isinstance(rows, FileDataset)  # whose solutions are known without reading the file again
+    values = [x.solution for x in rows.facts] if is_file else [x.columns.get("solution") for x in without_media(rows)]
     solutions = []
-    for row in rows:
-        solution = row.columns.get("solution")
+    for solution in values:
         is_texts = isinstance(solution, list) and all(isinstance(x, str) for x in solution)
         solutions.append((solution or [""]) if is_texts else [str(solution)])
     return solutions
@@ -196,10 +197,13 @@ def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, pr
 
 def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: int) -> Iterator[int]:
     """Yield the token counts of answers that may exceed `limit`; n bytes have at most n tokens."""
-    for row in without_media(all_rows):
+    indices = range(min(len(all_rows), TASK_ROWS))
+    if isinstance(all_rows, FileDataset):
+        indices = [i for i, x in enumerate(all_rows.facts) if x.text_bytes[name] + MAX_MARKUP_TOKENS > limit]
+    for index in indices:
+        row = all_rows.read(index)[0] if isinstance(all_rows, FileDataset) else all_rows[index]
         answer = getattr(row, name)
-        num_bytes = len(repr(answer).encode())
-        if num_bytes + MAX_MARKUP_TOKENS > limit and not shown_parts_of(as_turns(answer)):
+        if not shown_parts_of(as_turns(answer)):
             yield max(len(turn.ids) for _, turn in encode_windows(processor, row.messages, answer))
 
 
