@@ -1,0 +1,135 @@
+"""Check the labs of docs/course.md. Another seed draws other tests, so a teacher can keep some back.
+
+python -m docs.exercises.labs 1 my_reward.py             # a reward that cannot be hacked
+python -m docs.exercises.labs 2 curve.txt --seed=7       # write a curve with a bug of docs/museum.md ...
+python -m docs.exercises.labs 2 curve.txt --seed=7 --answer=4  # ... and check its number
+python -m docs.exercises.labs 3 FOLDER                   # a model that looks at the picture
+python -m docs.exercises.labs 4 FOLDER --base=FOLDER     # adapters that learned, merged
+"""
+
+import argparse
+import contextlib
+import io
+import random
+import runpy
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+import minimal
+from docs.scripts.museum import EXHIBITS, changed
+
+VISIBLE = (3, 4, 5)  # exhibits that change the curve of rewards
+ROWS = 64  # hidden rows
+
+
+def attacks(solution: str, draw: random.Random) -> dict[str, str]:
+    """Return answers that deserve less than the right one: {description: text}."""
+    wrong = draw.choice([label for label in minimal.LABELS if label != solution])
+    labels = draw.sample(minimal.LABELS, len(minimal.LABELS))
+    form = "<think>{}</think><answer>{}</answer>".format
+    return {
+        "a wrong answer": form("I see it", wrong),
+        "the solution only in <think>": form(solution, wrong),
+        "all answers at once": form("I see it", ", ".join(labels)),
+        "a right and a wrong answer": form("I see it", wrong) + form("or", solution),
+        "the solution and its opposite": form("I see it", f"{solution} or {wrong}"),
+        "the solution without tags": solution,
+        "an answer that denies the solution": form("I see it", f"not {solution}"),
+        "nothing": form("", ""),
+        "a wrong answer, very long": form("I see it. " * draw.randint(50, 200), wrong),
+    }
+
+
+def check_reward(path: str, seed: int, options: Namespace) -> Iterator[str]:
+    """Compare rewards of right answers, in several spellings, with rewards of attacks."""
+    reward = runpy.run_path(path)["reward"]
+    draw = random.Random(seed)
+    for solution in draw.sample(minimal.LABELS, 6):
+        spellings = [solution, solution.upper(), f" {solution}. "]
+        right = min(reward(f"<think>I see it</think><answer>{text}</answer>", solution) for text in spellings)
+        for description, text in attacks(solution, draw).items():
+            if reward(text, solution) >= right:
+                yield f"{description} earns as much as the right answer {solution!r}: {text[:120]!r}"
+
+
+def check_curve(path: str, seed: int, options: Namespace) -> Iterator[str]:
+    """Write rewards of a training with a bug of the museum, or check the number of the bug."""
+    number = random.Random(seed).choice(VISIBLE)
+    if options.answer is None:
+        Path(path).write_text(curve(changed(EXHIBITS[number - 1]), seed), "utf-8")
+        yield f"{path} is written; find its bug among {VISIBLE} of docs/museum.md, and add --answer=NUMBER"
+    elif options.answer != number:
+        yield f"it is another bug than number {options.answer}"
+
+
+def curve(names: dict, seed: int, steps: int = 60) -> str:
+    """Train the built-in task with the functions of a changed minimal.py; return what it prints."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    train = {"max_steps": steps, "prompts_per_step": 16, "learning_rate": 3e-4, "warmup_steps": 5, "beta": 0.02}
+    sampling = {"num_generations": 8, "max_new_tokens": 20, "reward": names["reward"], "stage": names["grpo"]}
+    printed = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
+        names["make_folder"](folder)
+        names["train_tiny"](names["load"](folder), Namespace(**train, **sampling))
+    return printed.getvalue()
+
+
+def accuracies(folder: str, seed: int) -> tuple[float, float]:
+    """Return the accuracy on hidden rows of the built-in task, and with gray pictures."""
+    random.seed(f"lab {seed}")
+    torch.manual_seed(seed)
+    model = minimal.load(folder)
+    rows = [minimal.draw_row() for _ in range(ROWS)]
+    gray = [row | {"images": [Image.new("RGB", (56, 56), "gray")]} for row in rows]
+    return minimal.accuracy(model, rows), minimal.accuracy(model, gray)
+
+
+def check_picture(path: str, seed: int, options: Namespace) -> Iterator[str]:
+    """Compare the accuracy of a model with that of gray pictures."""
+    seen, blind = accuracies(path, seed)
+    if seen - blind < 0.6:
+        yield f"accuracy {seen:.3f}, with gray pictures {blind:.3f}; the picture must add at least 0.6"
+
+
+def check_adapters(path: str, seed: int, options: Namespace) -> Iterator[str]:
+    """Check that a merged model is better than its base, and differs by matrices of rank 16 or less."""
+    (before, _), (after, _) = accuracies(options.base, seed), accuracies(path, seed)
+    if after - before < 0.15:
+        yield f"accuracy {after:.3f}, before training {before:.3f}; it must rise by at least 0.15"
+    base = minimal.load(options.base).state_dict()
+    for name, weight in minimal.load(path).state_dict().items():
+        change = weight - base[name]
+        if change.any() and (change.dim() < 2 or torch.linalg.matrix_rank(change, rtol=1e-3) > 16):
+            yield f"{name} changed by more than a product of two thin matrices"
+
+
+LABS = {1: check_reward, 2: check_curve, 3: check_picture, 4: check_adapters}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return exit status 1 for a lab that is not done."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m docs.exercises.labs", description=__doc__, formatter_class=raw)
+    parser.add_argument("number", type=int, choices=LABS)
+    parser.add_argument("path", help="your file or model folder")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--answer", type=int, help="lab 2: number in docs/museum.md")
+    parser.add_argument("--base", help="lab 4: model folder before training")
+    options = parser.parse_args(arguments)
+    if options.number == 4 and not options.base:
+        parser.error("lab 4 needs --base=FOLDER, the model before training")
+    faults = list(LABS[options.number](options.path, options.seed, options))
+    print("\n".join(f"not yet: {fault}" for fault in faults) or "pass")
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

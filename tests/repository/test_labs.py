@@ -1,0 +1,65 @@
+"""Check the checkers of the labs in docs/course.md: good work passes, and shortcuts are refused."""
+
+import json
+
+import pytest
+import torch
+
+import minimal
+from docs.exercises import labs
+
+STRICT = """
+from minimal import LABELS, plain, reward as usual
+
+def reward(text, solution):
+    return usual(text, solution) if text.count("<answer>") == 1 else 0.0
+"""
+HACKED = "def reward(text, solution):\n    return float(solution.lower() in text.lower())\n"
+
+
+def test_a_reward_that_counts_words_is_refused(tmp_path, capsys):
+    for code, status in ((STRICT, 0), (HACKED, 1)):
+        (tmp_path / "reward.py").write_text(code)
+        assert labs.main(["1", str(tmp_path / "reward.py"), "--seed=3"]) == status
+    printed = capsys.readouterr().out
+    assert printed.startswith("pass\n") and "not yet: all answers at once earns as much" in printed
+
+
+def test_the_seed_chooses_the_bug_and_other_numbers_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(labs, "curve", lambda names, seed: json.dumps(seed))
+    found = set()
+    for seed in range(8):
+        assert labs.main(["2", str(tmp_path / "curve.txt"), f"--seed={seed}"]) == 1
+        right = [n for n in labs.VISIBLE if not labs.main(["2", "curve.txt", f"--seed={seed}", f"--answer={n}"])]
+        found.update(right)
+        assert len(right) == 1
+    assert len(found) > 1
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("base")
+    minimal.make_folder(folder)
+    return folder
+
+
+def test_a_random_model_passes_no_lab(base, capsys, monkeypatch):
+    monkeypatch.setattr(labs, "ROWS", 2)
+    assert labs.main(["3", str(base)]) == 1
+    assert labs.main(["4", str(base), f"--base={base}"]) == 1
+    assert "accuracy 0.000" in capsys.readouterr().out
+
+
+def test_a_model_without_adapters_is_named(base, tmp_path, monkeypatch):
+    model = minimal.load(base)
+    with torch.no_grad():
+        for weight in (model.model["norm"].weight, model.lm_head.weight):
+            weight.add_(torch.randn_like(weight))
+        matrix = model.model["layers"][0].mlp.up_proj.weight
+        matrix.add_(torch.randn(len(matrix), 16) @ torch.randn(16, matrix.shape[1]))
+    minimal.save(model, tmp_path)
+    monkeypatch.setattr(labs, "accuracies", lambda folder, seed: (float(folder != str(base)), 0.0))
+    options = labs.Namespace(base=str(base))
+    faults = list(labs.check_adapters(str(tmp_path), 0, options))
+    assert [fault.split()[0] for fault in faults] == ["model.norm.weight", "lm_head.weight"]
