@@ -106,6 +106,7 @@ def _with_new_names(values: dict, overrides: list[str], quiet: bool) -> tuple[di
 
 
 def _find_recipe(recipe: str | Path) -> Path:
+    """Return the path of a recipe, which may be in the folder of built-in recipes."""
     paths = [Path(recipe), recipes_folder() / str(recipe).removeprefix("recipes/")]
     for path in paths:
         if path.is_file():
@@ -275,6 +276,7 @@ def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
 
 
 def inference_yaml(config: RunConfig) -> str:
+    """Return the options that evaluations and chats need, as YAML."""
     values = dataclasses.asdict(config)
     inference_options = {}
     for section, names in INFERENCE_OPTIONS.items():
@@ -300,11 +302,13 @@ def changed_prompts(trained: Path | None, config: RunConfig) -> list[str]:
 
 
 def read_yaml(path: Path) -> Plain:
+    """Parse a YAML file; errors name the file."""
     with error_context(str(path)):
         return parse_yaml(path.read_bytes())
 
 
 def read_section(recipe: Path | None, name: str) -> dict:
+    """Return a section of a recipe, or {} if it has none."""
     values = read_yaml(recipe) if recipe is not None and recipe.is_file() else None
     section = values.get(name) if isinstance(values, dict) else None
     return section if isinstance(section, dict) else {}

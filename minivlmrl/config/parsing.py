@@ -109,6 +109,7 @@ class Reader:
     dashes: str = ""  # prefix of suggested option names: "--" for the command line
 
     def read(self, hint: TypeHint, value: Plain, name: str) -> Any:
+        """Check and convert a value; errors contain `name`."""
         if hint is float:  # reject infinity unless bounds such as "(0, inf]" allow it
             hint = Finite
         origin = typing.get_origin(hint)

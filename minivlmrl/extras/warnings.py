@@ -134,6 +134,7 @@ class WarningRules:
         self.recent_rewards += [(solutions, torch.tensor(values)) for solutions, values in rewards]
 
     def always(self, name: str, value: float) -> bool:
+        """Return whether a metric had this value in all recent steps."""
         return all(metrics.get(name) == value for metrics in self.recent)
 
     def mean(self, name: str) -> float:
@@ -188,6 +189,7 @@ class WarningRules:
         return bool(stds) and all(self.always(name, 0) for name in stds)
 
     def constant_rewards(self) -> Iterator[tuple[str, str]]:
+        """Warn if all rewards are equal for all completions."""
         if self.all_equal():
             means = {name: self.recent[-1].get(f"rewards/{name}/mean", 0) for name in self.config.rewards}
             texts = [f"{name} is {mean:.3g}" for name, mean in means.items()]
@@ -202,6 +204,7 @@ class WarningRules:
             )
 
     def stuck_rules(self) -> Iterator[tuple[str, str]]:
+        """Warn if nothing can be learned from these steps."""
         sampling = self.config.sampling
         if self.all_equal():
             yield from self.constant_rewards()
@@ -246,6 +249,7 @@ class WarningRules:
                 )
 
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
+        """Warn about trained parameters without a gradient."""
         # parameters without AdamW state never had a gradient, which is normal for unused experts
         parameters = self.trainer.trained.named_parameters()
         unused = [name for name, p in parameters if p.requires_grad and p not in self.optimizer.state]

@@ -108,6 +108,8 @@ class Watcher(Callback):
 
 
 def harmless(hook: Callable) -> Callable:
+    """Wrap a hook: an error is printed once, and later hooks of the callback do nothing."""
+
     @wraps(hook)
     def call(self: Watcher, *arguments, **options):
         try:

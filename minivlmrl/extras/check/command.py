@@ -41,6 +41,7 @@ def main(arguments: list[str]) -> int:
 
 
 def check(config: RunConfig) -> Iterator[str]:
+    """Yield problems in a recipe, its rows and its rewards."""
     stages = find_trainers(config)
     callbacks = default_callbacks(config)
     callbacks.on_recipe(config, stages)

@@ -74,6 +74,7 @@ def main(arguments: list[str]):
 
 
 def row_text(row: RowSize) -> str:
+    """Describe the row for which memory is estimated."""
     name = f"the largest row is {row.where}" if row.where else "assumed prompts"
     return f"{name}: {row.text_tokens:,} text tokens and {row.image_tokens:,} image tokens"
 
@@ -129,6 +130,7 @@ def find_settings(name: str | Path) -> Path:
 
 
 def model_config(name: str | Path) -> ModelConfig:
+    """Read the model's sizes from a config.json, a folder or a repository."""
     if Path(name).is_file():
         return read_sizes(name)
     return config_json.from_dict(read_json(find_settings(name) / "config.json"))

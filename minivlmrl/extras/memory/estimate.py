@@ -97,6 +97,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def meta_batch(model_config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) -> GroupBatch:
+    """Pack prompts and completions of the given sizes on the meta device, without data."""
     merge = model_config.vision_config.spatial_merge_size
     frame_tokens = work.image_tokens // work.frames
     rows = max(math.isqrt(frame_tokens), 1)
@@ -130,6 +131,7 @@ class TrainedModels(nn.Module):
 
     @property
     def backbones(self) -> list[VisionLanguageModel]:
+        """Language models that run in each pass."""
         return [self.policy] if self.critic is None else [self.policy, self.critic.backbone]
 
 
@@ -149,9 +151,11 @@ class MemoryEstimator:
 
     @classmethod
     def from_folder(cls, path: str, before_ampere: bool = False) -> "MemoryEstimator":
+        """Read the model's sizes from its folder or repository."""
         return cls(read_config(find_folder(path)), before_ampere)
 
     def build(self, config: RunConfig) -> VisionLanguageModel:
+        """Build the policy with adapters and frozen parts, without data."""
         model = copy.deepcopy(self.model).to(DTYPES[config.model.dtype])
         inject_adapters(model, config.adapter)
         select_trained(model, config.model.freeze)
@@ -249,6 +253,7 @@ class MemoryQuestion:
 
     @cached_property
     def models(self) -> TrainedModels:
+        """Trained models on the meta device."""
         model = self.estimator.build(self.config)
         if getattr(self.options, "critic", "shared") == "shared":
             return TrainedModels(model)
@@ -260,6 +265,7 @@ class MemoryQuestion:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of forward and backward passes."""
         return DTYPES[self.config.model.compute_dtype or self.config.model.dtype]
 
     @property
@@ -268,6 +274,7 @@ class MemoryQuestion:
 
     @property
     def micro_batch_prompts(self) -> int:
+        """Prompts per forward pass on this GPU."""
         return min(self.options.micro_batch_size, math.ceil(self.options.prompts_per_step / self.gpus))
 
     @property
@@ -306,12 +313,14 @@ def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
 
 
 def answers_batch(question: MemoryQuestion, rows: Sequence[RowSize], prompts: int) -> BatchShape:
+    """Return the largest micro-batch of rows with given answers."""
     lengths = [row.answer_tokens for row in rows if row.answer_tokens is not None]
     longest = max(lengths, default=question.config.sampling.max_new_tokens)
     return largest_batch(rows, prompts, [longest] * len(question.trainer.answers), None)
 
 
 def sampling_batch(question: MemoryQuestion) -> BatchShape:
+    """Return the largest batch of prompts that a rollout samples at once."""
     options, sampling = question.options, question.config.sampling
     steps = getattr(options, "steps_per_generation", 1)
     prompts = math.ceil(options.prompts_per_step * steps / question.gpus)
@@ -320,6 +329,7 @@ def sampling_batch(question: MemoryQuestion) -> BatchShape:
 
 
 def evaluation_batch(question: MemoryQuestion) -> BatchShape:
+    """Return the largest batch of held-out rows that is sampled at once."""
     sampling = evaluation_sampling(question.config.sampling)
     return largest_batch(question.held_out, EVALUATION_ROWS, [sampling.max_new_tokens], sampling.max_batch_tokens)
 
@@ -365,6 +375,7 @@ def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
 
 
 def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: BatchShape) -> dict[str, float]:
+    """Return {item: bytes} while sampling."""
     config, estimator, dtype = question.config, question.estimator, question.dtype
     policy = question.models.policy
     by_layer = config.uses_fsdp and not config.rollout.gather_weights
@@ -387,6 +398,7 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
 
 
 def score_items(question: MemoryQuestion, work: BatchShape, train: bool = False) -> dict[str, float]:
+    """Return {item: bytes} while log-probabilities are computed, with a backward pass if `train`."""
     models, estimator = question.models, question.estimator
     rows = work.prompts * work.num_generations * work.completion_tokens
     return {
@@ -397,6 +409,7 @@ def score_items(question: MemoryQuestion, work: BatchShape, train: bool = False)
 
 
 def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
+    """Return {item: bytes} in forward and backward passes, without what every phase needs."""
     config, models = question.config, question.models
     trained = trained_parameters(models)
     scored = score_items(question, work, train=True)
@@ -446,10 +459,12 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
 
 
 def peak_bytes(phases: dict[str, dict]) -> float:
+    """Return the bytes of the largest phase, with the reserve."""
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
 
 def state_bytes(question: MemoryQuestion) -> int:
+    """Return the bytes of a saved training state."""
     items = persistent_items(question)
     items["weights"] = bytes_of(adapter_parameters(question.models.policy)) or items["weights"]
     saved = ("weights", "optimizer", "critic", "reference", "policy")

@@ -84,6 +84,7 @@ class MemoryCheck(Callback):
 def measure_datasets(
     question: MemoryQuestion, datasets: dict[str, Dataset], processor: Processor
 ) -> tuple[list[RowSize], list[RowSize]]:
+    """Return the sizes of the largest training rows and of the largest held-out rows."""
     answers = question.trainer.answers
     rows = heaviest_rows(datasets[question.stage], processor, answers)
     return rows, heaviest_rows(datasets.get("eval", ()), processor, answers)
@@ -107,6 +108,7 @@ def heaviest_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = 
 
 
 def refusal(question: MemoryQuestion, available: float) -> str:
+    """Explain that a stage does not fit: phase, largest row, and options to change."""
     stage, gpus = question.stage, question.gpus
     phases = estimate_phases(question)
     phase = max(phases, key=lambda name: sum(phases[name].values()))
@@ -175,6 +177,7 @@ def written_bytes(question: MemoryQuestion) -> dict[str, float]:
 
 
 def describe_written(question: MemoryQuestion) -> str:
+    """Describe what a run writes, such as "12 GB of training states and 7 GB of weights"."""
     return " and ".join(f"{two_digits(size / GB)} GB of {name}" for name, size in written_bytes(question).items())
 
 

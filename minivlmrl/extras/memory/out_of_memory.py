@@ -44,6 +44,7 @@ class OutOfMemoryReport(Callback):
             raise OutOfMemory(self.describe(error)) from error
 
     def describe(self, error: Exception) -> str:
+        """Return phase, longest row and the first option to change."""
         phase = getattr(error, "phase", "step")
         stage, where = None, ""
         if self.state is not None and self.state.stage < len(self.state.stages):
@@ -118,6 +119,7 @@ def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[s
 
 
 def smaller_sampling_batch(config: RunConfig, phase: str) -> str:
+    """Return an option that samples fewer completions at once, or ""."""
     sampling = evaluation_sampling(config.sampling) if phase == "evaluation" else config.sampling
     tokens, smallest = sampling.max_batch_tokens, 2 * sampling.max_new_tokens
     lower = max(16384, smallest) if tokens is None else tokens // 2
@@ -125,6 +127,7 @@ def smaller_sampling_batch(config: RunConfig, phase: str) -> str:
 
 
 def smaller_micro_batch(config: RunConfig, stage: str, gpus: int) -> str:
+    """Return an option with smaller micro-batches that the trainer accepts, or ""."""
     section = getattr(config, stage)
     size = min(section.micro_batch_size, section.prompts_per_step // gpus)
     for smaller in range(size // 2, 0, -1):
