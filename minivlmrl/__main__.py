@@ -11,6 +11,7 @@ from minivlmrl.load_extra import load_extra
 COMMANDS = {  # {command: (module:function, help text)}
     "train": ("minivlmrl.commands.train:main", "train a recipe, as train.py does"),
     "chat": ("minivlmrl.extras.answers.chat:main", "send a model one prompt and print its answer"),
+    "serve": ("minivlmrl.extras.answers.serve:main", "ask a model, and its base, in a browser"),
     "merge": ("minivlmrl.extras.merge:main", "merge an adapter into its base model"),
     "report": ("minivlmrl.extras.report:main", "write an HTML report of one run or two runs"),
     "evaluate": ("minivlmrl.extras.answers.evaluate:main", "answer the rows in a file and score the answers"),

@@ -52,18 +52,8 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
         is_found: True if the recipe was found next to a model. If True, a recipe that names a Python file raises
             PermissionError before any code runs.
     """
-    joined = [""]  # ["--seed", "1", "--x=2"] -> ["--seed=1", "--x=2"]
-    for argument in overrides:
-        if joined[-1].startswith("--") and "=" not in joined[-1] and not argument.startswith("--"):
-            joined[-1] += f"={argument}"
-        else:
-            joined.append(argument)
-    overrides = []
-    for override in joined[1:]:
-        name, _, value = override.partition("=")
-        overrides += as_overrides(method_options(value)) if name == "--method" else [override]
     path = _find_recipe(recipe)
-    values, overrides = _with_new_names(_read_recipe(path), overrides, quiet=is_found)
+    values, overrides = _with_new_names(_read_recipe(path), _expanded(overrides), quiet=is_found)
     resolver = Resolver(path, {override.removeprefix("--").partition("=")[0] for override in overrides}, is_found)
     recipe_stages = _stages(values, recipe)
     stages = recipe_stages
@@ -79,6 +69,8 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
         unused_sections = [name for name in values if name not in {*vars(config_class()), *inherited}]
         values = {name: value for name, value in values.items() if name not in unused_sections}
     hints = {option.path: option.hint for option in options_of(config_class)}
+    if is_found:
+        values = _without_removed(values, path, hints)
     try:
         overridden = values
         for override in overrides:
@@ -92,6 +84,39 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
     config.unused_sections = unused_sections
     config.names_of_files = {file: find_stage(file).stage for file in files}
     return config
+
+
+def _expanded(arguments: Sequence[str]) -> list[str]:
+    """Join names and values, ["--seed", "1"] -> ["--seed=1"], and replace --method by its options."""
+    joined = [""]
+    for argument in arguments:
+        if joined[-1].startswith("--") and "=" not in joined[-1] and not argument.startswith("--"):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    expanded = []
+    for override in joined[1:]:
+        name, _, value = override.partition("=")
+        expanded += as_overrides(method_options(value)) if name == "--method" else [override]
+    return expanded
+
+
+def _without_removed(values: dict, path: Path, hints: Collection[str]) -> dict:
+    """Leave out options that this version no longer has from a recipe that a run wrote; print those with a value."""
+    sections = {option.partition(".")[0] for option in hints if "." in option}
+    kept = {}
+    removed = []
+    for name, value in values.items():
+        if name in sections and isinstance(value, dict):
+            kept[name] = {key: item for key, item in value.items() if f"{name}.{key}" in hints}
+            removed += [f"{name}.{key}" for key, item in value.items() if key not in kept[name] and item is not None]
+        elif name in hints or name in sections:
+            kept[name] = value
+        elif value is not None:
+            removed.append(str(name))
+    if removed:
+        print(f"{path}: this version has no longer the options {', '.join(removed)}, and ignores them", file=sys.stderr)
+    return kept
 
 
 def _with_new_names(values: dict, overrides: list[str], quiet: bool) -> tuple[dict, list[str]]:

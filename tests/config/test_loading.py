@@ -58,6 +58,10 @@ def test_renamed_options_still_work_and_name_their_successors(write, capsys):
     assert (config.state_steps, config.state_minutes) == (7, 3)
     assert "checkpoint_minutes is now called state_minutes\ncheckpoint_steps is now" in capsys.readouterr().err
     assert load_config(path, is_found=True).state_steps == 7 and not capsys.readouterr().err
+    # removed options of a recipe that an earlier version wrote are left out, and named if they have a value
+    path = write({"seed": 5, "data": {"resize_backend": None, "gone": 1}, "also_gone": 2})
+    assert load_config(path, is_found=True).seed == 5
+    assert "no longer the options also_gone, data.gone, and ignores them" in capsys.readouterr().err
 
 
 def test_a_flag_needs_no_value_and_a_value_may_follow_after_a_space(recipe):

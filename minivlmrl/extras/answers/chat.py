@@ -6,7 +6,9 @@ minivlmrl chat --model FOLDER --image cat.jpg --prompt "How many cats?" --sampli
 import argparse
 import codecs
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,16 +22,19 @@ from minivlmrl.data.download import find_folder
 from minivlmrl.data.file_dataset import load_videos
 from minivlmrl.data.media import fetch_image, place_media, read_media
 from minivlmrl.data.messages import conversation
+from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Row
 from minivlmrl.data.tokenizer import Tokenizer
 from minivlmrl.data.video import load_video
 from minivlmrl.distributed import process_group
+from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import pluralize, truncate
 from minivlmrl.extras.answers.evaluate import find_recipe
 from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.generation.stop_strings import token_bytes
 from minivlmrl.model.checkpoint import read_config
+from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.peft import adapter_options, base_model, find_adapter, is_adapter_folder
 from minivlmrl.run.setup import build_model
 
@@ -41,20 +46,29 @@ def main(arguments: list[str]):
     row = build_row(options, config.data)
     world = process_group.setup(torch.get_num_threads(), config.timeout, config.uses_fsdp)
     model, processor = build_model(config, world)
-    prompt = row.prompt(processor)
-    sampling = config.sampling
-    sampling.engine = "native"
-    sampling.cuda_graph = "never"  # chat prints tokens one by one
-    stream = Stream(processor.tokenizer, sampling.stop_token_ids or processor.stop_token_ids)
-    print(processor.decode_assistant_turn(Completion(torch.empty(0, dtype=torch.long))), end="")
-    sampler = make_sampler(model, processor, sampling, world)
-    sampler.on_tokens = stream.write
-    [[completion]] = sampler([prompt], 1, [f"ask/{options.seed}"])
-    stream.end()
+    completion = answer(model, processor, config, world, row, options.seed, partial(print, end="", flush=True))
+    print()
     if not completion.stopped:
         num_tokens = pluralize(len(completion.ids), "token")
         print(f"(the answer was cut off after {num_tokens}; raise --sampling.max_new_tokens)", file=sys.stderr)
     process_group.shutdown(world)
+
+
+def answer(
+    model: VisionLanguageModel, processor: Processor, config: RunConfig, world: World, row: Row, seed: int,
+    show: Callable[[str], object],
+) -> Completion:  # fmt: skip
+    """Sample one answer, and call `show` with its text, token by token."""
+    prompt = row.prompt(processor)
+    # no CUDA graph, because tokens are shown one by one
+    sampling = replace(config.sampling, engine="native", cuda_graph="never")
+    stream = Stream(processor.tokenizer, sampling.stop_token_ids or processor.stop_token_ids, show)
+    show(processor.decode_assistant_turn(Completion(torch.empty(0, dtype=torch.long))))
+    sampler = make_sampler(model, processor, sampling, world)
+    sampler.on_tokens = stream.write
+    [[completion]] = sampler([prompt], 1, [f"ask/{seed}"])
+    stream.end()
+    return completion
 
 
 def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
@@ -89,21 +103,21 @@ def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
 
 
 class Stream:
-    """Print an answer while it is sampled."""
+    """Show an answer while it is sampled."""
 
-    def __init__(self, tokenizer: Tokenizer, hidden: Collection[int]):
-        self.tokenizer, self.hidden = tokenizer, hidden
+    def __init__(self, tokenizer: Tokenizer, hidden: Collection[int], show: Callable[[str], object]):
+        self.tokenizer, self.hidden, self.show = tokenizer, hidden, show
         # a character may span several tokens
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, rows: Tensor, ids: Tensor):
         for token_id in ids.tolist():
             if token_id not in self.hidden:
-                print(self.decoder.decode(token_bytes(self.tokenizer, token_id)), end="", flush=True)
+                self.show(self.decoder.decode(token_bytes(self.tokenizer, token_id)))
 
     def end(self):
-        """Print the end of the answer; an incomplete character becomes U+FFFD."""
-        print(self.decoder.decode(b"", final=True))
+        """Show the end of the answer; an incomplete character becomes U+FFFD."""
+        self.show(self.decoder.decode(b"", final=True))
 
 
 def build_parser() -> argparse.ArgumentParser:
