@@ -32,13 +32,13 @@ from minivlmrl.kernels.selective_log_softmax import (
 )
 
 # bytes of float32 logits per block on a CPU, with 32 to 256 rows
-CHUNK_BYTES = 16 * 2**20
+BLOCK_BYTES = 16 * 2**20
 GPU_ROWS = 512  # maximum rows per block on a GPU without Triton
 # maximum tokens per Triton block: 4,096 x 2,048 float32 logits take 34 MB
-TILE = 4096
+MAX_ROWS = 4096
 
 
-class Pieces:
+class LogitBlocks:
     """Compute logits from hidden states (M, D) and head (V, D), in blocks.
 
     Args:
@@ -48,13 +48,13 @@ class Pieces:
     def __init__(self, hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float):
         sum_dtype = at_least_float32(hidden.dtype)
         self.is_triton = backend_for(hidden, "linear_log_softmax") == "triton"
-        size = rows_per_piece(len(hidden), len(weight), hidden.device.type)
+        size = block_rows(len(hidden), len(weight), hidden.device.type)
         width = len(weight)
         if self.is_triton:
-            size = max(min(TILE, len(hidden)), 1)
-            width = tile_width(size, len(weight))
+            size = max(min(MAX_ROWS, len(hidden)), 1)
+            width = block_width(size, len(weight))
         self.rows = slices(len(hidden), size)
-        self.tiles = slices(len(weight), width)  # vocabulary slices; without Triton, only one
+        self.columns = slices(len(weight), width)  # vocabulary slices; without Triton, only one
         self.hidden = hidden
         # PyTorch has no bfloat16 product with float32 result on a CPU
         self.weight = weight if weight.is_cuda else weight.to(sum_dtype)
@@ -65,15 +65,15 @@ class Pieces:
         self.memory = hidden.new_empty(size * width, dtype=sum_dtype)
         self.scratch = self.memory.new_empty(0 if self.is_triton else size, width)
 
-    def logits(self, rows: slice, tile: slice) -> Tensor:
+    def logits(self, rows: slice, columns: slice) -> Tensor:
         """Compute logits (m, width), which the next block overwrites."""
         h = self.hidden[rows]
-        w = self.weight[tile]
+        w = self.weight[columns]
         z = self.memory[: len(h) * len(w)].view(len(h), len(w))
         float32_matmul(h, w.T, out=z)
         if self.mask.numel():
             m, width = z.shape
-            row, column = self.mask[0] - rows.start, self.mask[1] - tile.start
+            row, column = self.mask[0] - rows.start, self.mask[1] - columns.start
             inside = (row >= 0) & (row < m) & (column >= 0) & (column < width)
             # ids outside this block go into one extra, unused element
             cells = torch.where(inside, row * width + column, m * width)
@@ -86,32 +86,32 @@ class Pieces:
         """Compute log-probabilities, entropies, largest logits and sums of exponentials, all (m,)."""
         ids = self.ids[rows]
         if not self.is_triton:
-            z = self.logits(rows, self.tiles[0])
+            z = self.logits(rows, self.columns[0])
             return score_rows_(z, ids, self.temperature, self.scratch[: len(z)])
         parts = torch.empty(4, len(ids), dtype=torch.float32, device=ids.device)
-        *earlier, last = self.tiles
-        for tile in earlier:
-            score_part_(self.logits(rows, tile), ids, parts, self.temperature, tile.start, last=False)
+        *earlier, last = self.columns
+        for columns in earlier:
+            score_part_(self.logits(rows, columns), ids, parts, self.temperature, columns.start, last=False)
         return tuple(score_part_(self.logits(rows, last), ids, parts, self.temperature, last.start))
 
-    def differentiate(self, rows: slice, tile: slice, saved: list, upstream: list) -> Tensor:
+    def differentiate(self, rows: slice, columns: slice, saved: list, upstream: list) -> Tensor:
         """Compute the gradient (m, width) for a block of logits, in the dtype of the hidden states."""
-        z = self.logits(rows, tile)
+        z = self.logits(rows, columns)
         ids = self.ids[rows]
         dtype = self.hidden.dtype
         if self.is_triton:
             dz = z if z.dtype == dtype else torch.empty_like(z, dtype=dtype)
-            return differentiate_part_(z, ids, saved, upstream, self.temperature, dz, tile.start)
+            return differentiate_part_(z, ids, saved, upstream, self.temperature, dz, columns.start)
         d = differences_(z, saved[1], self.temperature)
         return differentiate_rows_(d, ids, saved, upstream, self.temperature, self.scratch[: len(d)]).to(dtype)
 
 
-def tile_width(rows: int, vocab: int) -> int:
+def block_width(rows: int, vocab: int) -> int:
     """Return the number of vocabulary ids per Triton block: 2,048 for 4,096 rows, 8,192 for at most 1,024 rows."""
     # Small matrix products do not keep a GPU busy. With more than 8,192 vocabulary ids per block, the float32 LM head
     # gradient takes too much memory.
-    step = TILE // 4  # 1,024, a multiple of GPU tile sizes
-    ids = TILE**2 // 2 // max(rows, step)
+    step = MAX_ROWS // 4  # 1,024, a multiple of GPU tile sizes
+    ids = MAX_ROWS**2 // 2 // max(rows, step)
     return min(ids // step * step, vocab)
 
 
@@ -137,11 +137,11 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack([torch.cat([tokens, tokens.repeat_interleave(torch.cat(counts))]), torch.cat([ids, *allowed])])
 
 
-def rows_per_piece(rows: int, vocab: int, device_type: str) -> int:
+def block_rows(rows: int, vocab: int, device_type: str) -> int:
     """Return the maximum rows per block without Triton."""
     max_rows = GPU_ROWS
     if device_type == "cpu":
-        max_rows = min(max(CHUNK_BYTES // (4 * vocab), 32), 256)
+        max_rows = min(max(BLOCK_BYTES // (4 * vocab), 32), 256)
     return min(max_rows, max(rows, 1))
 
 
@@ -155,13 +155,13 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-# memory estimates do not see blocks inside a custom operator, so extras/memory/estimate.py adds piece_bytes
+# memory estimates do not see blocks inside a custom operator, so extras/memory/estimate.py adds block_bytes
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    pieces = Pieces(hidden, weight, ids, mask, temperature)
-    scored = map(pieces.score, pieces.rows)
+    blocks = LogitBlocks(hidden, weight, ids, mask, temperature)
+    scored = map(blocks.score, blocks.rows)
     return tuple(map(torch.cat, zip(*scored, strict=True)))  # pyright: ignore[reportReturnType]
 
 
@@ -187,15 +187,15 @@ def _linear_log_softmax_backward(
     upstream = select_rows([g, e], rows)
     grad_h = torch.zeros_like(h, dtype=g.dtype)
     grad_weight = torch.zeros_like(weight) if trains_head else weight.new_empty(0)
-    pieces = Pieces(h, weight, ids[rows], mask, temperature)
-    for tile in pieces.tiles:
-        total = grad_weight[tile].to(g.dtype)  # a view, not a copy, if the dtypes are equal
-        for piece in pieces.rows:
-            dz = pieces.differentiate(piece, tile, select_rows(saved_rows, piece), select_rows(upstream, piece))
-            accumulate_(grad_h[piece], dz, weight[tile])
+    blocks = LogitBlocks(h, weight, ids[rows], mask, temperature)
+    for columns in blocks.columns:
+        total = grad_weight[columns].to(g.dtype)  # a view, not a copy, if the dtypes are equal
+        for part in blocks.rows:
+            dz = blocks.differentiate(part, columns, select_rows(saved_rows, part), select_rows(upstream, part))
+            accumulate_(grad_h[part], dz, weight[columns])
             if trains_head:
-                accumulate_(total, dz.T, h[piece])
-        grad_weight[tile] = total
+                accumulate_(total, dz.T, h[part])
+        grad_weight[columns] = total
     grad_hidden = torch.zeros_like(hidden)
     grad_hidden[rows] = grad_h.to(hidden.dtype)
     return grad_hidden, grad_weight
@@ -253,13 +253,13 @@ def linear_log_softmax(
     return logps, entropies
 
 
-def piece_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
+def block_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
     """Return the bytes for a block of logits and its gradient on a GPU."""
     # Triton: 4 bytes per logit, overwritten by a float32 gradient; a 16-bit gradient takes 2 more
     if dtype in DTYPES:
-        rows = min(TILE, rows)
-        return rows * tile_width(rows, vocab) * (4 + dtype.itemsize % 4)
-    return 2 * rows_per_piece(rows, vocab, "cuda") * vocab * dtype.itemsize
+        rows = min(MAX_ROWS, rows)
+        return rows * block_width(rows, vocab) * (4 + dtype.itemsize % 4)
+    return 2 * block_rows(rows, vocab, "cuda") * vocab * dtype.itemsize
 
 
 @torch.no_grad()
@@ -273,5 +273,5 @@ def linear_log_sum_sq_probs(hidden: Tensor, weight: Tensor) -> Tensor:
         (M,) in nats, at most 0.
     Source: part of WPO's weights, eq. 2 (arXiv 2406.11827); TRL's log_sum_sq_probs.
     """
-    rows = rows_per_piece(len(hidden), len(weight), hidden.device.type)
+    rows = block_rows(len(hidden), len(weight), hidden.device.type)
     return torch.cat([float32_matmul(h, weight.T).log_softmax(-1).mul_(2).logsumexp(-1) for h in hidden.split(rows)])

@@ -1,4 +1,4 @@
-"""Compare log-probabilities computed in pieces with log_softmax; test_backend.py runs the kernels interpreted."""
+"""Compare log-probabilities computed in blocks with log_softmax; test_backend.py runs the kernels interpreted."""
 
 import math
 
@@ -12,8 +12,8 @@ from tests.helpers.interpreter import INTERPRETED
 only_torch = pytest.mark.skipif(INTERPRETED, reason="looks at PyTorch, not at the kernel")
 # the kernels compute in float32, the torch path in float64 for float64 inputs
 EXACT = torch.float32 if INTERPRETED else torch.float64
-ROWS, TILE = (26, 12) if INTERPRETED else (70, 24)  # the interpreter takes some milliseconds for each row and tile
-# relative errors; a float32 product by tiles is rounded at other places than a whole product
+ROWS, MAX_ROWS = (26, 12) if INTERPRETED else (70, 24)  # the interpreter takes some milliseconds for each row and block
+# relative errors; a float32 product by blocks is rounded at other places than a whole product
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 3e-3}
 
 
@@ -49,34 +49,34 @@ def assert_exact(actual, expected, tolerance):
 
 
 @pytest.fixture
-def small_pieces(monkeypatch):
-    """Divide the rows and the 31 ids into several pieces, of which the last is smaller."""
-    monkeypatch.setattr(kernel, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(kernel, "TILE", TILE)
+def small_blocks(monkeypatch):
+    """Divide the rows and the 31 ids into several blocks, of which the last is smaller."""
+    monkeypatch.setattr(kernel, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(kernel, "MAX_ROWS", MAX_ROWS)
 
 
-def test_tiles_of_few_rows_have_more_ids():
-    """No tile has more logits than a tile of 4,096 rows and 2,048 ids."""
-    widths = {rows: kernel.tile_width(rows, 151936) for rows in (1, 1024, 1500, 2048, 3000, 4096)}
+def test_blocks_of_few_rows_have_more_ids():
+    """No block has more logits than a block of 4,096 rows and 2,048 ids."""
+    widths = {rows: kernel.block_width(rows, 151936) for rows in (1, 1024, 1500, 2048, 3000, 4096)}
     assert widths == {1: 8192, 1024: 8192, 1500: 5120, 2048: 4096, 3000: 2048, 4096: 2048}
-    assert kernel.tile_width(1024, 5000) == 5000
+    assert kernel.block_width(1024, 5000) == 5000
     for rows in range(1, 5000, 7):
-        size = kernel.piece_bytes(rows, 151936, torch.float32)
-        assert size == 4 * min(rows, 4096) * kernel.tile_width(min(rows, 4096), 151936) <= 4 * 4096 * 2048
-        assert kernel.piece_bytes(rows, 151936, torch.bfloat16) == 1.5 * size
+        size = kernel.block_bytes(rows, 151936, torch.float32)
+        assert size == 4 * min(rows, 4096) * kernel.block_width(min(rows, 4096), 151936) <= 4 * 4096 * 2048
+        assert kernel.block_bytes(rows, 151936, torch.bfloat16) == 1.5 * size
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="looks at the pieces of Triton's path")
+@pytest.mark.skipif(not INTERPRETED, reason="looks at the blocks of Triton's path")
 @pytest.mark.parametrize("rows", [2, 7, 30])
-def test_the_estimate_knows_the_memory_of_a_piece(small_pieces, rows):
+def test_the_estimate_knows_the_memory_of_a_block(small_blocks, rows):
     hidden, weight, ids, _ = inputs(rows=rows, dtype=torch.float32)
-    pieces = kernel.Pieces(hidden, weight, ids, ids.new_empty(2, 0), 1.0)
-    assert pieces.memory.nbytes == kernel.piece_bytes(rows, len(weight), torch.float32)
+    blocks = kernel.LogitBlocks(hidden, weight, ids, ids.new_empty(2, 0), 1.0)
+    assert blocks.memory.nbytes == kernel.block_bytes(rows, len(weight), torch.float32)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", list(dict.fromkeys([EXACT, torch.float32, torch.bfloat16])), ids=str)
-def test_values_and_gradients_equal_whole_logits(small_pieces, temperature, dtype):
+def test_values_and_gradients_equal_whole_logits(small_blocks, temperature, dtype):
     arguments = inputs(dtype=dtype)
     actual = scored(*arguments, temperature)
     assert actual[0].dtype == actual[1].dtype == torch.promote_types(dtype, torch.float32)
@@ -87,7 +87,7 @@ def test_values_and_gradients_equal_whole_logits(small_pieces, temperature, dtyp
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.9])
-def test_a_sampling_mask_leaves_out_ids(small_pieces, share):
+def test_a_sampling_mask_leaves_out_ids(small_blocks, share):
     """With a share of 0, the sampling mask allows only the chosen id."""
     hidden, weight, ids, upstream = inputs()
     upstream[:, ::3] = 0
@@ -100,7 +100,7 @@ def test_a_sampling_mask_leaves_out_ids(small_pieces, share):
 
 
 @pytest.mark.parametrize("every", [2, 70], ids="every {}th left".format)
-def test_rows_without_gradient_are_left_out_and_missed_by_nobody(small_pieces, every):
+def test_rows_without_gradient_are_left_out_and_missed_by_nobody(small_blocks, every):
     arguments = inputs()
     arguments[3][:] *= torch.arange(ROWS) % every == 0
     assert_exact(scored(*arguments, 0.7), exact(*arguments, 0.7), TOLERANCE[EXACT])
@@ -126,8 +126,8 @@ def test_what_needs_no_gradient_gets_none(frozen):
 
 
 @only_torch
-def test_no_piece_of_logits_exceeds_the_bound(monkeypatch):
-    """A piece has 256 rows of 31 logits, or 32 rows with Qwen2.5-VL's vocabulary, which take 19 MB in float32."""
+def test_no_block_of_logits_exceeds_the_bound(monkeypatch):
+    """A block has 256 rows of 31 logits, or 32 rows with Qwen2.5-VL's vocabulary, which take 19 MB in float32."""
     sizes = []
     original = kernel.float32_matmul
     product = lambda h, *x, **out: (sizes.append(len(h)), original(h, *x, **out))[1]  # noqa: E731
@@ -135,7 +135,7 @@ def test_no_piece_of_logits_exceeds_the_bound(monkeypatch):
     hidden, weight, ids, _ = inputs(rows=700)
     linear_log_softmax(hidden, weight, ids)[0].sum().backward()
     assert max(sizes) == 256 and sum(sizes) == 2 * 700  # each row once forward, once again backward
-    assert kernel.rows_per_piece(4096, 151936, "cpu") == 32
+    assert kernel.block_rows(4096, 151936, "cpu") == 32
 
 
 def test_what_does_not_fit_is_said():

@@ -30,7 +30,7 @@ from minivlmrl.distributed.weights import adapter_copies, copy_model, num_shards
 from minivlmrl.generation.generate import Decode, prefill
 from minivlmrl.generation.sampler import find_engine
 from minivlmrl.kernels import dense_attention
-from minivlmrl.kernels.linear_log_softmax import piece_bytes
+from minivlmrl.kernels.linear_log_softmax import block_bytes
 from minivlmrl.model.checkpoint import DTYPES, read_config
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -404,7 +404,7 @@ def score_items(question: MemoryQuestion, work: BatchShape, train: bool = False)
     return {
         "gathered": sum(gathered_bytes(question, backbone) for backbone in models.backbones),
         "forward": estimator.activations(question.config, models, work, train),
-        "logits": piece_bytes(rows, estimator.config.vocab_size, question.dtype),
+        "logits": block_bytes(rows, estimator.config.vocab_size, question.dtype),
     }
 
 
