@@ -1,6 +1,7 @@
 """Sampling tests: prompts, seeded sampling, and transformers' generate with our option names."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from minivlmrl.config.options import SamplingOptions
 from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.generation.filters import Filters
 from minivlmrl.generation.generate import generate, make_token_sampler
+from minivlmrl.generation.sampler import Sampler
 from tests.helpers import tiny
 
 STOP = (7, 11, 13, 17, 19, 23, 29)  # common enough that some completions end early, but not all
@@ -42,13 +44,14 @@ def sample(model, rows, num_generations, sampling, stop=STOP, draw=None, decode=
         filters = Filters(sampling, [row.input_ids for row in rows], num_generations)
     sample_token = make_token_sampler(sampling.temperature, stop, draw, filters, model.lm_head.weight.device)
 
-    def sample_and_remember(logits, rows, counts):
+    sampler = SimpleNamespace(filters=filters, on_tokens=lambda rows, ids: None, stop_strings=None)
+
+    def sample_and_record(logits, rows, counts):
         ids, logps, ends = sample_token(logits, rows, counts)
-        if filters and filters.seen is not None:
-            filters.seen[rows, ids] = True
+        Sampler.record_tokens(sampler, rows, ids)
         return ids, logps, ends
 
-    groups = generate(model, rows, num_generations, sampling.max_new_tokens, sample_and_remember, decode)
+    groups = generate(model, rows, num_generations, sampling.max_new_tokens, sample_and_record, decode)
     if filters:
         filters.record_masks(itertools.chain(*groups))
     return groups

@@ -38,6 +38,47 @@ def test_a_recipe_and_a_call_from_python_have_the_same_defaults(section, loss, n
     assert options == defaults
 
 
+def sigmoid(x):
+    return 1 / (1 + exp(-x))
+
+
+def gate(x):
+    """Return the slope of 4 sigmoid(x) at x."""
+    return 4 * sigmoid(x) * sigmoid(-x)
+
+
+# two completions with the ratios 1.5 and 0.9, and 0.5; padding has the ratio e^5. Bounds 0.8 and 1.28
+RATIO_ROWS, ROW_ADVANTAGES = [[1.5, 0.9], [0.5]], [1.0, -2.0]
+TOTALS = {"tokens": 6, "sequences": 2, "max_completion_length": 4, "epsilon_low": 0.2, "epsilon_high": 0.28}
+CLIPPED = -1.28 - 0.9 + 1.6  # the first and the last token are clipped, so only the second has a gradient
+S = 1.35**0.5  # geometric mean of the first completion's ratios
+PHI = 1.35**2 * exp(3 * (1 - 1.35)), 0.5**3 * exp(2 * (1 - 0.5))  # of products of ratios
+TAU = 1.05
+
+
+@pytest.mark.parametrize("options, loss, gradient", [
+    ({"loss_type": "grpo"}, ((-1.28 - 0.9) / 2 + 1.6) / 2, [0, -0.9 / 4, 0]),
+    ({"loss_type": "dapo"}, CLIPPED / 6, [0, -0.9 / 6, 0]),  # tokens of the step, not of this batch
+    ({"loss_type": "dr_grpo"}, CLIPPED / (2 * 4), [0, -0.9 / 8, 0]),
+    ({"loss_type": "bnpo"}, CLIPPED / 3, [0, -0.9 / 3, 0]),
+    ({"loss_type": "luspo"}, CLIPPED / 2, [0, -0.9 / 2, 0]),
+    ({"loss_type": "rloo"}, (-1.28 + 1.6) / 2, [0, 0, 0]),  # products 1.35 and 0.5
+    ({"loss_type": "cispo", "epsilon_high": 1.2}, (1.2 + 0.9 - 1.0) / 6, [-1.2 / 6, -0.9 / 6, 1.0 / 6]),
+    ({"loss_type": "sapo"}, ((-4 * sigmoid(0.5) - 4 * sigmoid(-0.1)) / 2 + 8 / TAU * sigmoid(-0.5 * TAU)) / 2,
+     [-gate(0.5) * 1.5 / 4, -gate(-0.1) * 0.9 / 4, gate(-0.5 * TAU) * 0.5 * 2 / 2]),
+    ({"loss_type": "vespo"}, 2 * (PHI[0] - PHI[1]) / 6, [-PHI[0] / 6, -PHI[0] / 6, 2 * PHI[1] / 6]),
+    ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, (-S + 1.6) / 2, [-S / 4, -S / 4, 0]),
+])  # fmt: skip
+def test_losses_by_hand(options, loss, gradient):
+    found = policy(RATIO_ROWS, ROW_ADVANTAGES, **{**TOTALS, **options})
+    assert (found[0], found[1]) == (near(loss), near(*gradient))
+
+
+def test_delta_bounds_the_ratio_of_a_negative_advantage():
+    """-min(min(3, 2) * -1, 1.28 * -1) = 2, without a gradient."""
+    assert policy([[3.0]], [-1.0], delta=2.0)[:2] == (near(2.0), [0.0])
+
+
 def test_gspo_token_gives_each_token_its_own_advantage():
     """Both tokens have the sequence ratio e^0.1, so the gradient of a token with advantage A is -e^0.1 A / 2."""
     options = {"loss_type": "grpo", "importance_sampling_level": "sequence_token"}

@@ -1,6 +1,6 @@
 """Test digits and limits of preference losses; tests/parity compares them with TRL."""
 
-from math import exp
+from math import exp, log
 
 import pytest
 import torch
@@ -13,6 +13,42 @@ from tests.helpers.by_hand import tensor
 PAIR = tensor([[-1.0, 7.0], [-1.5, -1.5]])
 PAIR_REF = tensor([[-1.5, 3.0], [-1.0, -1.0]])
 PAIR_MASK = tensor([[1.0, 0.0], [1.0, 1.0]])
+
+
+def softplus(x):
+    return log(1 + exp(x))
+
+
+def sigmoid(x):
+    return 1 / (1 + exp(-x))
+
+
+# log-ratios 0.5 (chosen, one token) and -1 (rejected, two tokens); beta 0.25 and label_smoothing 0.1
+Z = 0.25 * 1.5
+BY_HAND = {
+    "sigmoid": 0.9 * softplus(-Z) + 0.1 * softplus(Z),
+    "hinge": 1 - Z,
+    "ipo": (0.5 - -1 / 2 - 1 / (2 * 0.25)) ** 2,
+    "exo_pair": sigmoid(Z) * log(sigmoid(Z) / 0.9) + sigmoid(-Z) * log(sigmoid(-Z) / 0.1),
+    "nca_pair": softplus(-0.125) + softplus(0.125) / 2 + softplus(-0.25) / 2,
+    "robust": (0.9 * softplus(-Z) - 0.1 * softplus(Z)) / 0.8,
+    "bco_pair": softplus(-0.125) + softplus(-0.25),
+    "sppo_hard": (0.5 - 2) ** 2 + (-1 + 2) ** 2,
+    "aot": 0.9 * softplus(-Z) + 0.1 * softplus(Z),
+    "aot_unpaired": 0.9 * softplus(-Z) + 0.1 * softplus(Z),
+    "apo_zero": sigmoid(-0.125) + sigmoid(-0.25),
+    "apo_down": sigmoid(0.125) + sigmoid(-Z),
+    "discopop": sigmoid(-Z / 0.05) * softplus(-Z) + sigmoid(Z / 0.05) * exp(-Z),
+    "sft": 1.0,
+    "sigmoid_norm": softplus(-0.25 * (0.5 - -1 / 2)),
+}
+
+
+@pytest.mark.parametrize("loss_type", losses.DPO_LOSSES)
+def test_losses_by_hand(loss_type):
+    options = {"loss_type": loss_type, "beta": 0.25, "label_smoothing": 0.1}
+    loss, _ = losses.dpo_loss(PAIR, PAIR_MASK, ref_per_token_logps=PAIR_REF, **options)
+    assert loss.item() == pytest.approx(BY_HAND[loss_type], abs=1e-12)
 
 
 def test_a_divergence_that_grows_too_fast_is_bounded():
