@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from minivlmrl.errors import UserError
+from minivlmrl.extras.parity.calling import loss_forms
 from minivlmrl.extras.parity.common_laws import COMMON_LAWS
 from minivlmrl.extras.parity.examined import DEFAULTS, OPTIONS, Examined, Finding
-from minivlmrl.extras.parity.frameworks import as_torch
 from minivlmrl.extras.parity.policy_laws import POLICY_LAWS, POLICY_NEEDS, use_its_own_numbers
 from minivlmrl.extras.parity.preference_laws import DPO_LAWS, DPO_NEEDS, SFT_LAWS, recognize_ipo
 from minivlmrl.extras.parity.progress import with_bar
@@ -83,7 +83,7 @@ def examine(
         if name not in OPTIONS[kind]:
             known = ", ".join(DEFAULTS[kind])
             raise UserError(f"{name!r} is not an option of the kind {kind}; the options are {known}")
-    loss = Examined(as_torch(my_loss, framework), kind, options, tolerance)
+    loss = Examined(loss_forms(my_loss, framework)[0], kind, options, tolerance)
     if kind == "grpo":
         use_its_own_numbers(loss)
     if kind == "dpo":

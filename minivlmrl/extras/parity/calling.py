@@ -1,89 +1,131 @@
-"""Call a loss function; return its value and gradient, and record which arguments it reads."""
+"""Call a loss function of any common form; return its value and gradient.
+
+Forms: f(batch, options), f(batch), the arguments of grpo_loss, and functions or classes of other trainers, whose
+arguments are bound by name (binding.py). JAX and MLX losses get float64 arrays.
+"""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from minivlmrl.config.loss_forms import takes_batch
-from minivlmrl.errors import UserError, truncate
+from minivlmrl.errors import UserError, optional_dependency, truncate
+from minivlmrl.extras.parity.binding import bound_forms
 from minivlmrl.losses.grpo import LossNormalizer
 
+FRAMEWORKS = ("torch", "jax", "mlx")
+INSTALL = "--framework={0} needs the package {0}"
 OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options that grpo_loss does not accept
+Loss = Callable[[dict, dict], Any]
 
 
-class Arguments(dict):
-    """Dict of loss arguments; names that the loss looks up are added to the set `read`."""
+def loss_forms(my_loss: Callable, framework: str = "torch") -> list[Loss]:
+    """Return functions (batch, options) -> scalar tensor that call the user's loss.
 
-    def __init__(self, values: dict, read: set[str]):
-        super().__init__(values)
-        self.read = read
-
-    def __getitem__(self, name: str):
-        self.read.add(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default=None):
-        self.read.add(name)
-        return super().get(name, default)
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over names; without this method, `**arguments` would not call __getitem__."""
-        return super().__iter__()
-
-    def items(self):
-        self.read.update(self)
-        return super().items()
-
-    def __or__(self, other: dict) -> "Arguments":
-        return Arguments(dict(super().items()) | other, self.read)  # super(): a copy must not mark arguments as read
-
-
-def loss_and_gradient(
-    my_loss: Callable, batch: dict[str, Tensor], options: dict, read: set[str]
-) -> tuple[Tensor, Tensor]:
-    """Return the scalar loss and its gradient with respect to per_token_logps, both detached.
+    Several functions differ in the shape of advantages: (B, T), (B,) or (B, 1).
 
     Args:
-        my_loss: function (batch, options), or one with the arguments of grpo_loss (config/loss_forms.py).
-        read: set that collects the names of used tensors and options.
+        framework: torch, jax or mlx.
     """
+    forms = bound_forms(my_loss)
+    if forms is None:
+        forms = [with_batch if takes_batch(my_loss) else like_grpo_loss]
+        forms = [partial(form, my_loss) for form in forms]
+    convert = {"torch": lambda loss: loss, "jax": from_jax, "mlx": from_mlx}[framework]
+    return [convert(partial(scalar_of, form)) for form in forms]
+
+
+def with_batch(my_loss: Callable, batch: dict, options: dict) -> Any:
+    parameters = [*inspect.signature(my_loss).parameters.values()]
+    takes_options = len(parameters) > 1 or parameters[0].kind is inspect.Parameter.VAR_POSITIONAL
+    return my_loss(batch, options) if takes_options else my_loss(batch)
+
+
+def like_grpo_loss(my_loss: Callable, batch: dict, options: dict) -> Any:
+    """Call a loss with the arguments of grpo_loss; as in training, it gets only the options in its signature."""
+    if "advantages" not in batch:
+        return with_batch(my_loss, batch, options)
+    parameters = inspect.signature(my_loss).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    names = [name for name in batch if name.startswith(("old_", "ref_"))]
+    names += [name for name in options if name not in OF_A_CASE]
+    given = {x: batch[x] if x in batch else options[x] for x in names if takes_all or x in parameters}
+    if takes_all or "normalizer" in parameters:
+        length = options["max_completion_length"]
+        given["normalizer"] = LossNormalizer(len(batch["mask"]), options["tokens"], length)
+    return my_loss(batch["per_token_logps"], batch["advantages"], batch["mask"], **given)
+
+
+def scalar_of(form: Loss, batch: dict, options: dict) -> Any:
+    """Return the loss without metrics."""
+    loss = form(batch, options)
+    if isinstance(loss, tuple) and loss:
+        loss = loss[0]
+    if isinstance(loss, dict) and "loss" in loss:
+        loss = loss["loss"]
+    shape = getattr(loss, "shape", None)
+    if shape == ():
+        return loss
+    if shape is not None:
+        raise UserError(
+            f"the loss is not averaged: my_loss returned a tensor of shape {tuple(shape)}, but it must return one of "
+            "shape ()"
+        )
+    raise UserError(f"my_loss returned {truncate(loss, 60)}, but it must return a tensor of shape ()")
+
+
+def loss_and_gradient(loss: Loss, batch: dict[str, Tensor], options: dict) -> tuple[Tensor, Tensor]:
+    """Return the scalar loss and its gradient with respect to per_token_logps, both detached."""
     logps = batch["per_token_logps"].detach().requires_grad_()
     # copies: the loss may change its arguments in place
     copies = {name: x.clone() for name, x in (batch | {"per_token_logps": logps}).items()}
     try:
-        loss = call(my_loss, Arguments(copies, read), Arguments(options, read))
+        value = loss(copies, dict(options))
     except Exception as error:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
         error.add_note(f"my_loss got a batch of kind={options['kind']}: {shapes}; kinds: grpo, dpo, sft (--only kind=)")
         raise
     # + 0 * logps: autograd would fail for a loss that does not use logps
-    [gradient] = torch.autograd.grad(loss + 0 * logps.sum(), logps)
-    return loss.detach(), gradient
+    [gradient] = torch.autograd.grad(value + 0 * logps.sum(), logps)
+    return value.detach(), gradient
 
 
-def call(my_loss: Callable, batch: dict, options: dict) -> Any:
-    """Call my_loss with (batch, options) or the arguments of grpo_loss; return the loss without metrics.
+def from_jax(loss: Loss) -> Loss:
+    with optional_dependency("jax", INSTALL.format("jax")):
+        import jax
 
-    As in training, a function like grpo_loss gets only the options in its signature.
+    def in_jax(batch: dict, options: dict) -> Tensor:
+        with jax.enable_x64(True):  # JAX's default: float32
+            return differentiable(loss, batch, options, jax.numpy.asarray, jax.value_and_grad)
+
+    return in_jax
+
+
+def from_mlx(loss: Loss) -> Loss:
+    with optional_dependency("mlx", INSTALL.format("mlx")):
+        import mlx.core as mx
+
+    def in_mlx(batch: dict, options: dict) -> Tensor:
+        with mx.stream(mx.cpu):  # MLX: float64 only on the CPU
+            return differentiable(loss, batch, options, lambda x: mx.array(x, mx.float64), mx.value_and_grad)
+
+    return in_mlx
+
+
+def differentiable(loss: Loss, batch: dict, options: dict, array: Callable, value_and_grad: Callable) -> Tensor:
+    """Call a JAX or MLX loss; return a PyTorch scalar with the same value and gradient.
+
+    Args:
+        array: function that converts a NumPy array to JAX or MLX.
     """
-    if "advantages" not in batch or takes_batch(my_loss):
-        returned = my_loss(batch, options)
-    else:
-        parameters = inspect.signature(my_loss).parameters
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        names = [name for name in batch if name.startswith(("old_", "ref_"))]
-        names += [name for name in options if name not in OF_A_CASE]
-        given = {x: batch[x] if x in batch else options[x] for x in names if takes_all or x in parameters}
-        if takes_all or "normalizer" in parameters:
-            length = options["max_completion_length"]
-            given["normalizer"] = LossNormalizer(len(batch["mask"]), options["tokens"], length)
-        returned = my_loss(batch["per_token_logps"], batch["advantages"], batch["mask"], **given)
-    match returned:
-        case [loss, {}]:  # my_loss returned (loss, metrics)
-            returned = loss
-    if getattr(returned, "shape", None) != ():
-        raise UserError(f"my_loss returned {truncate(returned, 60)}, but it must return a tensor of shape ()")
-    return returned
+    arrays = {name: array(x.detach().numpy()) for name, x in batch.items()}
+    function = value_and_grad(lambda x: loss(arrays | {"per_token_logps": x}, options))
+    logps = batch["per_token_logps"]
+    results = function(arrays["per_token_logps"])
+    value, slope = (torch.tensor(numpy.asarray(x), dtype=logps.dtype) for x in results)
+    return value + (slope * (logps - logps.detach())).sum()

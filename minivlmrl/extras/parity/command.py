@@ -12,13 +12,14 @@ import yaml
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.errors import UserError, optional_dependency, user_error_message
 from minivlmrl.extras.parity.all_laws import examine
-from minivlmrl.extras.parity.frameworks import FRAMEWORKS, INSTALL
+from minivlmrl.extras.parity.binding import load_method
+from minivlmrl.extras.parity.calling import FRAMEWORKS, INSTALL
 from minivlmrl.extras.parity.loss import judge
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser("minivlmrl parity", description="Check a loss, and name its mistakes.")
-    p.add_argument("target", help="FILE.py:FUNCTION: (batch, options) -> loss, or a loss for a recipe")
+    p.add_argument("target", help="FILE.py:FUNCTION, FILE.py:CLASS or FILE.py:CLASS.METHOD")
     p.add_argument(
         "--only", nargs="*", default=[], metavar="NAME=VALUE", help="options of test cases, such as kind=dpo"
     )
@@ -45,7 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
     with optional_dependency(framework, INSTALL.format(framework)):
         import_module(framework)
     try:
-        my_loss = load_name(options.target)
+        path, _, name = options.target.rpartition(":")
+        owner, _, method = name.partition(".")
+        my_loss = load_name(f"{path}:{owner}")
+        my_loss = load_method(my_loss, method) if method else my_loss
         verdict = examine(my_loss, **only) if options.laws else judge(my_loss, **only)
     except Exception as error:
         if user_error_message(error) is None:  # exception raised by my_loss
@@ -53,4 +57,4 @@ def main(arguments: list[str] | None = None) -> int:
             return 2
         raise
     print(verdict)
-    return int(not verdict.agrees)
+    return int(not (verdict.agrees if options.laws else verdict.passes))

@@ -54,7 +54,6 @@ class Examined:
         self.kind = kind
         self.tolerance = tolerance
         self.given = given  # user's options, such as loss_type="dapo"
-        self.read = set()  # option and tensor names used by the loss
         loss_type = given.get("loss_type", DEFAULTS[kind]["loss_type"])
         self.loss_type = loss_type if isinstance(loss_type, str) else loss_type[0]
         self.options = {"kind": kind, **DEFAULTS[kind], **DEFAULTS_OF.get(self.loss_type, {}), **given}
@@ -65,7 +64,7 @@ class Examined:
         options = {**self.options, **options}
         if self.kind == "grpo":
             options.setdefault("tokens", int(batch["mask"].sum()))
-        return loss_and_gradient(self.my_loss, batch, options, self.read)
+        return loss_and_gradient(self.my_loss, batch, options)
 
     def gradient(self, batch: dict[str, Tensor], **options) -> Tensor:
         return self(batch, **options)[1]

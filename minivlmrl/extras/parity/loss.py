@@ -6,26 +6,47 @@ In a clone, `pytest tests/parity` compares minivlmrl's losses and options with t
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from minivlmrl.errors import UserError
 from minivlmrl.extras.parity.all_laws import LawReport, examine
-from minivlmrl.extras.parity.examined import OPTIONS
-from minivlmrl.extras.parity.frameworks import as_torch
+from minivlmrl.extras.parity.calling import loss_forms
+from minivlmrl.extras.parity.examined import OPTIONS, random_batch
 from minivlmrl.extras.parity.progress import with_bar
-from minivlmrl.extras.parity.recomputed import Case
+from minivlmrl.extras.parity.reads import kind_of, reads_of
+from minivlmrl.extras.parity.recomputed import Case, recomputed
 from minivlmrl.extras.parity.search import NO_NAME, case_of, examples, find_names
 from minivlmrl.extras.parity.vectors import read_cases, read_options
 
 SHOWN = 4  # number of differing cases to print
+TRIED = 3  # number of TRL losses, closest first, in which causes are searched
 SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options that select a loss in TRL
+EPSILONS = {"epsilon_low", "epsilon_high"}
+# {loss_type: option that a right loss of this type reads}
+READ_BY = {"dapo": "tokens", "cispo": "epsilon_high", "robust": "label_smoothing", "exo_pair": "label_smoothing"}
+# {word in a function's name: TRL loss that it must be}
+NAMED = {name: {"loss_type": name} for name in ("dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")}
+NAMED |= {"drgrpo": NAMED["dr_grpo"], "gspo": {"importance_sampling_level": "sequence"}}
+NAMED |= {name: {"kind": "dpo", "loss_type": name} for name in ("hinge", "ipo", "robust", "discopop", "apo_zero")}
+NAMED |= {"dft": {"kind": "sft", "loss_type": "dft"}}
+# second values of options, which recorded cases lack
+SECOND = {
+    "grpo": (
+        {"epsilon_low": 0.05, "epsilon_high": 0.6, "beta": 0.23, "max_completion_length": 14},
+        {"epsilon_low": 0.45, "epsilon_high": 0.5, "beta": 0.06, "max_completion_length": 8},
+    ),
+    "dpo": ({"beta": 0.17, "label_smoothing": 0.15}, {"beta": 0.62, "label_smoothing": 0.05}),
+    "sft": ({},),
+}
+
+SECOND_MASK = [[1] * length + [0] * (6 - length) for length in (6, 2, 6, 4, 5, 3, 6, 6)]
 
 
-def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str = "torch", **only) -> int:
+def check(my_loss, tolerance: float = 1e-6, kind: str | None = None, framework: str = "torch", **only) -> int:
     """Compare a loss with values and gradients recorded from TRL; return the number of test cases.
 
     `my_loss` gets a batch of B completions with T tokens, or B answer pairs in DPO, as a dict of float64 tensors:
@@ -46,23 +67,23 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
         sft: loss_type (nll or dft)
 
     Args:
-        my_loss: function (batch, options), or one with the arguments of grpo_loss; returns the loss, or loss and
+        my_loss: function (batch, options), or one with other arguments (calling.py); returns the loss, or loss and
             metrics. The gradient with respect to per_token_logps is also compared.
         tolerance: maximum error in value and gradient, relative to max(1, TRL's largest absolute value); 1e-5 for
             float32 losses.
-        kind: grpo, dpo or sft.
+        kind: grpo, dpo or sft, None = find out.
         framework: "torch", "jax" or "mlx"; JAX and MLX losses get float64 arrays.
         only: options of the test cases to compare, such as loss_type="dapo", or delta=3.0 for TRL's dual clip. Without
-            loss_type, a loss that ignores options["loss_type"] passes if it equals one of TRL's losses.
+            loss_type, a loss that does not read it is compared with the closest loss in TRL.
 
     Raises:
         ValueError: no recorded test case has these options; the message lists recorded values.
-        AssertionError: the loss differs from TRL, or lacks a property of every correct loss (all_laws.py). The message
-        lists differing test cases and known causes.
+        AssertionError: the loss has a mistake, an unknown difference, or lacks a property of every correct loss. The
+        message lists differing test cases and known causes.
     """
     __tracebackhide__ = True
     verdict = judge(my_loss, tolerance, kind, framework, **only)
-    if not verdict.agrees:
+    if not verdict.passes:
         raise AssertionError(str(verdict))
     return verdict.cases
 
@@ -71,75 +92,69 @@ def check(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str =
 class Verdict:
     """Comparison of a user's loss with TRL's, in all test cases.
 
-    A difference is a "design" (deliberate variant) if all gradients agree, or if a public project does the same on
-    purpose; else a "mistake".
+    A difference is a "design" if a public project does the same on purpose, and only its value or a deliberate variant
+    of training changes; else a "mistake".
     """
 
     cases: int
     differences: list[str]  # one line per differing case
-    of: str = ""  # TRL loss that equals the user's loss, if that ignores loss_type: " of loss_type=dapo"
-    kinds: Sequence[str] = ()  # "mistake" or "design" (deliberate) per cause found
+    of: str = ""  # TRL loss that the user's loss was compared with, if not all: " of loss_type=dapo"
+    kinds: Sequence[str] = ()  # "mistake" or "design" per cause found
     names: Sequence[str] = ()  # report lines about causes of differences from TRL
     broken: Sequence[str] = ()  # missing properties of correct losses
-    untested: Sequence[str] = ()  # properties that could not be tested
+    notes: list[str] = field(default_factory=list)  # what was not tested, and properties that may be wanted
 
     @property
     def agrees(self) -> bool:
         return not self.differences and not self.broken
 
+    @property
+    def passes(self) -> bool:
+        """Return whether the loss agrees with TRL, except for designs."""
+        return not self.broken and (not self.differences or {*self.kinds} == {"design"})
+
     def __str__(self) -> str:
         differing = len(self.differences)
         lines = [f"all {self.cases} cases{self.of} agree with TRL in value and gradient"]
         if differing:
-            lines = [f"{differing} of {self.cases} cases differ from TRL", *self.differences[:SHOWN]]
+            lines = [f"{differing} of {self.cases} cases{self.of} differ from TRL", *self.differences[:SHOWN]]
         if differing > SHOWN:
             lines.append(f"... and {differing - SHOWN} more")
         laws = [f"broken law: {says}" for says in self.broken]
-        return "\n".join([*lines, *self.names, *laws, *(f"not tested: {says}" for says in self.untested)])
+        return "\n".join([*lines, *self.names, *laws, *self.notes])
 
 
-def judge(my_loss, tolerance: float = 1e-6, kind: str = "grpo", framework: str = "torch", **only) -> Verdict:
+def judge(my_loss, tolerance: float = 1e-6, kind: str | None = None, framework: str = "torch", **only) -> Verdict:
     """Compare a loss with losses recorded from TRL, and name known mistakes."""
-    my_loss = as_torch(my_loss, framework)
-    recorded = with_bar("cases", [*cases(kind=kind, **only)])
-    results = [compare(my_loss, tolerance, *case) for case in recorded]
-    first = results[0].options
-    varied = [name for name in first if any(result.options.get(name) != first[name] for result in results)]
-    verdict = Verdict(len(results), [result.says(varied) for result in results if result.error > tolerance])
-    settings = [name for name in SETTINGS if name in varied or name in only]
-    closest = closest_losses(results, settings, tolerance)[0]
-    if verdict.differences and not closest.share and "loss_type" not in results[0].step.read:
-        # the loss equals one TRL loss, such as DAPO: drop test cases of TRL's other losses
-        only = only | closest.only
-        verdict = Verdict(len(closest.cases), [], f" of {closest}")
-    if not verdict.differences:
-        report = laws_of(my_loss, tolerance, kind, only)  # TRL's test cases may miss mistakes that laws find
-        verdict.broken, verdict.untested = report.sentences("broken"), report.sentences("not tested")
-        return verdict
-    verdict.kinds, verdict.names = names_without_search(results, tolerance)
-    steps = [result.step for result in results]
-    if not verdict.kinds:
-        verdict.kinds, verdict.names = find_names_by_loss(steps, closest)
-    if NO_NAME in verdict.names:
-        report = laws_of(my_loss, tolerance, kind, only)
-        verdict.broken = report.sentences("broken")
-        if not verdict.broken:
-            notes = [f"  note: {says}" for says in report.sentences("note")]
-            verdict.names = [*verdict.names, *notes, *examples(steps)]
-        if kind == "grpo" and not only:
-            hint = "  If your loss is for DPO or SFT, add --only kind=dpo or --only kind=sft"
-            verdict.names = [*verdict.names, hint]
-    return verdict
+    asked = only if {"loss_type", "importance_sampling_level"} & only.keys() else named_by(my_loss, kind) | only
+    kind = asked.pop("kind", kind)
+    judged, errors = [], []
+    for loss in loss_forms(my_loss, framework):  # several, if the shape of advantages is not known
+        try:
+            judged.append(Judged(loss, kind or kind_of(loss), tolerance, asked))
+        except Exception as error:  # raised by the user's loss for another shape
+            errors.append(error)
+    if not judged:
+        raise errors[0]
+    best = min(judged, key=lambda one: (one.closest.share > 0, one.closest.gap))
+    return best.verdict()
+
+
+def named_by(my_loss, kind: str | None) -> dict:
+    """Return what a function's name promises, such as loss_type=dapo for my_dapo_loss."""
+    name = getattr(my_loss, "__qualname__", type(my_loss).__name__).lower()
+    found = [NAMED[word] for word in NAMED if word in name and kind in (None, NAMED[word].get("kind", "grpo"))]
+    return dict(found[0]) if len(found) == 1 else {}
 
 
 @dataclass
 class Comparison:
-    case: str
-    options: dict
-    step: Case  # user's loss and gradient
+    case: Case  # user's loss and gradient
     constant: float  # loss minus TRL's loss
     loss_error: float
     gradient_error: float
+    cosine: float  # between the gradients, without sign
+    scale: float  # log of the ratio of their norms
 
     @property
     def error(self) -> float:
@@ -147,19 +162,127 @@ class Comparison:
 
     def says(self, varied: list[str]) -> str:
         """Describe errors in a test case; `varied` names options that differ between test cases."""
-        chosen = ", ".join(f"{name}={self.options.get(name)}" for name in varied)
-        where = f"{self.case} ({chosen})" if chosen else self.case
+        chosen = ", ".join(f"{name}={self.case.options.get(name)}" for name in varied)
+        where = f"{self.case.name} ({chosen})" if chosen else self.case.name
         return f"{where}: value differs by {self.loss_error:.1e}, gradient by {self.gradient_error:.1e}"
 
 
-def compare(
-    my_loss, tolerance: float, case: str, options: dict, batch: dict, value: Tensor, gradient: Tensor
-) -> Comparison:
-    """Compare loss and gradient with TRL's for one batch."""
-    step = case_of(my_loss, case, batch, options, tolerance)
-    error = distance(step.value, value)
-    gradient_error = distance(step.gradient, gradient.flatten(0, -2))
-    return Comparison(case, options, step, (step.value - value).item(), error, gradient_error)
+class Judged:
+    """User's loss, compared with TRL's recorded losses of one kind.
+
+    Args:
+        only: options of the cases to compare.
+    """
+
+    def __init__(self, loss: Callable, kind: str, tolerance: float, only: dict):
+        self.loss, self.kind, self.tolerance = loss, kind, tolerance
+        self.read = reads_of(loss, kind)
+        self.has_no_kl = kind == "grpo" and not {"beta", "ref_per_token_logps"} & self.read and not only.get("beta")
+        if self.has_no_kl:  # recorded cases without a KL have no use_bias_correction_kl
+            only = {name: x for name, x in only.items() if name != "use_bias_correction_kl"} | {"beta": 0.0}
+        self.only = only
+        self.results = [self.compare(*case) for case in with_bar("cases", [*cases(kind=kind, **only)])]
+        self.results += [self.compare(*case) for case in self.second_cases()]
+        self.close = self.sorted_losses()
+        self.closest = self.close[0]
+
+    def compare(self, name: str, options: dict, batch: dict, value: Tensor, gradient: Tensor) -> Comparison:
+        """Compare loss and gradient with TRL's for one batch."""
+        case = case_of(self.loss, name, batch, options, self.tolerance, self.read)
+        error = distance(case.value, value)
+        gradient_error = distance(case.gradient, gradient.flatten(0, -2))
+        ours, theirs = case.gradient.flatten().nan_to_num(0.0), gradient.flatten().nan_to_num(0.0)
+        cosine = float(torch.cosine_similarity(ours, theirs, 0).abs())
+        scale = float((ours.norm() / theirs.norm().clamp(min=1e-12)).clamp(min=1e-12).log())
+        return Comparison(case, (case.value - value).item(), error, gradient_error, cosine, scale)
+
+    def settings(self) -> list[str]:
+        """List the options that select a loss of TRL, and that the loss does not read."""
+        names = SETTINGS[:1] if self.kind != "grpo" else SETTINGS
+        if self.kind == "grpo" and self.only.get("loss_type") not in ("sapo", "vespo") and not EPSILONS & self.read:
+            names = (*names, "epsilon_high")  # a constant of its own: compare with cases that have it
+        return [name for name in names if name not in self.read]
+
+    def sorted_losses(self) -> list["CloseLoss"]:
+        """Sort TRL's losses, closest first; of those with equal numbers, one that breaks no law."""
+        close = closest_losses(self.results, self.settings(), self.tolerance)
+        equal = [loss for loss in close if not loss.share]
+        if len(equal) > 1:
+            close.sort(key=lambda loss: (loss.share > 0, not loss.share and len(self.laws(loss.only).broken_laws())))
+        return close
+
+    def second_cases(self) -> Iterator[tuple]:
+        """Yield cases with second values of options, computed by our losses, which equal TRL's."""
+        groups = {}
+        for result in self.results:
+            options = result.case.options
+            groups.setdefault(str([options.get(name) for name in (*SETTINGS, *self.settings(), "delta")]), options)
+        for options in groups.values():
+            for i, others in enumerate(SECOND[self.kind]):
+                wanted = self.read | (EPSILONS if EPSILONS & self.read else set())
+                others = {name: x for name, x in others.items() if name in wanted & options.keys() - self.only.keys()}
+                if not options.get("beta"):
+                    others.pop("beta", None)
+                if options["loss_type"] == "cispo" and "epsilon_high" in others:
+                    others["epsilon_high"] += 1
+                batch = random_batch(self.kind, SECOND_MASK, off_policy=(0.4, 0.8)[i])
+                second = options | others
+                if self.kind == "grpo":
+                    batch["advantages"] = 6 * batch["advantages"]
+                    totals = {"tokens": int(batch["mask"].sum()), "whole_step": True}
+                    second |= {name: x for name, x in totals.items() if name not in self.only}
+                yield self.second(f"second{i + 1}", batch, second)
+
+    def second(self, name: str, batch: dict, options: dict) -> tuple:
+        zero = batch["per_token_logps"] * 0
+        rows = {key: x.flatten(0, -2) if x.dim() > 1 else x for key, x in batch.items()}
+        value, gradient = recomputed(Case(name, options, rows, None, zero), {})
+        return name, options, batch, value, gradient.view_as(zero)
+
+    def laws(self, only: dict) -> LawReport:
+        known = {name: x for name, x in only.items() if name in OPTIONS[self.kind]}
+        return examine(self.loss, self.kind, self.tolerance, **known)
+
+    def verdict(self) -> Verdict:
+        results = [self.results[i] for i in self.closest.cases]
+        first = results[0].case.options
+        varied = [name for name in first if any(result.case.options.get(name) != first[name] for result in results)]
+        verdict = Verdict(
+            len(results),
+            [result.says(varied) for result in results if result.error > self.tolerance],
+            f" of {self.closest}" if self.closest.only else "",
+        )
+        report = None
+        if not verdict.differences:
+            report = self.laws(self.only | self.closest.only)
+        else:
+            verdict.kinds, verdict.names = self.causes(results)
+        if NO_NAME in verdict.names or {*verdict.kinds} == {"design"}:
+            own_length = self.closest.only.get("loss_type") == "dr_grpo" and "max_completion_length" not in self.read
+            report = self.laws(self.only | ({"loss_type": "dr_grpo"} if own_length else {}))
+        if NO_NAME in verdict.names and not report.broken_laws():
+            verdict.names = [*verdict.names, *examples([result.case for result in results])]
+        if report:
+            verdict.broken = report.sentences("broken")
+            verdict.notes = [f"{kind}: {says}" for kind in ("note", "not tested") for says in report.sentences(kind)]
+        if self.has_no_kl:
+            verdict.notes.append("no KL: the loss does not read the reference")
+        return verdict
+
+    def causes(self, results: list[Comparison]) -> tuple[list[str], list[str]]:
+        """Find causes of differences from TRL's closest loss, or else from one of the next."""
+        kinds, names = names_without_search(results, self.tolerance)
+        if kinds:
+            return kinds, names
+        kinds, names = find_names([result.case for result in results])
+        close = self.close[1:]
+        if not close:  # the loss reads all options that select a loss: perhaps only one of its losses is wrong
+            close = [loss for loss in closest_losses(results, [*SETTINGS], self.tolerance) if loss.share]
+        for loss in close[: TRIED - 1] if not kinds else ():
+            kinds, others = find_names([self.results[i].case for i in loss.cases])
+            if kinds:
+                return kinds, [*others, f"  in the cases of {loss}"]
+        return kinds, names
 
 
 def distance(ours: Tensor, expected: Tensor) -> float:
@@ -178,14 +301,9 @@ def names_without_search(results: list[Comparison], tolerance: float) -> tuple[l
         if max(constants) - min(constants) <= tolerance:
             says = f"the value has a constant of {constants[0]:.6g} without gradient"
         return ["design"], [f"design: {says}"]
-    if not any(result.step.gradient.any() for result in results):
+    if not any(result.case.gradient.any() for result in results):
         return ["mistake"], ["mistake: no gradient reaches the policy", "  effect: training changes nothing"]
     return [], []
-
-
-def laws_of(my_loss, tolerance: float, kind: str, only: dict) -> LawReport:
-    known = {name: x for name, x in only.items() if name in OPTIONS[kind]}
-    return examine(my_loss, kind, tolerance, **known)
 
 
 @dataclass
@@ -195,55 +313,47 @@ class CloseLoss:
     only: dict  # options that select this loss
     cases: list[int]  # indices of test cases with these options
     share: float  # fraction of `cases` in which the user's loss differs
+    gap: float  # mean distance of gradients, from 0 to 1.1, whatever their scale
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={x}" for name, x in self.only.items() if name != "kind")
+        return " ".join(f"{name}={x}" for name, x in self.only.items())
 
 
 def closest_losses(results: list[Comparison], settings: list[str], tolerance: float) -> list[CloseLoss]:
     """Sort TRL's losses by agreement with the user's loss, best first."""
-    names = "kind", *settings
     is_wrong = [result.error > tolerance for result in results]
     groups = defaultdict(list)
     for i, result in enumerate(results):
-        values = (result.options[name] for name in names)
+        values = (result.case.options.get(name) for name in settings)
         groups[tuple(x[0] if isinstance(x, list) else x for x in values)].append(i)
     close = []
     for values, group in groups.items():
         share = statistics.mean(is_wrong[i] for i in group)
-        close.append(CloseLoss(dict(zip(names, values, strict=True)), group, share))
+        # different directions, and scales that vary from case to case
+        gap = 1 - statistics.mean(results[i].cosine for i in group)
+        if results[0].case.options["kind"] == "grpo":
+            gap += 0.1 * min(1.0, statistics.pstdev(results[i].scale for i in group))
+        only = dict(zip(settings, values, strict=True))
+        name = only.get("loss_type")
+        if name in READ_BY and READ_BY[name] not in results[0].case.read:
+            gap += 0.2
+        kind = results[0].case.options["kind"]
+        if name in ("cispo", "sapo", "vespo") or (kind == "dpo" and name not in ("sigmoid", "ipo")):
+            gap += 0.1  # rarer losses
+        close.append(CloseLoss(only, group, share, gap))
 
     def difference(loss: CloseLoss) -> tuple:
         # test cases with beta=0 all have use_bias_correction_kl=True and would favor it: average over both values
         corrected = {"use_bias_correction_kl": True}
-        both = [other.cases for other in close if other.only | corrected == loss.only | corrected]
-        wrong = statistics.mean(is_wrong[i] for group in both for i in group)
-        # a loss that agrees in all cases first; then the best agreement; if similar, TRL's defaults
-        is_dapo, is_corrected = loss.only["loss_type"] == "dapo", bool(loss.only.get("use_bias_correction_kl"))
-        return loss.share > 0, round(wrong, 1), not is_dapo, is_corrected, -len(loss.cases)
+        both = [other.gap for other in close if other.only | corrected == loss.only | corrected]
+        # a loss that agrees in all cases first; then the nearest gradients; if similar, TRL's defaults
+        is_usual, is_corrected = (
+            loss.only.get("loss_type") in ("dapo", "sigmoid"),
+            bool(loss.only.get("use_bias_correction_kl")),
+        )
+        return loss.share > 0, round(statistics.mean(both), 2), not is_usual, is_corrected, -len(loss.cases)
 
     return sorted(close, key=difference)
-
-
-def find_names_by_loss(steps: list[Case], closest: CloseLoss) -> tuple[list[str], list[str]]:
-    """Find known causes of differences from TRL; return "mistake" or "design" for each cause, and lines to print.
-
-    If the loss reads loss_type, search in all test cases first; then only in cases of the TRL loss that agrees most.
-    """
-    kinds, names = [], []
-    is_all = len(closest.cases) == len(steps)
-    if is_all or "loss_type" in steps[0].read:
-        kinds, names = find_names(steps)
-    if is_all or (kinds and "mistake" not in kinds):
-        return kinds, names
-    of_closest = f"{len(closest.cases)} cases of --only kind={closest.only['kind']} {closest}"
-    # a correct GSPO loss, for example, differs in test cases of DAPO
-    if not closest.share:
-        return [], [f"  Your loss agrees in all {of_closest}"]
-    if kinds:
-        return kinds, names
-    kinds, names = find_names([steps[i] for i in closest.cases])
-    return kinds, [*names, f"  Your loss is closest to the {of_closest}"]
 
 
 def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor]]:

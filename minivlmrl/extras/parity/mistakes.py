@@ -146,7 +146,7 @@ BOTH = "policy", "reference"
 IN_BFLOAT16 = dict.fromkeys(("policy", "old"), lambda s: s.x.bfloat16().double())
 MISTAKES = [
     # advantages
-    *general("wrong completions are rewarded", "advantages", "an advantage", SIGNED | CURVED),
+    *general("wrong completions are rewarded", "advantages", "an advantage", SIGNED | CURVED | CLAMPED),
     *general("the wrong rows are rewarded", "advantages", "an advantage is taken from", TAKEN_FROM),
     # the mask, and weights of tokens
     *rows("padding is trained", "mask", {
@@ -170,17 +170,17 @@ MISTAKES = [
     }, kinds=SUMS),
     *general("the wrong tokens are trained", "logps", "a log-probability is taken from", TOKEN_TAKEN_FROM, kinds=ALL),
     # averages
-    *rows("short micro-batches count more: divide by the tokens of the whole step", "average", {
-        "the loss is averaged over the tokens of each micro-batch, as in bnpo": "bnpo",
-        "the loss is averaged over the tokens only in whole steps, and in micro-batches over each row":
-            lambda s: s.x if s.whole_step else "grpo",
-    }, source="TRL PR 6439, arXiv 2604.23747"),
     *rows("completions of other lengths weigh more", "average", {
         "the loss is averaged as in grpo, over the tokens of each row and then over the rows": "grpo",
         "the loss is averaged as in dapo, over all tokens of the step": "dapo",
         "the loss is averaged as in dr_grpo, over a fixed length and then over the rows": "dr_grpo",
         "the loss is averaged as in luspo, summed over the tokens of each row and averaged over the rows": "luspo",
     }, used_by="TRL: loss_type; verl: loss_agg_mode; OpenRLHF: token_level_loss"),
+    *rows("short micro-batches count more: divide by the tokens of the whole step", "average", {
+        "the loss is averaged over the tokens of each micro-batch, as in bnpo": "bnpo",
+        "the loss is averaged over the tokens only in whole steps, and in micro-batches over each row":
+            lambda s: s.x if s.whole_step else "grpo",
+    }, source="TRL PR 6439, arXiv 2604.23747"),
     *rows("long padding makes the update small", "mean", {
         "the loss is divided by all columns, padding included": lambda s: s.terms.sum() / s.num_columns / s.num_rows,
     }, kinds=SUMS),
@@ -189,8 +189,10 @@ MISTAKES = [
         "the loss is the sum over the rows of their means": lambda s: row_mean(s.terms, s.mask).sum(),
         "the loss is divided by the rows and by the length of the longest completion":
             lambda s: s.terms.sum() / s.mask.sum(1).max() / s.num_rows,
+    }, kinds=SUMS),
+    *rows("the effective learning rate changes with the length", "mean", {
         "the loss is divided by a fixed length of {c} for each row": lambda s: s.terms.sum() / s.c / s.num_rows,
-    }, kinds=SUMS, used_by="trainers that divide later, or choose the length: verl's seq-mean-token-sum-norm"),
+    }, kinds=SUMS, used_by="trainers that choose the length: verl's seq-mean-token-sum-norm"),
     *rows("completion lengths are weights", "average", {
         f"{says} of {name} {how}": {"average": average, "loss_type": name}
         for average, says, how in (("grpo", "each row", "is averaged by itself"),
@@ -288,6 +290,7 @@ MISTAKES = [
             "sapo_temperature_pos": attrgetter("sapo_temperature_neg"),
             "sapo_temperature_neg": attrgetter("sapo_temperature_pos"),
         },
+        "sapo has the same temperature for both signs": {"sapo_temperature_neg": attrgetter("sapo_temperature_pos")},
     }),
     *rows("the ratio has a gradient, too", "terms", {
         "cispo's ratio is not detached":
@@ -423,6 +426,10 @@ MISTAKES = [
     *rows("the objective is different", "policy", {
         "log-probabilities are averaged over tokens":
             dict.fromkeys(BOTH, lambda s: s.x / s.mask.sum(1, keepdim=True).clamp(min=1)),
+        "only the reference's log-probability is averaged over tokens":
+            {"summed reference": lambda s: s.x / s.answer_lengths},
+        "only the policy's log-probability is averaged over tokens":
+            {"policy": lambda s: s.x / s.mask.sum(1, keepdim=True).clamp(min=1)},
         "beta multiplies only the policy's log-probability": {"reference": lambda s: s.x / s.options["beta"]},
         "the first token of each answer is left out": dict.fromkeys(BOTH, lambda s: s.x * shifted(s.mask, 1)),
         "the last token of each answer is left out": dict.fromkeys(BOTH, lambda s: s.x * shifted(s.mask, -1)),

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from minivlmrl.extras.parity.calling import call
 from minivlmrl.extras.parity.common_laws import masked_tokens_are_inert, micro_batches_add_up, padding_changes_nothing
 from minivlmrl.extras.parity.examined import (
     DEFAULTS_OF,
@@ -67,9 +66,7 @@ def use_its_own_numbers(loss: Examined):
     once, again = (loss.gradient(one_token(), beta=0.0, max_completion_length=length).item() for length in (1, 2))
     if once == again != 0:
         my_loss, constant = loss.my_loss, abs(1 / once)
-        loss.my_loss = lambda batch, options: (
-            call(my_loss, batch, options) * constant / options["max_completion_length"]
-        )
+        loss.my_loss = lambda batch, options: my_loss(batch, options) * constant / options["max_completion_length"]
 
 
 def token_weights(loss: Examined, batch: dict[str, Tensor], beta: float = 0.0) -> Tensor:
@@ -472,7 +469,7 @@ def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[Finding]:
     elif not has_value:
         yield Finding("the KL's value is biased, but its expected gradient is that of KL(policy || reference)", "note")
     elif not loss.differ(gradient, torch.zeros(7)):
-        yield Finding("the KL's expected gradient is 0, so the KL never draws the policy to the reference", "note")
+        yield Finding("the KL's expected gradient is 0, so the KL never draws the policy to the reference")
     elif not has_gradient:
         cosine = torch.cosine_similarity(gradient, right_gradient, 0)
         yield Finding(

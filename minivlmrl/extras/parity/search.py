@@ -39,12 +39,9 @@ DIVIDED_BY_0 = Mistake(
 NO_NAME = "no name: no known mistake or deliberate variant reproduces the loss in all cases"
 
 
-def case_of(
-    my_loss: Callable, name: str, batch: dict, options: dict, tolerance: float, read: set[str] | None = None
-) -> Case:
+def case_of(my_loss: Callable, name: str, batch: dict, options: dict, tolerance: float, read: set[str]) -> Case:
     """Call the user's loss for a test case; tensors of DPO become (2B, T)."""
-    read = set() if read is None else read
-    value, gradient = loss_and_gradient(my_loss, batch, options, read)
+    value, gradient = loss_and_gradient(my_loss, batch, options)
     rows = {key: x.flatten(0, -2) if x.dim() > 1 else x for key, x in batch.items()}
 
     def simpler() -> list[Case]:

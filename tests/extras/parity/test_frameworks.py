@@ -4,15 +4,12 @@ import re
 import sys
 
 import pytest
-import torch
 
-from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.command import main
-from minivlmrl.extras.parity.frameworks import as_torch
 from minivlmrl.extras.parity.loss import check, judge
 from tests.helpers.links import ROOT
 
-PAGE = (ROOT / "docs" / "numerical_parity.md").read_text().partition("\n### In JAX or MLX\n")[2]
+PAGE = (ROOT / "docs" / "numerical_parity.md").read_text().partition("\n## In JAX or MLX\n")[2]
 ONE_SHAPE = {"loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.1, "use_bias_correction_kl": False}
 ONE_SHAPE |= {"whole_step": True, "tokens": 27}
 
@@ -56,23 +53,6 @@ def test_a_right_loss_agrees_and_a_mistake_is_named(framework):
     verdict = judge(grpo(framework, kl_sign=-1), framework=framework, **ONE_SHAPE)
     assert verdict.names[0] == "mistake: policy and reference are swapped in the KL"
     assert framework != "jax" or numpy_of("jax").ones(1).dtype == "float32"  # the user's default stays
-
-
-@pytest.mark.parametrize("framework", ["torch", "jax", "mlx"])
-def test_only_what_a_loss_uses_counts_as_read(framework):
-    """The conversion to arrays of another framework reads nothing."""
-    if framework != "torch":
-        numpy_of(framework)
-    batch = {name: torch.ones(1, 2, dtype=torch.float64) for name in ("per_token_logps", "old_per_token_logps", "mask")}
-    for reads, loss in (
-        ({"per_token_logps", "beta"}, lambda b, o: (b["per_token_logps"] * o["beta"]).sum()),
-        ({*batch, "beta"}, lambda b, o: ({**b}["mask"] * b["per_token_logps"] * o.get("beta")).sum()),
-        ({*batch}, lambda b, o: sum((x * b["per_token_logps"]).sum() for _, x in b.items())),
-        ({"per_token_logps", "mask"}, lambda b, o: b["per_token_logps"].sum() * (2.0 if b["mask"].sum() > 1 else 1.0)),
-    ):
-        read = set()
-        loss_and_gradient(as_torch(loss, framework), batch, {"kind": "grpo", "beta": 2.0}, read)
-        assert read == reads
 
 
 @pytest.mark.parametrize("framework", ["jax", "mlx"])
