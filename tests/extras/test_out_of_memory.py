@@ -121,6 +121,7 @@ def test_the_exit_code_is_2(run, plain, tmp_path, home, capsys):
     with run_out(tmp_path / "run", setup, "build_weights", 0), pytest.raises(OutOfMemory, match="phase load: memory"):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "metrics.jsonl").touch()
+        (tmp_path / "run" / ".minivlmrl").touch()
         run()
     with run_out(tmp_path / "run", Trainer, "training_loss", 0), pytest.raises(SystemExit) as ended:
         main(["train", str(home / "recipe.yaml"), f"--output_dir={tmp_path / 'run'}"])
