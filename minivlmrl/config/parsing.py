@@ -152,12 +152,7 @@ class Reader:
 
     def read_section(self, cls: type[T], values: Plain, name: str) -> T:
         """Build a dataclass from a section; `name` is its path, "" for the whole file."""
-        expected = "an object with names and values"
-        if name in MAIN_OPTIONS and isinstance(values, str):
-            option = f"{name}.{MAIN_OPTIONS[name]}"
-            expected += (
-                f"; write {f'--{option}={values}' if self.dashes else f'{name}: {{{MAIN_OPTIONS[name]}: {values}}}'}"
-            )
+        expected = f"an object with names and values{self._main_option(name, values)}"
         require(isinstance(values, dict), name or "the file", values, expected)
         prefix = f"{name}." if name else ""
         hints = typing.get_type_hints(cls, include_extras=True)
@@ -175,6 +170,13 @@ class Reader:
             return cls(**read)
         except ValueError as error:  # __post_init__ raises ValueError for invalid values
             raise UserError(f"{prefix}{error}") from None
+
+    def _main_option(self, section: str, value: Plain) -> str:
+        """Say how to write a text given for a section, as in "; write --model.path=Qwen/..."; "" for other values."""
+        if section not in MAIN_OPTIONS or not isinstance(value, str):
+            return ""
+        option = MAIN_OPTIONS[section]
+        return f"; write --{section}.{option}={value}" if self.dashes else f"; write {section}: {{{option}: {value}}}"
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
         """Keep a value whose type is in the union, else convert it to the first type that fits."""

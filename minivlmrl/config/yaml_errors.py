@@ -39,8 +39,9 @@ def yaml_cure(text: str, error: Exception | None = None) -> str:
     mark = getattr(error, "problem_mark", None)
     last = first = min(mark.line, len(lines) - 1) if mark else 0
     # the error of an open quote or bracket belongs to the line that opens it
-    if re.search("quoted|simple key|flow", str(getattr(error, "context", None))):
-        first = getattr(error, "context_mark", mark).line
+    opened = getattr(error, "context_mark", None)
+    if opened and re.search("quoted|simple key|flow", str(getattr(error, "context", None))):
+        first = opened.line
     for number in range(max(first - 1, 0), last + 1):
         loose = NO_COLON.fullmatch(lines[number])
         if loose:
