@@ -3,6 +3,7 @@
 import pytest
 
 from minivlmrl.rewards.boxes import NO_BOX
+from minivlmrl.rewards.registry import get_reward
 from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION
 from recipes.answers import class_name, judge_rows
 from tests.helpers.links import ROOT
@@ -90,3 +91,13 @@ def test_a_reward_below_1_has_a_reason(reward, solution, answer, reason):
     extras = [{}]
     score_texts([reward], [answer], BOXES | {"solution": [solution], "extras": extras}, "whole")
     assert extras[0].get("why", {}).get(reward) == reason
+
+
+@pytest.mark.parametrize(
+    "accepted", [["red", "crimson"], [{"answer": "red"}, {"answer": "crimson"}], "['red', 'crimson']"]
+)
+def test_one_of_several_accepted_answers_is_enough(accepted):
+    reward = get_reward("recipes/answers.py:one_of").function
+    answers = ["Crimson.", "red", "blue", None]
+    assert reward(answer_texts=answers, solution=[accepted] * 4) == [1, 1, 0, 0]
+    assert reward(answer_texts=["red", "red"], solution=["red", []]) == [1, None]
