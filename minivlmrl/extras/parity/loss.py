@@ -339,7 +339,9 @@ def closest_losses(results: list[Comparison], settings: list[str], tolerance: fl
             gap += 0.2
         kind = results[0].case.options["kind"]
         if name in ("cispo", "sapo", "vespo") or (kind == "dpo" and name not in ("sigmoid", "ipo")):
-            gap += 0.1  # rarer losses
+            gap += 0.3  # rarer losses
+        if only.get("importance_sampling_level") == "sequence":
+            gap += 0.3
         close.append(CloseLoss(only, group, share, gap))
 
     def difference(loss: CloseLoss) -> tuple:
