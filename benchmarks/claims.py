@@ -179,7 +179,8 @@ class Policy(nn.Module):
 
     def forward(self) -> Tensor:
         """Return log-probabilities of all tokens in all answers: (P, S, T)."""
-        return self.next_tokens()[:, PLACES, TOKENS] * MASK
+        flat = self.next_tokens().flatten(1)
+        return flat.index_select(1, (PLACES * VOCABULARY + TOKENS).flatten()).view(PROMPTS, -1, LENGTH) * MASK
 
     def answers(self) -> Tensor:
         """Return the probabilities of all answers: (P, S)."""
@@ -237,10 +238,12 @@ def grpo(policy: Policy, prompts: int = 16, group: int = 16, steps: int = 200, r
         rows, drawn = batch["rows"][:, None], batch["drawn"]
         table = policy.next_tokens()
         mask = MASK[drawn].flatten(0, 1)
-        logps = table[rows[..., None], PLACES[drawn], TOKENS[drawn]].flatten(0, 1) * mask
+        places = rows[..., None] * len(PREFIXES) + PLACES[drawn]
+        picked = table.flatten().gather(0, (places * VOCABULARY + TOKENS[drawn]).flatten())
+        logps = picked.view_as(mask) * mask
         batch["old"] = logps.detach() if batch["old"] is None else batch["old"]
         batch["left"] -= 1
-        entropy = -(table.exp() * table).sum(-1)[rows[..., None], PLACES[drawn]].flatten(0, 1).detach()
+        entropy = -(table.exp() * table).detach().sum(-1).flatten()[places].view_as(mask)
         weights = weigh(entropy, mask) if weigh else None
         advantages = batch["advantages"]
         return grpo_loss(logps, advantages, mask, old_per_token_logps=batch["old"], token_weights=weights, **options)[0]
