@@ -215,7 +215,7 @@ def begin(seed: int, prompts=slice(None), share: float = 0.5, steps: int = 60) -
 
 
 def grpo(policy: Policy, prompts: int = 16, group: int = 16, steps: int = 200, reuse: int = 1, keep=None, weigh=None,
-         rewards=None, pool=range(PROMPTS), until=lambda: False, **options):  # fmt: skip
+         rewards=None, pool=range(PROMPTS), until=lambda: False, low=0.2, high=0.2):  # fmt: skip
     """Train with GRPO.
 
     Args:
@@ -224,6 +224,7 @@ def grpo(policy: Policy, prompts: int = 16, group: int = 16, steps: int = 200, r
         weigh: (token entropies, mask) -> token weights, None = 1.
         rewards: right answers -> rewards, None = the same.
         pool: prompts to draw from.
+        low, high: clip ratios of negative advantages at 1 - low, of positive ones at 1 + high.
     """
     batch = {}
 
@@ -245,8 +246,13 @@ def grpo(policy: Policy, prompts: int = 16, group: int = 16, steps: int = 200, r
         batch["left"] -= 1
         entropy = -(table.exp() * table).detach().sum(-1).flatten()[places].view_as(mask)
         weights = weigh(entropy, mask) if weigh else None
-        advantages = batch["advantages"]
-        return grpo_loss(logps, advantages, mask, old_per_token_logps=batch["old"], token_weights=weights, **options)[0]
+        signed = (batch["advantages"].clamp(max=0), low, OFF), (batch["advantages"].clamp(min=0), 0.0, high)
+        losses = [
+            grpo_loss(logps, advantages, mask, epsilon_low=below, epsilon_high=above, old_per_token_logps=batch["old"],
+                      token_weights=weights)[0]
+            for advantages, below, above in signed
+        ]  # fmt: skip
+        return sum(losses)
 
     return optimize(policy, loss, steps * reuse, until=until)
 
@@ -392,8 +398,7 @@ def negatives() -> tuple[dict, bool]:
 def clip() -> tuple[dict, bool]:
     options = {"reuse": 4, "steps": 100, "rewards": lambda scores: torch.randint(2, scores.shape).double()}
     found = {
-        name: over_seeds(lambda seed, low=low, high=high: after(
-            seed, entropy_of, epsilon_low=low, epsilon_high=high, **options))
+        name: over_seeds(lambda seed, low=low, high=high: after(seed, entropy_of, low=low, high=high, **options))
         for name, low, high in (("above alone", 1.0, 0.2), ("below alone", 0.2, OFF), ("none", 1.0, OFF))
     }  # fmt: skip
     signs = [above < none < below for above, below, none in zip(*found.values(), strict=True)]

@@ -4,7 +4,7 @@ tests/repository/test_docs.py fails if a file in docs/ differs from its generate
 screenshots, which need a run, and step, whose page is not stored.
 """
 
-from docs.scripts import diagrams, it_learns, methods, names, notebooks, results, walkthrough
+from docs.scripts import claims, diagrams, it_learns, look, methods, names, notebooks, results, walkthrough
 from docs.scripts.picture import DOCS
 
 PAGES = {
@@ -13,8 +13,10 @@ PAGES = {
     "results.md": results.page,
     "coming_from.md": names.page,
     "policy_gradients.md": methods.page,
+    "look.md": look.page,
+    "claims.md": claims.page,
 }
-PAGES |= walkthrough.PICTURES | diagrams.PICTURES | it_learns.PICTURES
+PAGES |= walkthrough.PICTURES | diagrams.PICTURES | it_learns.PICTURES | look.PICTURES | claims.PICTURES
 
 
 def main():

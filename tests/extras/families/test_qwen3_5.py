@@ -27,8 +27,8 @@ from tests.helpers.hub_configs import real_config
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
 
 
-@pytest.mark.parametrize("size", ["Qwen3.5-2B", "Qwen3.5-27B"])
-def test_models_on_the_hub_have_the_tensors_of_transformers(size, tmp_path):
+@pytest.mark.parametrize(("size", "count"), [("Qwen3.5-0.8B", 852_985_920), ("Qwen3.5-27B", None)])
+def test_models_on_the_hub_have_the_tensors_of_transformers(size, count, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(real_config(size)))
     with torch.device("meta"):
         model = find_family("qwen3_5").build_model(config_json.from_dict(real_config(size)))
@@ -36,6 +36,7 @@ def test_models_on_the_hub_have_the_tensors_of_transformers(size, tmp_path):
         theirs = transformers.Qwen3_5ForConditionalGeneration._from_config(config)
     expected = {qwen3_vl_name(name): p.shape for name, p in theirs.named_parameters()}
     assert {name: p.shape for name, p in model.named_parameters()} == expected
+    assert count in (None, sum(p.numel() for p in model.parameters()))
 
 
 @pytest.mark.parametrize("most", [10**9, 40_000], ids=["one file", "shards"])
