@@ -57,7 +57,7 @@ def draw(results: dict) -> str:
             digits.append(([0, 1], [share(model["right"]["digit"]) for model in (begin, run)], color, 3))
     for left, title, curves in (
         (60, "96 held-out sums, greedy", sums),
-        (420, "128 single digits, never asked", digits),
+        (420, "128 single digits, never rewarded", digits),
     ):
         picture.text(left, 22, title, 15, anchor="start", bold=True)
         chart(picture, left, 1, "share of the CPU time after SFT", curves)

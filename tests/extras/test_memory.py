@@ -158,7 +158,7 @@ def test_recipes_fit_the_gpus_that_their_comments_name():
     ("lora_7b", "Qwen2.5-VL-7B", 26, ["--adapter.quantize=null"]),
     ("rec_qwen3_vl_4b_one_card", "Qwen3-VL-4B", 16, ["--adapter.quantize=nf4"]),
     ("lora_qwen3_vl_8b", "Qwen3-VL-8B", 28, ["--adapter.quantize=null"]),
-    ("lora_qwen3_5_2b", "Qwen3.5-2B", 11, THOUGHTS), ("lora_qwen3_5_0_8b", "Qwen3.5-0.8B", 8, THOUGHTS),
+    ("lora_qwen3_5_2b", "Qwen3.5-2B", 11, THOUGHTS), ("lora_qwen3_5_0_8b", "Qwen3.5-0.8B", 7, THOUGHTS),
     ("lora_qwen3_vl_30b_a3b", "Qwen3-VL-30B-A3B", None, []), ("lora_qwen3_5_35b_a3b", "Qwen3.5-35B-A3B", None, []),
 ])  # fmt: skip
 def test_recipes_for_one_gpu_fit(name, model, other, options):
