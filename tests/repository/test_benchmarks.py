@@ -73,7 +73,6 @@ def test_same_curve(tmp_path, monkeypatch):
 def test_the_criterion_of_same_curve_pairs_runs_by_seed(monkeypatch, scipy):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     same_curve = importlib.import_module("same_curve")
-<<<<<<< HEAD
     accuracies = {
         "minivlmrl": ([0.0, 0.5, 0.1], [0.0, 0.5, 0.7], [0.0, 0.5, 0.4]),
         "TRL": ([0.0, 0.5, 0.2], [0.0, 0.5, 0.9]),
@@ -87,11 +86,6 @@ def test_the_criterion_of_same_curve_pairs_runs_by_seed(monkeypatch, scipy):
     assert [found[name] for name in ("minivlmrl", "TRL", "lead")] == pytest.approx([0.4, 0.55, 0.15])
     low, high = found["interval"]
     assert low < 0 < high and found["p"] == pytest.approx(scipy.stats.ttest_rel([0.2, 0.9], [0.1, 0.7]).pvalue)
-=======
-    means = {"minivlmrl": (0.8, 0.9), "TRL": (0.1, 0.2)}
-    runs = [{"side": side, "accuracy": [0.0, value]} for side, values in means.items() for value in values]
-    expected = {"minivlmrl": pytest.approx(0.85), "TRL": pytest.approx(0.15), "p": pytest.approx(2 / 6)}
-    assert same_curve.compare(runs) == expected
 
 
 def test_exact_claims_are_as_recorded():
@@ -103,4 +97,3 @@ def test_exact_claims_are_as_recorded():
         entry = recorded[test.__name__]
         assert entry["verdict"] == claims.VERDICTS[holds]
     assert numbers["product"][64]["variance"] == pytest.approx(entry["numbers"]["product"]["64"]["variance"])
->>>>>>> 3aa7fd52 (Show a pretrained decoder that learns to see from rewards alone)
