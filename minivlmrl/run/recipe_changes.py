@@ -82,11 +82,14 @@ def fingerprints(config: RunConfig, datasets: Mapping[str, Dataset]) -> Fingerpr
 
 
 def row_files(config: RunConfig) -> dict[str, str]:
-    """Return {option: data file}."""
+    """Return {option: data file} for the files that the stages read."""
     data = config.data
-    files = {"data.train_file": data.train_file, "data.eval_file": data.eval_file if data.eval_rows else None}
-    files |= {f"data.train[{number}].file": part.file for number, part in enumerate(data.train)}
-    files |= {f"data.files.{stage}": file for stage, file in data.files.items()}
+    own = {stage: data.files[stage] for stage in config.stage_names if stage in data.files}
+    files = {"data.eval_file": data.eval_file if data.eval_rows else None}
+    if len(own) < len(config.stage_names):
+        files["data.train_file"] = data.train_file
+        files |= {f"data.train[{number}].file": part.file for number, part in enumerate(data.train)}
+    files |= {f"data.files.{stage}": file for stage, file in own.items()}
     return {option: file for option, file in files.items() if file}
 
 

@@ -772,3 +772,14 @@ def test_a_changed_number_of_rows_is_refused(recipe, copy):
         resume(recipe, copy, "--resume=auto")
     resume(recipe, copy, f"--resume={folder}", "--stages=[grpo, sft]", "--sft.max_steps=1", "--state_steps=1")
     assert read_trainer_state(copy / "states" / "000004").rows
+
+
+def test_files_that_no_stage_reads_may_be_missing(tmp_path):
+    config = RunConfig(stages=["grpo"])
+    config.model.config = str(tmp_path / "random.json")
+    (tmp_path / "random.json").touch()
+    config.data.files = {"sft": str(tmp_path / "gone.jsonl")}
+    assert fingerprints(config, {}).rows == {}
+    config.stages, config.data.train_file = ["sft"], str(tmp_path / "gone_as_well.jsonl")
+    (tmp_path / "gone.jsonl").touch()
+    assert fingerprints(config, {}).rows.keys() == {"data.files.sft"}
