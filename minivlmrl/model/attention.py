@@ -160,9 +160,9 @@ class GroupAttention:
         layout = self.layout
         blocks = map(layout.blocks, (q, k, v))
         out = []
-        for (prompt_q, *q), (prompt_k, *k), (prompt_v, *v), slots in zip(*blocks, layout.slots, strict=True):
+        for (prompt_q, queries), (prompt_k, keys), (prompt_v, values), slots in zip(*blocks, layout.slots, strict=True):
             out.append(dense_attention(prompt_q, prompt_k, prompt_v, is_causal=True))
-            for row_q, row_k, row_v, part in zip(*q, *k, *v, slots, strict=True):
+            for row_q, row_k, row_v, part in zip(queries, keys, values, slots, strict=True):
                 out.append(completion_attention(row_q, row_k, row_v, prompt_k, prompt_v, part))
         out = [x.transpose(1, 2).flatten(0, 1) for x in out]  # (rows * tokens, H, D)
         out = torch.cat(out) if len(out) > 1 else out[0]
