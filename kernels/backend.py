@@ -7,14 +7,15 @@ interpreter. The environment variable MINIVLMRL_KERNELS is one of:
     torch: always use PyTorch.
     triton: use Triton for float32, float16 and bfloat16 tensors, or raise an error if Triton cannot run.
 
-Before the first use of Triton on a GPU, verdicts.py compares all kernels with float64 results, in about 10 s, once per
-GPU model, driver, version and source code. PyTorch replaces a kernel that fails, or has a relative error above 2 %,
-with a warning; MINIVLMRL_KERNELS=triton raises an error instead. MINIVLMRL_SELF_TEST=0 disables the check.
+Before a kernel's first use on a GPU, self_test.py compares it with float64 results. PyTorch replaces a kernel that
+fails, or has a relative error above 2 %, with a warning; MINIVLMRL_KERNELS=triton raises an error instead.
+MINIVLMRL_SELF_TEST=0 disables the check.
 """
 
 import os
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -39,6 +40,7 @@ INTERPRETED = hasattr(tl, "sum") and not isinstance(tl.sum, triton.JITFunction)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 KERNELS = ("window_attention", "decode_attention", "selective_log_softmax", "linear_log_softmax", "nf4_unpack")
+rejections: dict[tuple[torch.device, str], str | None] = {}  # why a kernel is rejected, None = correct
 
 
 def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
@@ -79,16 +81,30 @@ def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
 
 
 def _rejection(device: torch.device, kernel: str) -> str | None:
-    """Return why a kernel failed its check on a GPU, None if it passed."""
-    from minivlmrl.kernels.verdicts import rejected_kernels  # lazy import: kernels are checked only on a GPU
+    """Check a kernel before its first use on a GPU; return why it is rejected, None if it is correct."""
+    if (device, kernel) not in rejections:
+        rejections[device, kernel] = None  # the check itself runs the kernel
+        rejections[device, kernel] = _check(device, kernel)
+    return rejections[device, kernel]
 
+
+def _check(device: torch.device, kernel: str) -> str | None:
+    # imported by name, because self_test imports the kernels, and they import this file
+    self_test = import_module("minivlmrl.kernels.self_test")
     try:
-        reason = rejected_kernels(device.index, KERNELS).get(kernel)
-    except OSError as error:
-        return f"Triton's cache folder cannot be used ({error}); set TRITON_CACHE_DIR to a folder on a local disk"
-    return reason and (
-        f"{kernel} {reason}. `python -m minivlmrl.kernels.self_test` repeats the check; another "
-        "version of Triton may compile the kernel correctly"
+        # in a thread, because gradient mode and the hooks of activation checkpointing are thread-local
+        with ThreadPoolExecutor(1) as pool:
+            error = pool.submit(self_test.largest_error, kernel, str(device)).result()
+    except Exception as failure:  # compilers may raise any error
+        cause = str(failure).partition("\n")[0]  # drop three lines of advice after CUDA's messages
+        reason = f"failed its self-test ({type(failure).__name__}: {cause})"
+    else:
+        if error <= self_test.TOLERANCE:  # NaN is rejected
+            return None
+        reason = f"has a relative error of {error:.1%}"
+    return (
+        f"{kernel} {reason} on the GPU {torch.cuda.get_device_name(device)}. `python -m minivlmrl.kernels.self_test` "
+        "repeats the check; another version of Triton may compile the kernel correctly"
     )
 
 

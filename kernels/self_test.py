@@ -32,6 +32,7 @@ WINDOW_HEAD_DIMS = (64, 72, 80, 128)
 # (key heads, query heads per key head, head dimension): Qwen2.5-VL-3B, -7B, Qwen3.5, a 0.5B text model
 DECODERS = ((2, 8, 128), (4, 7, 128), (2, 4, 256), (2, 7, 64))
 TEMPERATURE = 0.7
+TOLERANCE = 0.02  # maximum relative error; correct bfloat16 kernels have about 0.003
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -139,24 +140,17 @@ CHECKS = {
 
 def largest_error(kernel: str, device: str) -> float:
     """Return a kernel's largest relative error, NaN if a result is NaN."""
-    torch.manual_seed(0)
-    return torch.tensor(CHECKS[kernel](device), dtype=torch.float64).max().item()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return torch.tensor(CHECKS[kernel](device), dtype=torch.float64).max().item()
 
 
-def main(device: str = "cuda:0", *kernels: str) -> int:
+def main(device: str = "cuda:0", *kernels: str):
     """Print the largest relative error per kernel; stop at the first exception."""
-    # without MINIVLMRL_SELF_TEST=0, a kernel's first use would start self_test.py again
     os.environ |= {"MINIVLMRL_KERNELS": "triton", "MINIVLMRL_SELF_TEST": "0"}
     for kernel in kernels or CHECKS:
-        try:
-            print(kernel, largest_error(kernel, device), flush=True)
-        except Exception as error:
-            # drop three lines of advice after CUDA's messages
-            message = str(error).partition("\n")[0]
-            print(f"{type(error).__name__}: {message}", flush=True)
-            return 1
-    return 0
+        print(kernel, largest_error(kernel, device), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -3,12 +3,12 @@
 import errno
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
 from minivlmrl.errors import UserError
-from minivlmrl.kernels.file_lock import lock_file
 
 LOCK = ".minivlmrl.lock"
 NO_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS  # error codes if the file system has no locks
@@ -24,7 +24,7 @@ def open_locked(path: Path, busy: str) -> IO[bytes]:
         path.unlink()
     file = path.open("a+b")
     try:
-        lock_file(file, wait=False)
+        lock_file(file)
     except BlockingIOError as error:
         file.close()
         raise UserError(busy) from error
@@ -32,6 +32,26 @@ def open_locked(path: Path, busy: str) -> IO[bytes]:
         if error.errno not in NO_LOCKS:  # a file system without locks cannot detect other processes
             raise
     return file
+
+
+def lock_file(file: IO):
+    """Lock an open file until it is closed.
+
+    Raises:
+        BlockingIOError: another process has the lock.
+    """
+    if find_spec("fcntl"):
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return
+    import msvcrt
+
+    try:
+        # pyright on Linux does not know msvcrt's functions
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # pyright: ignore[reportAttributeAccessIssue]
+    except OSError as error:  # msvcrt raises PermissionError, or EDEADLK if the lock is taken
+        raise BlockingIOError(*error.args) from error
 
 
 @contextmanager

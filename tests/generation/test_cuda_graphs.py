@@ -11,7 +11,7 @@ from minivlmrl.data.rows import uniform_numbers
 from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.generation import cuda_graphs
 from minivlmrl.generation.generate import sample_by_uniforms
-from minivlmrl.kernels import backend, decode_attention, verdicts
+from minivlmrl.kernels import backend, decode_attention
 from minivlmrl.model.families.registry import FAMILIES
 from minivlmrl.model.lora import adapter_parameters, init_adapters, inject_adapters, quantize_base
 from tests.helpers import tiny
@@ -107,12 +107,12 @@ def test_the_cpu_waits_once_in_16_captured_steps():
 def test_kernels_are_checked_before_a_graph_is_captured(monkeypatch):
     capturing = []
 
-    def reject(index, kernels):
+    def reject(device, kernel):
         capturing.append(PretendCuda.current.capturing)
-        return dict.fromkeys(kernels, "it is a stand-in")  # torch replaces a rejected kernel
+        return "it is a stand-in"  # torch replaces a rejected kernel
 
     monkeypatch.setattr(decode_attention, "TILE_DTYPES", (torch.float32,))  # the simulated GPU has no 16-bit kernels
-    monkeypatch.setattr(verdicts, "rejected_kernels", reject)
+    monkeypatch.setattr(backend, "_rejection", reject)
     monkeypatch.setattr(backend, "INSTALLED", True)
     monkeypatch.setattr(backend, "_compiler_obstacle", lambda: None)
     monkeypatch.setattr(backend, "_warn", lambda message: None)

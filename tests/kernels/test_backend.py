@@ -3,11 +3,12 @@
 import re
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from minivlmrl.kernels import backend, verdicts
+from minivlmrl.kernels import backend, self_test
 from minivlmrl.kernels.backend import INSTALLED, INTERPRETED, KERNELS
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 from tests.helpers.interpreter import run_interpreted
@@ -32,7 +33,7 @@ class OnGPU:
 def plain(monkeypatch):
     """Unset MINIVLMRL_KERNELS, and simulate a GPU with compute capability 9.0 and right kernels."""
     monkeypatch.delenv("MINIVLMRL_KERNELS", raising=False)
-    monkeypatch.setattr(verdicts, "rejected_kernels", lambda index, kernels: {})
+    monkeypatch.setattr(backend, "_rejection", lambda device, kernel: None)
     monkeypatch.setattr(backend, "INSTALLED", True)
     monkeypatch.setattr(backend, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -94,6 +95,52 @@ def test_the_variable_overrides(monkeypatch):
     monkeypatch.setenv("MINIVLMRL_KERNELS", "cuda")
     with pytest.raises(ValueError, match="auto, torch or triton"):
         backend_for(CPU)
+
+
+@pytest.mark.parametrize(("result", "reason"), [
+    (0.5, r"has a relative error of 50.0%"), (float("nan"), "has a relative error of nan%"),
+    (RuntimeError("illegal address"), r"failed its self-test \(RuntimeError: illegal address\)"),
+])  # fmt: skip
+def test_a_wrong_kernel_is_replaced_with_one_warning(monkeypatch, recwarn, result, reason):
+    def error_of(kernel, device):
+        assert backend.backend_for(OnGPU(), kernel) == "triton"  # the check runs the kernel itself
+        return Mock(side_effect=[result])() if kernel == "window_attention" else 0.003
+
+    monkeypatch.undo()
+    monkeypatch.setattr(backend, "INSTALLED", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(backend, "_compiler_obstacle", lambda: None)
+    monkeypatch.delenv("MINIVLMRL_KERNELS", raising=False)
+    monkeypatch.setattr(self_test, "largest_error", error_of)
+    monkeypatch.setattr(backend, "rejections", {})
+    backend._warn.cache_clear()
+    for _ in range(3):
+        assert backend.backend_for(OnGPU(), "window_attention") == "torch"
+        assert backend.backend_for(OnGPU(), "decode_attention") == "triton"
+    [warning] = recwarn
+    message = rf"because window_attention {reason} on the GPU NVIDIA H100\. `python -m minivlmrl\.kernels\.self_test`"
+    assert re.search(message, str(warning.message))
+    monkeypatch.setenv("MINIVLMRL_SELF_TEST", "0")
+    assert backend.backend_for(OnGPU(), "window_attention") == "triton"
+
+
+def test_a_check_changes_no_random_numbers_and_no_saved_tensors(monkeypatch):
+    """Activation checkpointing hooks into saved tensors, in which a kernel may be used first."""
+    saved = []
+
+    def errors(device):
+        x = torch.randn(3, requires_grad=True)
+        torch.autograd.grad(x.square().sum(), x)
+        return [0.003]
+
+    monkeypatch.undo()
+    monkeypatch.setitem(self_test.CHECKS, "nf4_unpack", errors)
+    before = torch.get_rng_state()
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x), torch.inference_mode():
+        assert backend._check(torch.device("cuda", 0), "nf4_unpack") is None
+    assert not saved
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,8 +19,6 @@ def describe_device(device: torch.device) -> str:
         unused = not torch.backends.cuda.is_built() and not hides_gpus() and shutil.which("nvidia-smi")
         note = ", because this PyTorch is built for CPUs only: see docs/memory.md" if unused else ""
         return f"CPU (threads: {torch.get_num_threads()}){note}"
-    from minivlmrl.kernels.verdicts import driver_version
-
     major, minor = torch.cuda.get_device_capability(device)
     free, total = torch.cuda.mem_get_info(device)
     # example: "NVRM version: NVIDIA UNIX x86_64 Kernel Module 580.65"
@@ -54,3 +53,10 @@ def trainable_summary(model: nn.Module) -> str:
         share = f"{count / base_count:.3%}"
         lines.append(f"  {kind_name:<40} {len(counts):>4}{rank_text:<9}{count:>14,} {share:>8}")
     return "\n".join(lines)
+
+
+def driver_version() -> str:
+    for path in (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")):
+        if path.exists():
+            return path.read_text().partition("\n")[0]
+    return "unknown"
