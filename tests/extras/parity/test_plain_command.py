@@ -180,7 +180,9 @@ def only_a_batch(batch):
 STYLES = [compute_policy_loss, PolicyLoss, load_method(Trainer, "dpo_loss"), absolute_bounds, compute_loss, fused]
 
 
-@pytest.mark.parametrize("loss", [*STYLES, of_tokens, only_a_batch], ids=str)
+@pytest.mark.parametrize(
+    "loss", [*STYLES, of_tokens, only_a_batch], ids=lambda loss: getattr(loss, "__name__", str(loss))
+)
 def test_losses_of_other_projects_need_no_adapter(loss):
     assert judge(loss).passes, str(judge(loss))
 
