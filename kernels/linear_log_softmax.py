@@ -241,7 +241,7 @@ def linear_log_softmax(
             whole vocabulary.
     Returns:
         Log-probabilities and entropies, both (M,), in nats, float32 (float64 for float64 inputs), differentiable.
-    Source: see selective_log_softmax.py; the mask is DeepSeek-V3.2's Keep Sampling Mask (arXiv 2512.02556) and vLLM's
+    Source: see selective_log_softmax; the mask is DeepSeek-V3.2's Keep Sampling Mask (arXiv 2512.02556) and vLLM's
         SamplingMask.
     """
     if hidden.shape[:-1] != ids.shape:

@@ -21,6 +21,7 @@ from minivlmrl.kernels.decode_attention import decode_attention
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
+from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
 from minivlmrl.kernels.window_attention import Segments, window_attention
 
 # Triton's interpreter multiplies bfloat16 matrices incorrectly
@@ -93,6 +94,15 @@ def check_decoding(device: str) -> list[float]:
     return errors
 
 
+def check_selective_log_softmax(device: str) -> list[float]:
+    ids = torch.randint(20_000, (32,))
+    return compare(
+        lambda z: torch.cat(selective_log_softmax(z, ids.to(z.device), TEMPERATURE)),
+        [3 * torch.randn(32, 20_000).to(DTYPE)],
+        device,
+    )
+
+
 def check_linear_log_softmax(device: str) -> list[float]:
     rows, vocab = (32, 5_000) if INTERPRETED else (2_048, 10_000)
     ids = torch.randint(vocab, (rows,))
@@ -122,6 +132,7 @@ CHECKS = {
     "float32_matmul": check_float32_matmul,
     "window_attention": check_windows,
     "decode_attention": check_decoding,
+    "selective_log_softmax": check_selective_log_softmax,
     "linear_log_softmax": check_linear_log_softmax,
     "nf4_unpack": check_nf4,
 }

@@ -1,13 +1,11 @@
 """Compare log-probabilities computed in blocks with log_softmax; test_backend.py runs the kernels interpreted."""
 
 import math
-from itertools import accumulate
 
 import pytest
 import torch
 
 from minivlmrl.kernels import linear_log_softmax as kernel
-from minivlmrl.kernels import selective_log_softmax
 from minivlmrl.kernels.linear_log_softmax import join_masks, linear_log_softmax, linear_log_sum_sq_probs
 from tests.helpers.interpreter import INTERPRETED
 
@@ -147,48 +145,6 @@ def test_what_does_not_fit_is_said():
     for temperature in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match=f"the temperature is {temperature}, but it must be greater than 0"):
             linear_log_softmax(hidden, weight, ids, temperature)
-
-
-@pytest.mark.parametrize("unused", [0, 1], ids=["logps", "entropies"])
-def test_an_output_that_no_loss_uses_has_no_gradient(unused):
-    hidden, weight, ids, upstream = inputs(rows=5)
-    upstream[unused] = 0
-    used = 1 - unused
-    output = linear_log_softmax(hidden, weight, ids)[used]
-    gradients = torch.autograd.grad(output, (hidden, weight), upstream[used].to(EXACT))
-    assert_exact(gradients, exact(hidden, weight, ids, upstream, 1.0)[2:], TOLERANCE[EXACT])
-
-
-def test_nan_is_not_hidden():
-    hidden, weight, ids, upstream = inputs(rows=5)
-    hidden.data[1] = float("nan")
-    logps, entropies, grad_hidden, _ = scored(hidden, weight, ids, upstream, 1.0)
-    for result in (logps, entropies, grad_hidden.sum(1)):
-        assert result.isnan().tolist() == [False, True, False, False, False]
-
-
-def test_the_floor_is_a_normal_number():
-    """On a CPU, exp is 30 times as slow if the result rounds to a subnormal number."""
-    floor = torch.tensor(selective_log_softmax.FLOOR * math.log(2)).exp()
-    assert floor >= 2 * torch.finfo(torch.float32).tiny
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="calls a kernel: `pytest -m slow` runs it interpreted")
-@pytest.mark.parametrize("widths", [[9000], [128, 128, 44], [1, 299]], ids=str)
-def test_parts_of_a_row_join_to_the_whole(widths):
-    vocab = sum(widths)
-    weight = torch.eye(vocab)
-    hidden, _, ids, upstream = inputs(rows=4, vocab=vocab, width=vocab, dtype=torch.float32)
-    z = hidden.detach()
-    memory = torch.full((4, 4), float("nan"))
-    gradient = torch.full((4, vocab), float("nan"))
-    pieces = [(end - width, z[:, end - width : end]) for width, end in zip(widths, accumulate(widths), strict=True)]
-    for first, piece in pieces:
-        results = selective_log_softmax.score_part_(piece, ids, memory, 0.7, first, piece is pieces[-1][1])
-    for first, piece in pieces:
-        out = gradient[:, first : first + piece.shape[1]]
-        selective_log_softmax.differentiate_part_(piece, ids, results[1:], list(upstream.float()), 0.7, out, first)
-    assert_exact([*results[:2], gradient], exact(z, weight, ids, upstream, 0.7)[:3], TOLERANCE[torch.float32])
 
 
 @only_torch

@@ -45,7 +45,7 @@ class WrongGradient(torch.autograd.Function):
         return wrong_columns(grad)
 
 
-@pytest.mark.parametrize("kernel", ["window_attention", "linear_log_softmax"])
+@pytest.mark.parametrize("kernel", ["window_attention", "selective_log_softmax", "linear_log_softmax"])
 def test_a_wrong_result_or_gradient_is_noticed(kernel, monkeypatch):
     """The checks run on a CPU without Triton, in float32, and compare torch paths instead of kernels."""
     monkeypatch.setattr(self_test, "DTYPE", torch.float32)
