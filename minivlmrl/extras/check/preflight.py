@@ -2,18 +2,15 @@
 
 import json
 import math
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from minivlmrl.config.import_utils import code_files
 from minivlmrl.config.loading import changed_prompts, differing_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.boxes import parse_boxes
@@ -22,7 +19,7 @@ from minivlmrl.data.loader import next_readable
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset, ToolUse
 from minivlmrl.distributed.process_group import World
-from minivlmrl.errors import USER_FILES, UserError, error_context, pluralize, truncate
+from minivlmrl.errors import UserError, error_context, pluralize
 from minivlmrl.extras.check.effects import options_without_effect
 from minivlmrl.extras.check.row_notes import describe_boxes, describe_rows
 from minivlmrl.extras.check.summary import describe_device, trainable_summary
@@ -61,22 +58,7 @@ class Preflight(Callback):
 
     def on_rows(self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World):
         world.run_on_rank_zero(partial(print_all, describe_rows(config, datasets, processor)), "measure the rows")
-        with fresh_import():
-            try:
-                training_rewards(config)
-                held_out_rewards(config)
-                is_importable = True
-            except Exception as error:  # a user file may fail on a second import
-                is_importable = False
-                if world.is_main:
-                    print(
-                        "the trial call of the rewards uses the run's own copy, because a file cannot be imported "
-                        f"twice: {truncate(error, 200)}"
-                    )
-            if is_importable:
-                try_rewards(config, datasets, processor)
-        if not is_importable:
-            try_rewards(config, datasets, processor)
+        try_rewards(config, datasets, processor)
         world.run_on_rank_zero(partial(check_truths, config, datasets), "check the solutions")
 
     def on_model(
@@ -100,34 +82,6 @@ class Preflight(Callback):
 def print_all(notes: Iterable[str]):
     for note in notes:
         print(note, flush=True)
-
-
-@contextmanager
-def fresh_import() -> Iterator[None]:
-    """Import the user's files again, so that trial calls of rewards change no global variables of the run.
-
-    Example: a reward that counts its calls must not count trial calls.
-    """
-    of_run = loaded_modules()
-    for name in of_run:
-        del sys.modules[name]
-    try:
-        yield
-    finally:
-        # list the imported files: a resumed run checks whether they have changed
-        USER_FILES.update(code_files())
-        for name in loaded_modules():
-            del sys.modules[name]
-        sys.modules.update(of_run)
-        for name, module in of_run.items():
-            package, _, attribute = name.rpartition(".")
-            if package in sys.modules:
-                setattr(sys.modules[package], attribute, module)
-
-
-def loaded_modules() -> dict[str, ModuleType]:
-    files = code_files()
-    return {name: module for name, module in sys.modules.items() if getattr(module, "__file__", None) in files}
 
 
 def scored_rows(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[tuple[str, Dataset, list[Reward]]]:
