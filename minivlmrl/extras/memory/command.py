@@ -3,9 +3,8 @@
 minivlmrl memory RECIPE --gpu_memory auto [--section.name=value ...]
 minivlmrl memory --model FOLDER_OR_REPOSITORY --gpus 8 [RECIPE] [--section.name=value ...]
 
-No weights are loaded. Prompt lengths are measured if the rows exist; otherwise, or with --text_tokens or
---image_tokens, all prompts have one assumed length. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto
-for this machine's free memory.
+No weights are loaded. Prompt lengths are measured if the rows exist; otherwise, prompts have 200 text and 1000 image
+tokens. --gpu_memory is a size in GB, a card such as T4 or 4090, or auto for this machine's free memory.
 """
 
 import argparse
@@ -53,16 +52,12 @@ def main(arguments: list[str]):
     card = find_gpu(options.gpu_memory)
     costs = MemoryEstimator(model_config(name), card.before_ampere)
     print(f"{name}: {costs.parameters:,} parameters; {pluralize(options.gpus, 'GPU')} of {card.memory:g} GB")
-    sizes = {name: getattr(options, name) for name in ("text_tokens", "image_tokens")}
-    typical = [RowSize(**{name: size for name, size in sizes.items() if size is not None})]
-    measured = None
-    if options.text_tokens is None and options.image_tokens is None:
-        measured = open_rows(config, find_settings(name))
-        if measured is None and config.data.train_file:
-            missing = f"{config.data.train_file}, data.eval_file or tokenizer.json beside config.json"
-            print(f"The rows were not read, because {missing} is missing; the sizes of the prompts are assumed.")
+    measured = open_rows(config, find_settings(name))
+    if measured is None and config.data.train_file:
+        missing = f"{config.data.train_file}, data.eval_file or tokenizer.json beside config.json"
+        print(f"The rows were not read, because {missing} is missing; the sizes of the prompts are assumed.")
     for stage in config.stage_names:
-        question = MemoryQuestion(config, stage, costs, options.gpus, typical, typical)
+        question = MemoryQuestion(config, stage, costs, options.gpus)
         if measured is not None:
             datasets, processor = measured
             rows, held_out = measure_datasets(question, datasets, processor)
@@ -114,12 +109,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", help="config.json, its folder or a repository id; defaults to model.path")
     add("--gpus", type=int, default=1, help="number of GPUs on all nodes together")
     add("--gpu_memory", default="80", help="memory of each GPU in GB, a card such as 4090, or auto; defaults to 80")
-    add("--text_tokens", type=int, help="number of text tokens per prompt; defaults to 200")
-    add(
-        "--image_tokens",
-        type=int,
-        help="number of image tokens per prompt: height/28 x width/28 (/32 instead for Qwen3); defaults to 1000",
-    )
     return parser
 
 
