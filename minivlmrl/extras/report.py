@@ -150,13 +150,7 @@ def collect_run(folder: Path) -> dict:
             check_numbers(values, f"{summary_file}: {name}")
     evaluated = re.search(r"evaluated on (\d+) rows", config or "")
     num_held_out = int(evaluated[1]) if evaluated else 0
-    metrics = read_metrics(file_inside(folder, METRICS))
-    # number of steps before each stage
-    first_steps = {line["stage"]: number for number, line in reversed([*enumerate(metrics)])}
-    evaluations = [
-        {"step": line.pop("step") + first_steps.get(line.pop("stage"), 0)} | line
-        for line in read_metrics(file_inside(folder, EVALUATIONS))
-    ]
+    metrics, evaluations = read_curves(folder)
     completions = collect_completions(folder)
     timings = read_lines(file_inside(folder, TIMINGS), TimingLine)
     warnings = read_lines(file_inside(folder, WARNINGS), WarningLine)
@@ -185,6 +179,18 @@ def collect_run(folder: Path) -> dict:
     }
 
 
+def read_curves(folder: Path) -> tuple[list[dict], list[dict]]:
+    """Read metrics and evaluations; an evaluation's step counts the steps of all stages before it."""
+    metrics = read_metrics(file_inside(folder, METRICS))
+    # number of steps before each stage
+    first_steps = {line["stage"]: number for number, line in reversed([*enumerate(metrics)])}
+    evaluations = [
+        {"step": line.pop("step") + first_steps.get(line.pop("stage"), 0)} | line
+        for line in read_metrics(file_inside(folder, EVALUATIONS))
+    ]
+    return metrics, evaluations
+
+
 def describe_change(summary: dict, num_rows: int) -> str | None:
     """Describe how each stage changed the first held-out metric, and whether this may be noise."""
     evaluations = {name: row for name, row in summary.items() if isinstance(row, dict) and name != "seconds"}
@@ -197,15 +203,8 @@ def describe_change(summary: dict, num_rows: int) -> str | None:
     for when, before, after in zip([*evaluations][1:], values, values[1:], strict=False):
         size = "can be noise" if abs(after - before) <= noise(before, after, num_rows) else "more than noise"
         changes.append(f"{after - before:+.3f} in {when.removeprefix('after_')} ({size})")
-    blind = [*evaluations.values()][-1].get(f"{name.removesuffix('_sampled')}_gray_image")
     name = short_names([name])[0].removeprefix("eval/")
-    text = f"{name} on {num_rows} held-out rows changed by {', '.join(changes)}."
-    if blind is not None:
-        text += f" With gray images, it is {blind:.3f}."
-    chance = summary.get("chance")
-    if chance is not None and values[-1] <= chance + noise(chance, chance, num_rows) / math.sqrt(2):
-        text += f" Guessing gives {chance:.3f}, and the difference from the last value can be noise."
-    return text
+    return f"{name} on {num_rows} held-out rows changed by {', '.join(changes)}."
 
 
 def by_stage(lines: list[dict]) -> dict[str, list[dict]]:
