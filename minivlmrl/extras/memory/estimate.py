@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -114,13 +114,6 @@ def meta_batch(model_config: ModelConfig, work: BatchShape, patch_dtype: torch.d
     return pack(prompts, completions, model_config, "meta")
 
 
-@runtime_checkable
-class HasState(Protocol):
-    """Recurrent layer, which has a state instead of a KV cache."""
-
-    def initial_state(self, rows: Tensor) -> list[Tensor]: ...
-
-
 class TrainedModels(nn.Module):
     """Models trained in a stage: the policy and, in PPO, the critic if it is separate."""
 
@@ -205,7 +198,9 @@ class MemoryEstimator:
     def keys_and_values(self, dtype: torch.dtype, work: BatchShape) -> int:
         """Return bytes of KV cache and recurrent states; completions share the KV cache of their prompt."""
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
-        layer_states = [module.initial_state(rows) for module in self.model.modules() if isinstance(module, HasState)]
+        # recurrent layers have a state instead of a KV cache
+        recurrent = [module for module in self.model.modules() if hasattr(module, "initial_state")]
+        layer_states = [module.initial_state(rows) for module in recurrent]
         recurrent_bytes = sum(map(bytes_of, layer_states))
         num_attending = len(self.model.model.layers) - len(layer_states)
         prompt_tokens = work.text_tokens + work.image_tokens
@@ -290,7 +285,7 @@ def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
     Returns:
         {phase: {item: bytes}}, such as {"train": {"weights": 1e9, "gradients": 1e9}}
     """
-    samples, sampling, options = question.trainer.samples_completions, question.config.sampling, question.options
+    sampling, options = question.config.sampling, question.options
     phases: dict[str, dict[str, float]] = {}
     if question.held_out:
         items = rollout_items(question, evaluation_sampling(sampling), evaluation_batch(question))
@@ -298,14 +293,14 @@ def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
             micro_batch = answers_batch(question, question.held_out, options.micro_batch_size)
             items = max(items, score_items(question, micro_batch), key=lambda parts: sum(parts.values()))
         phases["evaluation"] = items
-    if samples:
+    if question.trainer.samples_completions:
         completions = [sampling.max_new_tokens] * options.num_generations
         limit = options.max_tokens_per_micro_batch
         work = largest_batch(question.rows, question.micro_batch_prompts, completions, limit)
         phases["rollout"] = rollout_items(question, sampling, sampling_batch(question))
     else:
         work = answers_batch(question, question.rows, question.micro_batch_prompts)
-    if samples or question.has_reference:
+    if question.trainer.samples_completions or question.has_reference:
         phases["score"] = score_items(question, work)
     phases["train"] = train_items(question, work)
     always = {name: size * question.share for name, size in persistent_items(question).items()}

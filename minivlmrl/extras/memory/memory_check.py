@@ -165,7 +165,7 @@ def written_bytes(question: MemoryQuestion) -> dict[str, float]:
         sizes["training states"] = (NUM_KEPT_STATES + 1) * state_bytes(question)
     dtype = config.model.save_dtype or estimator.config.torch_dtype
     weights = estimator.parameters * DTYPES[dtype].itemsize
-    adapter = bytes_of(adapter_parameters(estimator.build(config)))
+    adapter = bytes_of(adapter_parameters(question.models.policy))
     saved = adapter if config.save == "adapter" else weights
     folder = Path(config.output_dir)
     sizes["weights"] = weights
@@ -176,15 +176,6 @@ def written_bytes(question: MemoryQuestion) -> dict[str, float]:
     return sizes
 
 
-def describe_written(question: MemoryQuestion) -> str:
-    """Describe what a run writes, such as "12 GB of training states and 7 GB of weights"."""
-    return " and ".join(f"{two_digits(size / GB)} GB of {name}" for name, size in written_bytes(question).items())
-
-
-def two_digits(value: float) -> str:
-    return f"{float(f'{value:.2g}'):g}"
-
-
 def check_disk(question: MemoryQuestion):
     """Raise UserError if the disk has too little free space."""
     config = question.config
@@ -192,10 +183,12 @@ def check_disk(question: MemoryQuestion):
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free
     for pattern in ("states/*/*", "checkpoint/**/*", "best/**/*"):  # files that this run will replace
         free += sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
-    if sum(written_bytes(question).values()) > free:
+    written = written_bytes(question)
+    if sum(written.values()) > free:
+        sizes = " and ".join(f"{size / GB:.2f} GB of {name}" for name, size in written.items())
         hint = "set save to adapter, " if config.adapter.r and config.save == "merged" else ""
         raise UserError(
-            f"{question.stage} writes {describe_written(question)}, but only {two_digits(free / GB)} GB are free for "
-            f"{config.output_dir}. Free some space, choose another output_dir, {hint}or skip this "
+            f"{question.stage} writes {sizes}, but only {free / GB:.2f} GB are free for {config.output_dir}. "
+            f"Free some space, choose another output_dir, {hint}or skip this "
             "check with --check_memory=false."
         )
