@@ -62,7 +62,6 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
             print(f"output: {config.output_dir}; {hint}", flush=True)
         with MetricsLog(config, world, resumed.state) as log:
             saver = StateSaver(config, resumed, signals, log, callbacks)
-            signals.can_stop = lambda: saver.can_save
             with saver.saved_on_error(), notify_on_error(callbacks):
                 results = Results(config, model, processor, log, datasets.get("eval"), callbacks)
                 train_stages(trainers, datasets, results, saver, resumed)
@@ -189,7 +188,7 @@ def train_stage(
         state.steps += 1
         state.batches_consumed = batches.batches_consumed
         # save no state if more updates on this rollout follow
-        saver.can_save = step.ends_rollout or saver.stage_ends
+        saver.signals.can_save = step.ends_rollout or saver.stage_ends
         values = log.step(number, metrics, step)
         callbacks.on_step_end(trainer, step, number, values)
         trainer.world.barrier("finish its callbacks and trackers")

@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 from minivlmrl.config.time_limit import shorten_limits
@@ -35,8 +34,7 @@ class StopSignals:
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
         self.first: float | None = None  # time of the first signal
         self.exit_code = 0  # exit code for the run: PREEMPTED after a signal
-        # False between updates on one rollout, because states contain no rollouts
-        self.can_stop: Callable[[], bool] = lambda: True
+        self.can_save = True  # False between updates on one rollout, because states contain no rollouts
 
     def __enter__(self) -> "StopSignals":
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
@@ -83,5 +81,5 @@ class StopSignals:
     def stop_if_preempted(self):
         """Raise Preempted on all ranks if any got a signal and a state can be saved; all ranks must call this."""
         [signaled] = self.world.sum(self.first is not None)
-        if signaled and self.can_stop():
+        if signaled and self.can_save:
             raise Preempted("preempted")

@@ -277,13 +277,12 @@ class StateSaver:
         self.callbacks = callbacks
         self.saved_steps = self.state.steps if resumed.saved else 0
         self.saved_time = clock()
-        self.can_save = True  # between updates on one rollout, a state would lack the completions
         self.trainer: Trainer | None = None  # trainer and optimizer in the current stage
         self.optimizer: Optimizer
 
     def after_step(self):
         """Save a state if one is due, and stop the run after a signal."""
-        if self.can_save and self.is_due():
+        if self.signals.can_save and self.is_due():
             self.ensure_saved(self.world)
         self.signals.stop_if_preempted()
 
@@ -326,7 +325,7 @@ class StateSaver:
             stage = self.config.stage_names[self.state.stage]
             has_stepped = self.state.steps > 0 and self.trainer is not None and self.trainer.stage == stage
             if has_stepped or isinstance(error, Preempted):
-                if has_stepped and self.can_save and not is_in_update(error) and self.try_to_save(error):
+                if has_stepped and self.signals.can_save and not is_in_update(error) and self.try_to_save(error):
                     steps = self.state.steps
                     error.add_note(f"saved after step {steps} in {self.new_folder}: continue with --resume=auto")
                 elif older := state_folders(self.folder):

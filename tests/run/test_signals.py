@@ -64,9 +64,9 @@ def test_long_work_stops_at_once_if_a_state_can_be_saved():
     with signals.StopSignals(world) as stop:
         stop.world.stop_if_preempted()
         os.kill(os.getpid(), signal.SIGTERM)
-        stop.can_stop = lambda: False
+        stop.can_save = False
         stop.world.stop_if_preempted()
-        stop.can_stop = lambda: True
+        stop.can_save = True
         stop.world.stop_if_preempted()
         raise AssertionError
     assert stop.exit_code == signals.PREEMPTED
@@ -86,10 +86,10 @@ def test_a_hanging_reward_delays_the_end_by_seconds(monkeypatch):
 
     with signals.StopSignals(World()) as stop:
         reward = Reward("hang", hang, stop.world, max_seconds=1800.0)
-        stop.can_stop = lambda: False
+        stop.can_save = False
         with pytest.raises(RewardFailed, match=r"reward hang, for 1 completion .* took more than 0\.2 seconds"):
             reward(completions=["a"])
-        stop.can_stop = lambda: True
+        stop.can_save = True
         reward(completions=["a"])
     assert stop.exit_code == signals.PREEMPTED and calls[1] - calls[0] < 30
     assert time_limit.longest == float("inf")
