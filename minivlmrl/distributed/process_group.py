@@ -2,7 +2,6 @@
 
 import math
 import os
-import pickle
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -92,13 +91,12 @@ class World:
 
     def exchange(self, values: Sequence[Value]) -> list[Value]:
         """Send picklable values[i] to rank i; return received values in rank order."""
-        pickled = [torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) for value in values]
-        sizes = torch.tensor([len(part) for part in pickled])
-        arriving = torch.empty_like(sizes)
-        dist.all_to_all_single(arriving, sizes)
-        received = torch.empty(int(arriving.sum()), dtype=torch.uint8)
-        dist.all_to_all_single(received, torch.cat(pickled), arriving.tolist(), sizes.tolist())
-        return [pickle.loads(part.numpy().tobytes()) for part in received.split(arriving.tolist())]
+        received = []
+        for source in range(self.size):
+            arrived: list[Value] = [values[self.rank]]
+            dist.scatter_object_list(arrived, list(values) if source == self.rank else None, source)
+            received += arrived
+        return received
 
     def barrier(self, work: str = "do its part"):
         """Wait for all ranks, which may take longer than World.timeout.
