@@ -55,6 +55,7 @@ class Sharding:
         recompute: bool = False,
         compute_dtype: torch.dtype | None = None,
     ):
+        self.world = world
         self.device = torch.device("cpu") if section.cpu_offload else world.device
         n = num_shards(section, world.size)
         device_type = world.device.type
@@ -103,7 +104,7 @@ class Sharding:
         family = family_of(model)
         for i, layer in enumerate(layers):
             communication_of(layer).all_reduces_once = family.uses_every_parameter(model.config, i)
-        family.share_counts(model, sum_counts)
+        family.share_counts(model, lambda counts: self.world.sum(*counts))
         for unit in untied:
             unit.set_reshard_after_forward(False)  # keep embedding and head gathered for the next decode step
             communication_of(unit).all_reduces_once = True
@@ -163,13 +164,6 @@ class Sharding:
         weights = {name: x.detach().to(copies[name].dtype, copy=True) for name, x in model.named_parameters()}
         assign(duplicate, weights | dict(model.named_buffers()))
         return duplicate
-
-
-def sum_counts(counts: list[int]) -> list[int]:
-    """Sum integers over all ranks, on the CPU: a GPU sum would wait for unfinished kernels."""
-    total = torch.tensor(counts)
-    dist.all_reduce(total)
-    return total.tolist()
 
 
 class DummyVisionForward:

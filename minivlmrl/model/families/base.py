@@ -80,7 +80,7 @@ class Family:
         """Check whether layer `index` uses all its parameters for every token, unlike mixture-of-experts layers."""
         return True
 
-    def share_counts(self, model: VisionLanguageModel, sum_counts: Callable[[list[int]], list[int]]):
+    def share_counts(self, model: VisionLanguageModel, sum_counts: Callable[[list[int]], list[float]]):
         """Make the expert layers in a sharded model sum token counts over all ranks, with sum_counts.
 
         If one rank uses an expert, all ranks must run it, because FSDP gathers its weights on all ranks.
