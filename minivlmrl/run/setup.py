@@ -81,11 +81,9 @@ def prepare(
     return model, processor, datasets
 
 
-def build_model(
-    config: RunConfig, world: World, datasets: dict[str, Dataset] | None = None
-) -> tuple[VisionLanguageModel, Processor]:
+def build_model(config: RunConfig, world: World) -> tuple[VisionLanguageModel, Processor]:
     with unchanged(*filter(None, (config.model.path, config.adapter.path))):
-        processor = build_processor(config, datasets)
+        processor = build_processor(config)
         return build_weights(config, world, processor), processor
 
 

@@ -87,7 +87,8 @@ def test_random_weights_with_a_tokenizer_trained_on_custom_rows(home, rows, tmp_
     own = [f"--model.config={file}", "--data.task=null", f"--data.train_file={rows}"]
     config = load_config(home / "recipe.yaml", own)
     datasets = load_datasets(config, {"sft": "demonstrations", "grpo": "prompts"}, ["solution"])
-    model, processor = setup.build_model(config, ONE, datasets)
+    processor = setup.build_processor(config, datasets)
+    model = setup.build_weights(config, ONE, processor)
     stated = sizes.get("vocab_size") or sizes.get("text_config", {}).get("vocab_size")
     assert len(processor.tokenizer) < 512 and model.config.vocab_size == (stated or len(processor.tokenizer))
     assert model.config.eos_token_id == processor.tokenizer.special_tokens["<|im_end|>"]
