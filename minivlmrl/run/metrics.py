@@ -230,7 +230,12 @@ class MetricsLog(ExitStack):
         # print less in notebooks, which keep all lines
         print_every = 10 if total > MANY_STEPS or "ipykernel" in sys.modules else 1
         if self.bar.hidden and (done in (1, total) or done % print_every == 0):
-            print(f"{self.name} {done}/{total}, training batch:", *values, f"{step_time:.2f} s", flush=True)
+            print(
+                f"{self.name} {done}/{total}, training batch:",
+                *values,
+                f"{step_time:.2f} s, {self.bar.left} left",
+                flush=True,
+            )
 
     def evaluation(self, stage: str, steps_done: int, values: dict[str, float], seconds: float):
         """Log an evaluation on held-out rows.

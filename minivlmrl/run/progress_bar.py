@@ -44,20 +44,22 @@ class ProgressBar:
         """Advance the bar, and show values such as "kl=0.01" next to the rate."""
         self.done += steps
         self.values = "".join(f", {value}" for value in values)
-        if time.perf_counter() - self.drawn >= SECONDS:
+        if self.hidden or time.perf_counter() - self.drawn >= SECONDS:
             self.draw()
 
     def draw(self, end: str = ""):
         self.drawn = time.perf_counter()
         seconds = self.drawn - self.begin
         share = self.done / max(self.total, 1)
-        left = rate = "?"
+        self.left = rate = "?"
         if self.done > self.initial:
             each = seconds / (self.done - self.initial)
-            left = timedelta(seconds=round(each * (self.total - self.done)))
+            self.left = str(timedelta(seconds=round(each * (self.total - self.done))))
             rate = f"{each:.2f}s/it" if each > 1 else f"{1 / each:.2f}it/s"
         steps = f"{share:4.0%}|{'#' * int(10 * share):10}| {self.done}/{self.total}"
-        self._replace(f"{self.name}: {steps} [{timedelta(seconds=round(seconds))}<{left}, {rate}{self.values}]", end)
+        self._replace(
+            f"{self.name}: {steps} [{timedelta(seconds=round(seconds))}<{self.left}, {rate}{self.values}]", end
+        )
 
     def print(self, text: str, file=None):
         """Print text above the progress bar."""

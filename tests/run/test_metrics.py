@@ -129,6 +129,7 @@ def test_a_long_stage_prints_every_tenth_step_and_its_speed_once(tmp_path, capsy
     log.end_stage()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" loss=")[0] for line in lines[:-1]] == [f"sft {n}/{steps}, training batch:" for n in printed]
+    assert all(line.endswith(" left") for line in lines[:-1])
     assert lines[-1].startswith("speed, sft: ") and len(metrics(tmp_path)) == steps
 
 
