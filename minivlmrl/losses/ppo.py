@@ -48,8 +48,8 @@ def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) 
     return advantages, advantages + values
 
 
-def whiten(parts: list[Tensor], masks: list[Tensor], shift_mean: bool = True, all_ranks=None) -> list[Tensor]:
-    """Normalize token values over a whole rollout to variance 1, and to mean 0 if shift_mean.
+def whiten(parts: list[Tensor], masks: list[Tensor], all_ranks=None) -> list[Tensor]:
+    """Normalize token values over a whole rollout to mean 0 and variance 1.
 
     Args:
         parts, masks: one (B, T) tensor per micro-batch.
@@ -68,8 +68,7 @@ def whiten(parts: list[Tensor], masks: list[Tensor], shift_mean: bool = True, al
 
     mean = parts[0].new_tensor(mean)
     scale = (variance + 1e-8).rsqrt()
-    kept_mean = 0.0 if shift_mean else mean
-    return [((part - mean) * scale + kept_mean) * mask for part, mask in pairs]
+    return [(part - mean) * scale * mask for part, mask in pairs]
 
 
 def ppo_loss(
