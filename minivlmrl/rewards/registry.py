@@ -38,6 +38,7 @@ MAX_FLOAT32 = 3.4e38
 STEP_METRICS = {  # first parts of the names of a run's own metrics, which rewards must not log
     "stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate", "reward", "reward_std",
     "group_reward_std", "frac_reward_zero_std", "rewards", "completions", "clip_ratio", "rollout", "tools", "eval",
+    "mean_turns", "num_gen_batches", "cispo_clip_ratio", "vespo", "policy_loss", "value_loss", "approx_kl", "ratio",
 }  # fmt: skip
 QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
 

@@ -107,7 +107,7 @@ class RolloutTrainer(Trainer):
 
         Example: with steps_per_rollout 4 and passes_per_rollout 2, a rollout of 32 prompts gives 8 steps of 8 prompts.
         """
-        self.batches = batches
+        self.batches = batches  # not in the generator: the memory check needs it before the first step
         return self.rollout_steps()
 
     def rollout_steps(self) -> Iterator[Step]:
@@ -173,7 +173,7 @@ class RolloutTrainer(Trainer):
         metrics = reward_metrics(rewards, totals, list(self.config.rewards))
         completions = [sample.completion for sample in rollout.samples]
         metrics |= completion_metrics(completions, bool(self.config.sampling.environment), self.world) | rollout.metrics
-        return metrics | logged_metrics(self.reward_log, metrics, self.world)
+        return metrics | logged_metrics(self.reward_log, self.world)
 
     def rebalance(self, groups: Sequence[list[Sample]], kept: Sequence[list[Sample]]) -> Sequence[list[Sample]]:
         """Exchange groups between ranks, to balance their token counts.

@@ -72,17 +72,12 @@ def group_metrics(total: Tensor, num_generations: int) -> dict[str, float]:
     }
 
 
-def logged_metrics(log: RewardLog, metrics: dict[str, float], world: World) -> dict[str, float]:
+def logged_metrics(log: RewardLog, world: World) -> dict[str, float]:
     """Average the metrics that reward functions logged, over all ranks, and clear the log."""
     metrics_of_ranks = world.gather_objects(log.metrics)
     log.metrics = {}
     means = {}
     for name in sorted(set(chain(*metrics_of_ranks))):
-        if name in metrics:
-            raise UserError(
-                f"log_metric was called with the name {name!r}, which the trainer uses for a metric "
-                "of its own; use a different name"
-            )
         values = list(chain(*(logged.get(name, ()) for logged in metrics_of_ranks)))
         means[name] = sum(values) / len(values)
     return means
