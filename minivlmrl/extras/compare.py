@@ -14,10 +14,10 @@ from statistics import fmean, stdev
 from minivlmrl.config.loading import flat, read_yaml
 from minivlmrl.config.types import Plain
 from minivlmrl.errors import UserError, truncate
-from minivlmrl.extras.report import read_curves
-from minivlmrl.files import RUN_CONFIG
+from minivlmrl.files import RUN_CONFIG, file_inside
 from minivlmrl.json_files import write_file
-from minivlmrl.run.metrics import METRICS, SPEED_STEPS
+from minivlmrl.run.metrics import EVALUATIONS, METRICS, SPEED_STEPS
+from minivlmrl.run.rollout_log import read_metrics
 
 # 97.5 % quantiles of Student's t for 1 to 9 degrees of freedom
 QUANTILES = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
@@ -44,14 +44,15 @@ class Run:
 def read_run(folder: Path) -> Run:
     if not (folder / METRICS).is_file() or not (folder / RUN_CONFIG).is_file():
         raise UserError(f"{folder} has no {METRICS} and {RUN_CONFIG}; pass the output_dir of a run")
-    metrics, evaluations = read_curves(folder)
     curves: dict[str, dict[int, float]] = defaultdict(dict)
-    for number, line in enumerate(metrics, 1):
+    first_steps: dict[str, int] = {}  # {stage: steps of the stages before it}
+    for number, line in enumerate(read_metrics(file_inside(folder, METRICS)), 1):
+        first_steps.setdefault(line["stage"], number - 1)
         for name, value in line.items():
             if value is not None and (name in TRAINING or name.endswith("/mean")):
                 curves[name][number] = value
-    for line in evaluations:
-        step = line.pop("step")
+    for line in read_metrics(file_inside(folder, EVALUATIONS)):
+        step = line.pop("step") + first_steps.get(line.pop("stage"), 0)
         for name, value in line.items():
             if value is not None:
                 curves[name][step] = value

@@ -150,7 +150,13 @@ def collect_run(folder: Path) -> dict:
             check_numbers(values, f"{summary_file}: {name}")
     evaluated = re.search(r"evaluated on (\d+) rows", config or "")
     num_held_out = int(evaluated[1]) if evaluated else 0
-    metrics, evaluations = read_curves(folder)
+    metrics = read_metrics(file_inside(folder, METRICS))
+    # number of steps before each stage
+    first_steps = {line["stage"]: number for number, line in reversed([*enumerate(metrics)])}
+    evaluations = [
+        {"step": line.pop("step") + first_steps.get(line.pop("stage"), 0)} | line
+        for line in read_metrics(file_inside(folder, EVALUATIONS))
+    ]
     completions = collect_completions(folder)
     timings = read_lines(file_inside(folder, TIMINGS), TimingLine)
     warnings = read_lines(file_inside(folder, WARNINGS), WarningLine)
@@ -177,18 +183,6 @@ def collect_run(folder: Path) -> dict:
         "completions": completions,
         "images": collect_images(folder, completions),
     }
-
-
-def read_curves(folder: Path) -> tuple[list[dict], list[dict]]:
-    """Read metrics and evaluations; an evaluation's step counts the steps of all stages before it."""
-    metrics = read_metrics(file_inside(folder, METRICS))
-    # number of steps before each stage
-    first_steps = {line["stage"]: number for number, line in reversed([*enumerate(metrics)])}
-    evaluations = [
-        {"step": line.pop("step") + first_steps.get(line.pop("stage"), 0)} | line
-        for line in read_metrics(file_inside(folder, EVALUATIONS))
-    ]
-    return metrics, evaluations
 
 
 def describe_change(summary: dict, num_rows: int) -> str | None:
