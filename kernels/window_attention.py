@@ -71,22 +71,18 @@ def _load(x, row_stride, length, D, ROWS: constexpr, COLUMNS: constexpr):
 
 
 @triton.jit
-def _store(x, block, length, D, row_stride):
-    """Write a padded block's first `length` rows and D columns to x."""
-    rows = tl.arange(0, block.shape[0])[:, None]
-    columns = tl.arange(0, block.shape[1])[None, :]
-    inside = (rows < length) & (columns < D)
-    tl.store(x + rows * row_stride + columns, block.to(x.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _row_products(a, b):
     return tl.dot(a, tl.trans(b), input_precision="ieee")
 
 
 @triton.jit
 def _store_product(out, a, b, length, H: constexpr, D: constexpr):
-    _store(out, tl.dot(a, b, input_precision="ieee"), length, D, H * D)
+    """Write the first `length` rows and D columns of a padded product a @ b to `out`."""
+    product = tl.dot(a, b, input_precision="ieee")
+    rows = tl.arange(0, product.shape[0])[:, None]
+    columns = tl.arange(0, product.shape[1])[None, :]
+    inside = (rows < length) & (columns < D)
+    tl.store(out + rows * (H * D) + columns, product.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -157,11 +153,12 @@ def block_sizes(longest: int, head_dim: int) -> tuple[int, int]:
     return max(16, triton.next_power_of_2(longest)), max(16, triton.next_power_of_2(head_dim))
 
 
-def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, **tensors: Tensor) -> None:
+def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, segments: Segments, **tensors: Tensor) -> None:
     # rows and heads may have any stride, columns must be contiguous
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     _, H, D = q.shape
-    rows, columns = block_sizes(longest, D)
+    cu_seqlens = segments.cu_seqlens
+    rows, columns = block_sizes(segments.longest, D)
     with torch.cuda.device_of(q):  # Triton uses the current GPU
         kernel[((len(cu_seqlens) - 1) * H,)](
             q, k, v, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cu_seqlens, **tensors,
@@ -174,38 +171,24 @@ def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest
         )  # fmt: skip
 
 
-@torch.library.custom_op("minivlmrl::window_attention", mutates_args=())
-def _window_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-    out = q.new_empty(q.shape)
-    _launch(_forward_kernel, q, k, v, cu_seqlens, longest, out=out)
-    return out
+class _WindowAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.segments = segments
+        out = q.new_empty(q.shape)
+        _launch(_forward_kernel, q, k, v, segments, out=out)
+        return out
 
-
-@torch.library.custom_op("minivlmrl::window_attention_backward", mutates_args=())
-def _window_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_q, grad_k, grad_v = (q.new_empty(q.shape) for _ in range(3))
-    _launch(
-        _backward_kernel, q, k, v, cu_seqlens, longest,
-        grad=grad.contiguous(), grad_q=grad_q, grad_k=grad_k, grad_v=grad_v,
-    )  # fmt: skip
-    return grad_q, grad_k, grad_v
-
-
-_window_attention.register_fake(lambda q, *_: q.new_empty(q.shape))
-_window_attention_backward.register_fake(lambda grad, q, *_: tuple(q.new_empty(q.shape) for _ in range(3)))
-
-
-def _save(ctx, inputs, output):
-    *tensors, ctx.longest = inputs
-    ctx.save_for_backward(*tensors)
-
-
-_window_attention.register_autograd(
-    lambda ctx, grad: (*_window_attention_backward(grad, *ctx.saved_tensors, ctx.longest), None, None),
-    setup_context=_save,
-)
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v = ctx.saved_tensors
+        grad_q, grad_k, grad_v = (q.new_empty(q.shape) for _ in range(3))
+        _launch(
+            _backward_kernel, q, k, v, ctx.segments,
+            grad=grad.contiguous(), grad_q=grad_q, grad_k=grad_k, grad_v=grad_v,
+        )  # fmt: skip
+        return grad_q, grad_k, grad_v, None
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
@@ -222,7 +205,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     is_short = segments.longest <= MAX_TOKENS
     fits = is_short and q.shape[-1] <= MAX_HEAD_DIM and q.dtype in TILE_DTYPES
     if fits and backend_for(q, "window_attention") == "triton":
-        return _window_attention(q, k, v, segments.cu_seqlens, segments.longest)
+        return _WindowAttention.apply(q, k, v, segments)
     # varlen_attn was measured only up to 64 tokens per segment
     is_mixed = is_short and len(segments.runs) > 1
     if is_mixed and q.is_cuda and has_flash_attention(*(x.transpose(0, 1)[None] for x in (q, k, v))):
