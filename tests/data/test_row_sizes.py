@@ -42,7 +42,7 @@ def test_rows_are_counted_and_measured_without_their_pixels(rows, monkeypatch):
 
 def test_only_some_of_many_rows_are_measured(rows):
     length = len(shapes.Shapes(1, "x")[0].prompt(PROCESSOR).input_ids)
-    task = f"1000 with 1 image; prompts of {length} tokens (16 were measured)"
+    task = f"1000 with 1 image; prompts of {length} tokens (16 of 1000 rows were measured)"
     assert summary(shapes.Shapes(1000, "x"), PROCESSOR) == task
     assert summary(without_rows(rows([], [], []), {1}), PROCESSOR).startswith("2 selected out of 3 in 1 file; ")
 
@@ -52,7 +52,8 @@ def test_the_shortest_the_longest_and_all_unreadable_rows_are_measured(rows, tmp
     sizes[33], sizes[60] = [], [(140, 140)]
     made = rows(*sizes)
     least, most = (len(made[i].prompt(PROCESSOR).input_ids) for i in (33, 60))
-    expected = f"80 (79 with 1 image, 1 with no image); prompts of {least} to {most} tokens (16 were measured)"
+    expected = "80 (79 with 1 image, 1 with no image); "
+    expected += f"prompts of {least} to {most} tokens (16 of 80 rows were measured)"
     assert summary(made, PROCESSOR) == expected
     for number in (21, 77):
         (tmp_path / f"{number}_0.png").write_bytes(b"no image")
@@ -72,7 +73,7 @@ def test_the_longest_prompt_is_measured_whether_it_is_text_or_image(rows, tmp_pa
     made = FileDataset(tmp_path / "rows.jsonl")
     lengths = [len(made[i].prompt(PROCESSOR).input_ids) for i in (0, 40, 80)]
     assert lengths == sorted(lengths)
-    assert f"prompts of {lengths[0]} to {lengths[2]} tokens (16 were measured)" in summary(made, PROCESSOR)
+    assert f"prompts of {lengths[0]} to {lengths[2]} tokens (16 of 81 rows were measured)" in summary(made, PROCESSOR)
 
 
 def test_a_row_is_long_with_its_answer_for_one_processor(tmp_path):

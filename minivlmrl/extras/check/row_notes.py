@@ -38,7 +38,7 @@ def summary(rows: Dataset, processor: Processor, skip_unreadable: bool = False, 
     if lengths:
         text += f"; prompts of {' to '.join(map(str, sorted({lengths[0], lengths[-1]})))} tokens"
         if len(lengths) < len(rows):
-            text += f" ({len(lengths)} were measured)"
+            text += f" ({len(lengths)} of {len(rows)} rows were measured)"
     if unreadable:
         text += (
             f"; {pluralize(len(unreadable), 'unreadable row')} will be skipped (data.skip_unreadable), for example "
