@@ -42,6 +42,7 @@ OF_COMMANDS = {
     "--columns",
     "--format",
     "--question",
+    "--seeds",
     "--section.name",
 }  # options that are not a recipe's
 OTHERS = {"git lfs", "hf download", "pip install"}  # programs of others
