@@ -215,8 +215,6 @@ def with_arguments(
         raise UserError(
             f"the function cannot be called: {error}. docs/developer_guide.md#a-file-of-your-own has examples"
         ) from error
-    if taken == {*names} and not further and not on_request:
-        return function
 
     def call(*values, **others):
         arguments = {name: value for name, value in others.items() if name in taken}
