@@ -33,6 +33,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
+        """Update all parameters that have a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -69,12 +70,14 @@ class AdamW8bit(torch.optim.Optimizer):
         self._write(state, "exp_avg_sq", v)
 
     def _read(self, state: dict[str, Tensor], name: str) -> Tensor:
+        """Return a moment in floating point."""
         if f"{name}_scale" not in state:
             return state[name]
         code = dynamic_code(SIGNED[name], state[name].device)
         return dequantize(state[name], state[f"{name}_scale"], code)
 
     def _write(self, state: dict[str, Tensor], name: str, moment: Tensor):
+        """Store a moment, in 8 bits unless the tensor is small."""
         if f"{name}_scale" not in state:  # _update_rows has already changed float32 moments in place
             return
         indices, scales = quantize(moment, dynamic_code(SIGNED[name], moment.device))

@@ -42,6 +42,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
+    """Read metrics and options from the output_dir of a run."""
     if not (folder / METRICS).is_file() or not (folder / RUN_CONFIG).is_file():
         raise UserError(f"{folder} has no {METRICS} and {RUN_CONFIG}; pass the output_dir of a run")
     curves: dict[str, dict[int, float]] = defaultdict(dict)

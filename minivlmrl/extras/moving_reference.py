@@ -35,6 +35,7 @@ class MovingReference(Callback):
 
     @torch.no_grad()
     def after_step(self, trainer: Trainer, number: int):
+        """Move the reference every ref_model_sync_steps steps."""
         options = trainer.config.reference
         is_due = (number + 1) % options.ref_model_sync_steps == 0
         if trainer.reference is not None and is_due:

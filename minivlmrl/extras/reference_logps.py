@@ -89,6 +89,7 @@ class ReferenceLogps(Callback):
         self.datasets = datasets
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
+        """Replace the reference model by precomputed log-probs."""
         if not isinstance(trainer, DPOTrainer) or not trainer.options.precompute_ref_log_probs:
             return
         if trainer.options.reference_free:

@@ -98,6 +98,7 @@ class ReportPage(Callback):
             self.write()
 
     def refresh(self):
+        """Write the page if it is due."""
         begin = clock()
         if self.is_main and begin >= self.next_time:
             self.write(SECONDS)
@@ -139,6 +140,7 @@ def join_stages(runs: list[dict]):
 
 
 def collect_run(folder: Path) -> dict:
+    """Collect what the page shows about a run."""
     config_file, summary_file = file_inside(folder, RUN_CONFIG), file_inside(folder, SUMMARY)
     with error_context(config_file):
         config = config_file.read_text("utf-8") if config_file.is_file() else None
@@ -202,6 +204,7 @@ def describe_change(summary: dict, num_rows: int) -> str | None:
 
 
 def by_stage(lines: list[dict]) -> dict[str, list[dict]]:
+    """Group log lines by stage."""
     stages = defaultdict(list)
     for line in lines:
         stages[line["stage"]].append(line)
@@ -224,6 +227,7 @@ def join_steps(lines: list[dict]) -> dict:
 
 
 def collect_completions(folder: Path) -> list[dict]:
+    """Choose completions to show, from at most 60 steps."""
     lines_of_step = defaultdict(list)  # log lines by (stage, step)
     for line in read_lines(file_inside(folder, COMPLETIONS), CompletionLine):
         lines_of_step[line["stage"], line["step"]].append(line)
@@ -234,6 +238,7 @@ def collect_completions(folder: Path) -> list[dict]:
 
 
 def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
+    """Return {path: data URI} for the images of these completions."""
     paths = set()
     for line in completions:
         paths.update(line["images"], *(completion.get("pictures", ()) for completion in line["completions"]))
@@ -242,6 +247,7 @@ def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
 
 
 def data_uri(folder: Path, path: str) -> str:
+    """Return an image file as a data URI."""
     # reject files outside images/, which a tampered completions.jsonl may name
     name = Path(path).name
     file = file_inside(file_inside(folder, IMAGES), name)

@@ -44,6 +44,7 @@ class InputCheck(TrainerCallback):
         self.is_comparing = False  # whether the current forward pass is a test with gray images
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
+        """Register hooks for the first forward and backward pass."""
         if self.is_done or self.hooks or model is None:
             return
         self.hooks = [model.register_forward_pre_hook(self._look, with_kwargs=True)]
@@ -54,6 +55,7 @@ class InputCheck(TrainerCallback):
                     self.hooks.append(parameter.register_hook(lambda _, name=name: self.reached.add(name)))
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        """Warn about the problems of the first step."""
         if self.is_done or model is None:
             return
         self.is_done = True
@@ -69,6 +71,7 @@ class InputCheck(TrainerCallback):
             warnings.warn(f"step {state.global_step}: {problem}. {ADVICE}", stacklevel=2)
 
     def _look(self, model: nn.Module, args: tuple, kwargs: dict):
+        """Compare the first batch with gray images."""
         if self.is_comparing or not torch.is_grad_enabled():
             return
         shown = []
@@ -88,6 +91,7 @@ class InputCheck(TrainerCallback):
 
 
 def is_sharded(model: nn.Module) -> bool:
+    """Return whether FSDP or DeepSpeed shards the weights."""
     return any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in model.parameters())
 
 

@@ -19,6 +19,7 @@ MIN_FRAMES, MAX_FRAMES = 4, 768  # default limits for the number of sampled fram
 
 
 def load(source: Source, folder, sampling: dict, frame_factor: int, defaults: dict | None) -> Video:
+    """Decode the sampled frames of a video."""
     name, file = open_source(source, folder)
     try:
         return sample(file, with_defaults(sampling, defaults) | {"frame_factor": frame_factor})
@@ -30,6 +31,7 @@ def load(source: Source, folder, sampling: dict, frame_factor: int, defaults: di
 
 
 def outline(source: Source, folder, sampling: dict, frame_factor: int, defaults: dict | None) -> Video:
+    """Return a video with blank frames, without decoding."""
     name, file = open_source(source, folder)
     with error_context(name), opened_video(file) as (container, stream, video_fps):
         total_frames = stream.frames or count_frames(container, stream)
@@ -39,10 +41,12 @@ def outline(source: Source, folder, sampling: dict, frame_factor: int, defaults:
 
 
 def with_defaults(sampling: dict, defaults: dict | None) -> dict:
+    """Use the model's sampling options unless the user sets some."""
     return sampling if sampling.keys() & SAMPLING else (defaults or {}) | sampling
 
 
 def sample(file: Path | io.BytesIO, sampling: dict) -> Video:
+    """Decode evenly spaced frames."""
     with opened_video(file) as (container, stream, video_fps):
         total_frames = count_frames(container, stream)
     while True:

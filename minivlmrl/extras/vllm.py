@@ -204,6 +204,7 @@ class VLLMSampler(Sampler):
     def sample_with(
         self, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
+        """Sample completions, one vLLM request each."""
         vllm = import_module("vllm")
         engine = self.llm.llm_engine
         num_rows = len(prompts) * num_generations
@@ -302,6 +303,7 @@ class VLLMSampler(Sampler):
 
 
 def computed_dtype(model: VisionLanguageModel) -> torch.dtype:
+    """Return the dtype of the policy's forward pass."""
     sharding = getattr(model, "sharding", None)
     return sharding.compute_dtype if sharding else model.lm_head.weight.dtype
 
@@ -312,6 +314,7 @@ def is_news(record: logging.LogRecord) -> bool:
 
 
 def engine_dtype(sampling: SamplingOptions, policy_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of vLLM's weights."""
     return DTYPES.get(sampling.vllm.get("dtype", ""), policy_dtype)
 
 

@@ -82,6 +82,7 @@ def answer_call(
 
 
 def begin(make: Callable[[], Environment], columns: dict) -> Environment:
+    """Make an environment and reset it."""
     environment = make()
     text = call_method(environment, "reset", **columns)
     if text is not None:
@@ -93,12 +94,14 @@ def begin(make: Callable[[], Environment], columns: dict) -> Environment:
 
 
 def begin_with_row(name: str, row: Row) -> Environment:
+    """Make an environment for a row, as in the trial call before training."""
     columns = {"images": [*row.images], "extents": [x.size for x in row.images]}
     with error_context(f"{row.where or 'the first row'}: sampling.environment {name}"):
         return begin(get_environment(name), row.columns | columns | {"prompt": row.messages})
 
 
 def call_method(environment: Environment, name: str, /, *arguments, **columns):
+    """Call a method within the time limit for tools."""
     try:
         with time_limit(settings_of(environment).max_tool_seconds):
             return getattr(environment, name)(*arguments, **columns)
@@ -107,6 +110,7 @@ def call_method(environment: Environment, name: str, /, *arguments, **columns):
 
 
 def call(tools: dict[str, Callable], name: str, inside: str):
+    """Parse the arguments of a tool call, and run the tool."""
     if name:
         arguments = read_values(name, inside, tools)
     else:

@@ -132,6 +132,7 @@ class ToolEpisode:
 
     @property
     def done(self) -> bool:
+        """Whether the environment ends the completion."""
         return bool(getattr(self.environment, "done", False))
 
     def finish(self, completion: Completion):
@@ -245,6 +246,7 @@ class ToolSampler(Sampler):
         self.episodes: list[Any] = []  # one episode per row in the batch
 
     def token_sampler(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> TokenSampler:
+        """Reset one environment per completion."""
         self.episodes = []
         for prompt, key in zip(prompts, keys, strict=True):
             row = prompt.row
@@ -271,6 +273,7 @@ class ToolSampler(Sampler):
         return ReadingDecode(super().decode(), self)
 
     def accept_tokens(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
+        """Give sampled tokens to their episodes; return (r,) whether completions end."""
         limit = self.sampling.max_new_tokens
         sampled = (x.tolist() for x in (rows, ids, turn_ends, self.record_tokens(rows, ids)))
         ends = [self.episodes[row].step(*token, limit) for row, *token in zip(*sampled, strict=True)]

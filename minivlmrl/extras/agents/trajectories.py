@@ -33,6 +33,7 @@ VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", IMAGE, VIDEO)
 
 
 def find_sampler(name: str, history: int | None) -> type[Sampler]:
+    """Return the sampler for an environment."""
     return TrajectorySampler if has_windows(name, history) else ToolSampler
 
 
@@ -76,6 +77,7 @@ class Episode(ToolEpisode):
         return True
 
     def finish(self, completion: Completion):
+        """Record a sampled turn, and prepare the next one."""
         self.turns.append(completion)
         self.ids = []
         self.policy_mask = []
@@ -83,6 +85,7 @@ class Episode(ToolEpisode):
         self.ended = False
 
     def trajectory(self) -> Completion:
+        """Join all turns into one completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
         # images to log: the last image of each prompt but the first
         shown = [window.row.images[-1:] for window in windows if window and window.row]
@@ -118,6 +121,7 @@ class TrajectorySampler(ToolSampler):
     def sample_next_turns(
         self, model: VisionLanguageModel, windows: list[Prompt], num_generations: int, episodes: list[Episode]
     ) -> list[list[Completion]]:
+        """Sample one turn per episode, each from its own prompt."""
         self.episodes = episodes
         keys = [f"{episode.key}/{len(episode.turns)}" for episode in episodes]
         sample_token = Sampler.token_sampler(self, windows, num_generations, keys)
@@ -130,6 +134,7 @@ class TrajectorySampler(ToolSampler):
         return Sampler.decode(self)  # prefills no tool results, because the next turn's prompt contains them
 
     def window(self, episode: Episode) -> Prompt:
+        """Build the prompt of an episode's next turn."""
         with error_context(f"{episode.row.name}: turn {len(episode.turns)}"):
             if self.sampling.history is None:
                 window = observed_window(episode, self.processor)
@@ -178,4 +183,5 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
 
 
 def without_ids(ids: Tensor, excluded: Tensor) -> Tensor:
+    """Remove some token ids from a sequence."""
     return ids[~torch.isin(ids, excluded)]

@@ -93,6 +93,7 @@ def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunCo
 
 
 def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
+    """Build a row from the prompt and media on the command line."""
     media_counts = {"image": len(options.image), "video": len(options.video)}
     template = data.prompt_template if "{problem}" in data.prompt_template else "{problem}"
     system_message = data.system_prompt if options.system is None else options.system
@@ -111,6 +112,7 @@ class Stream:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, rows: Tensor, ids: Tensor):
+        """Show the text of new tokens."""
         for token_id in ids.tolist():
             if token_id not in self.hidden:
                 self.show(self.decoder.decode(token_bytes(self.tokenizer, token_id)))

@@ -67,6 +67,7 @@ def build_parser(name: str) -> argparse.ArgumentParser:
 
 
 def answer_file(tool: str, arguments: list[str]):
+    """Answer all rows of a file; `evaluate` also scores them."""
     options, overrides = build_parser(tool).parse_known_args(arguments)
     out = results_file(tool, options)
     if options.num_generations < 1 or options.rows < 1:
@@ -107,6 +108,7 @@ def answer_file(tool: str, arguments: list[str]):
 
 
 def check_column(name: str | None, rows: Dataset):
+    """Raise UserError if --by names no column."""
     known = rows[0].columns
     if name not in (None, *known):
         raise UserError(f"--by is {name}, but the rows have no such column; their columns are {', '.join(known)}")
@@ -165,6 +167,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
 
 
 def note_changes(options: argparse.Namespace, config: RunConfig):
+    """Print prompt options that differ from those of the training run."""
     trained = find_recipe(options.model) if options.recipe else None
     if changed := changed_prompts(trained, config):
         print(
@@ -193,6 +196,7 @@ def contains(recipe: Plain, options: Plain) -> bool:
 def result_line(
     processor: Processor, names: Sequence[str], by: str | None, row: Row, completions: list, rewards_of_row: list
 ) -> dict:
+    """Return the line of the results file for one row."""
     answers = []
     for completion, values in zip(completions, rewards_of_row, strict=True):
         text = processor.decode_assistant_turn(completion)
@@ -249,6 +253,7 @@ def summary_file(out: Path) -> Path:
 
 
 def write_summary(summary: dict, out: Path):
+    """Write and print mean rewards."""
     path = summary_file(out)
     write_json(path, summary)
     for name, value in summary.items():

@@ -94,6 +94,7 @@ def scored_rows(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[tup
 
 
 def scored_files(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[tuple[str, FileDataset, list[Reward]]]:
+    """Yield scored_rows that come from files."""
     for stage, rows, rewards in scored_rows(config, datasets):
         if isinstance(rows, FileDataset):
             yield stage, rows, rewards
@@ -182,6 +183,7 @@ def describe_hardware(config: RunConfig, world: World):
 
 
 def describe_model(config: RunConfig, model: VisionLanguageModel):
+    """Print the number of parameters and dtypes, and what is trained."""
     dtype = config.model.dtype
     parameters = [*model.parameters()]
     count = sum(parameter.numel() for parameter in parameters)

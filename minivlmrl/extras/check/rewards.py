@@ -147,6 +147,7 @@ def check_contradictions(
 
 
 def answer_text(row: Row, name: str) -> str:
+    """Return the text of a given answer's last turn."""
     return text_of(as_turns(getattr(row, name) or "")[-1])
 
 
@@ -343,11 +344,13 @@ def check_cache(trial: Trial) -> Iterator[str]:
 
 
 def format_completion(answer: str, processor: Processor, thought: str = "hm") -> str:
+    """Write an answer as data.answer_format asks for it."""
     form = {"tags": ROLLOUT, "whole": "{1}"}.get(processor.answer_format, "{}\n{}")
     return form.format(thought, find_answer(answer) or answer)
 
 
 def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
+    """Count the rows per correct answer."""
     return Counter(chain.from_iterable(map(dict.fromkeys, solutions)))
 
 

@@ -19,6 +19,7 @@ NUM_MEASURED = 16  # rows whose length is measured for the summary
 
 
 def describe_rows(config: RunConfig, datasets: dict[str, Dataset], processor: Processor) -> Iterator[str]:
+    """Yield what a run prints about its rows."""
     for name, rows in datasets.items():
         skips = config.data.skip_unreadable and name != "eval"
         yield f"rows of {name}: {summary(rows, processor, skips, answers_of(config, name))}"

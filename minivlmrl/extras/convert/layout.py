@@ -132,6 +132,7 @@ def last_answer(turns: Plain) -> str | None:
 
 
 def role_of(turn: dict) -> str | None:
+    """Return our name of a turn's role, None if it is unknown."""
     return ROLES.get(str(turn.get("from", turn.get("role"))))
 
 
@@ -209,4 +210,5 @@ def read_turns(raw: list[dict]) -> list[dict]:
 
 
 def as_parts(content: list) -> bool:
+    """Return whether a list holds message parts."""
     return bool(content) and all(isinstance(part, dict) and part.keys() & {"type", "text", "image"} for part in content)

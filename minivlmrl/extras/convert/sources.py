@@ -62,6 +62,7 @@ def row_files(folder: Path) -> list[Path]:
 
 
 def is_shown(file: Path) -> bool:
+    """Return whether a file is a picture."""
     return bool(FILE_NAMES["image"].fullmatch(file.name))
 
 
@@ -108,6 +109,7 @@ def read_cells(path: Path) -> Rows:
 
 
 def check_cells(names: list[str], cells: list[str], separator: str):
+    """Raise UserError for a CSV row with too many or too few cells."""
     if len(cells) != len(names):
         raise UserError(
             f"the row has {pluralize(len(cells), 'cell')}, but the first line of the file has {len(names)} column "
@@ -120,5 +122,6 @@ def check_cells(names: list[str], cells: list[str], separator: str):
 
 
 def read_cell(name: str, cell: str):
+    """Parse a cell; a list in JSON or Python stays a list."""
     value = parse_literal(cell) if name in LISTS and cell[:1] in ("[", "{") else None
     return cell if value is None else value

@@ -208,6 +208,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def unit_length(x: Tensor) -> Tensor:
+    """Scale vectors to length 1."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 

@@ -39,6 +39,7 @@ from minivlmrl.trainers.registry import find_trainers
 
 
 def main(arguments: list[str]):
+    """Print a memory table per stage, and what to change if it does not fit."""
     options, overrides = build_parser().parse_known_args(arguments)
     require(options.gpus >= 1, "--gpus", options.gpus, "at least 1")
     recipe = recipes_folder() / "own_data.yaml"

@@ -222,6 +222,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = 
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Sum the bytes of tensors."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -240,10 +241,12 @@ class MemoryQuestion:
 
     @property
     def options(self) -> Any:
+        """Options of the stage."""
         return getattr(self.config, self.stage)
 
     @cached_property
     def trainer(self) -> type[Trainer]:
+        """Trainer class of the stage."""
         return find_trainer(self.stage, self.config)
 
     @cached_property
@@ -265,6 +268,7 @@ class MemoryQuestion:
 
     @property
     def has_reference(self) -> bool:
+        """Whether the stage has a reference model."""
         return self.trainer.has_reference(self.options)
 
     @property

@@ -52,6 +52,7 @@ class MemoryCheck(Callback):
     estimator: MemoryEstimator | None = None
 
     def on_setup(self, config: RunConfig, world: World):
+        """Check the disk before weights are loaded."""
         self.plans = {}  # {stage: (inputs for the memory estimate, optimizer state bytes)}, empty without a GPU
         if config.model.path is None:  # models with random weights are tiny and fit into memory
             return
@@ -60,6 +61,7 @@ class MemoryCheck(Callback):
             check_disk(MemoryQuestion(config, stage, self.estimator, world.size))
 
     def on_rows(self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World):
+        """Refuse a run whose largest rows do not fit into GPU memory."""
         if self.estimator is None or world.device.type != "cuda":
             return
         free, _ = torch.cuda.mem_get_info(world.device)
@@ -76,6 +78,7 @@ class MemoryCheck(Callback):
             self.plans[stage] = question, int(phases["train"]["optimizer"])
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
+        """Try the largest batches."""
         if trainer.stage in self.plans:
             question, optimizer_bytes = self.plans[trainer.stage]
             try_largest_batches(question, trainer, optimizer, self.datasets, optimizer_bytes)
