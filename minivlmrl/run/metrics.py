@@ -59,14 +59,13 @@ class MetricsLog(ExitStack):
         self.config = config
         self.world = world
         self.state = state
-        self.steps = state.steps
         self.begin_time = 0.0
         self.evaluated: dict[str, float] = {}
         self.bar = ProgressBar("", 0, is_main=False)  # no output until the first stage begins
         self.files = {}
         self.trackers = {}
         for name in dict.fromkeys(config.report_to) if world.is_main else ():
-            self.trackers[name] = find_tracker(name)(config, self.steps, self)
+            self.trackers[name] = find_tracker(name)(config, state.steps, self)
 
     def open_files(self, resumed: Path | None = None):
         """Create the log files, or delete lines written after the resumed state."""
@@ -128,7 +127,7 @@ class MetricsLog(ExitStack):
         """Send metrics to trackers such as wandb, with steps counted over all stages; remove trackers that fail."""
         for name, log in [*self.trackers.items()]:
             try:
-                log(values, self.steps)
+                log(values, self.state.steps)
             except Preempted:
                 raise
             except Exception as error:
@@ -177,7 +176,6 @@ class MetricsLog(ExitStack):
 
     def step(self, number: int, metrics: dict[str, float], step: Step) -> dict:
         """Log an optimizer step, to files before trackers, which may fail."""
-        self.steps += 1
         self.line_counts = None
         line = {"stage": self.name, "step": number}
         self.state.last_lines = {METRICS: line | metrics}

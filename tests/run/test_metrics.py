@@ -102,7 +102,7 @@ def begin(log, stage, steps, done=0, seconds=0.0):
 
 def test_nan_and_inf_are_null_in_the_files_and_left_out_of_trackers(tmp_path):
     message = []
-    log = begin(open_log(tmp_path, steps=4), "grpo", 9, 4)
+    log = begin(open_log(tmp_path, steps=5), "grpo", 9, 4)
     log.trackers = {"mine": lambda *arguments: message.append(arguments)}
     log.step(4, {"reward": float("nan"), "loss": 1.5, "kl": math.inf}, STEP)
     log.evaluation("grpo", 5, {"eval/iou_greedy": 0.5}, 0.0)
