@@ -52,7 +52,8 @@ OTHERS = {"git lfs", "hf download", "pip install"}  # programs of others
 def test_an_option_that_a_message_prints_is_accepted(option):
     name, _, value = option.partition("=")
     if name not in OF_COMMANDS and value != "VALUE":
-        load_config("shapes.yaml", [f"{name}={value.replace('VALUE', 'grpo' if name == '--stages' else '1')}"])
+        example = {"--stages": "grpo", "--data.eval_rewards": "accuracy"}.get(name, "1")
+        load_config("shapes.yaml", [f"{name}={value.replace('VALUE', example)}"])
 
 
 @pytest.mark.parametrize("command", sorted(PRINTED))

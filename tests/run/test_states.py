@@ -674,7 +674,8 @@ def test_changed_options_are_reported(recipe, copy, monkeypatch, capsys):
     message = ["data.eval_rows was 2 and is now 1", "grpo.learning_rate was 0.003 and is now 1e-05",
             "rewards.letters was 1.0 and is now 2.0"]  # fmt: skip
     assert [line for line in capsys.readouterr().out.splitlines() if " and is now " in line] == message
-    resume(recipe, copy, "--resume=auto", *options, "--data.eval_rows=1", f"--reference.path={copy / 'checkpoint'}")
+    reference = shutil.copytree(copy / "checkpoint", copy.parent / "reference")
+    resume(recipe, copy, "--resume=auto", *options, "--data.eval_rows=1", f"--reference.path={reference}")
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("reference.path was ")]
     assert line.endswith(", but weights that are in the state stay as they are")
 

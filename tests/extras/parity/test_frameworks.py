@@ -59,7 +59,7 @@ def test_a_right_loss_agrees_and_a_mistake_is_named(framework):
 def test_a_loss_that_returns_no_scalar_is_refused(framework):
     numpy_of(framework)
     for value in (lambda mask: mask, lambda mask: (mask.sum(), 1), lambda mask: {"loss": mask.sum()}):
-        with pytest.raises(ValueError, match=r"(?s)my_loss returned .* a tensor of shape \(\)") as caught:
+        with pytest.raises(ValueError, match=r"(?s)my_loss returned .* of shape \(\)") as caught:
             judge(lambda batch, options, value=value: value(batch["mask"]), framework=framework)
         assert "my_loss got a batch of kind=grpo: advantages (4,), mask (4, 6)" in caught.value.__notes__[-1]
 
@@ -76,7 +76,7 @@ def test_the_tolerance_of_the_command(tmp_path, capsys):
     (tmp_path / "my_loss.py").write_text("def loss(batch, options):\n    return batch['per_token_logps'].sum()\n")
     words = [f"{tmp_path}/my_loss.py:loss", "--only", "kind=sft"]
     assert [main(words), main([*words, "--tolerance=inf"])] == [1, 0]
-    assert "cases agree with TRL" in capsys.readouterr().out
+    assert "all 4 cases of loss_type=nll agree with TRL" in capsys.readouterr().out
 
 
 @pytest.mark.slow
