@@ -136,7 +136,8 @@ class Results:
 
     def evaluate_if_due(self, trainer: Trainer, steps_done: int, is_due: bool = False):
         config = self.config
-        if is_due or (config.eval_steps and steps_done % config.eval_steps == 0):
+        is_due |= bool(config.eval_steps and steps_done % config.eval_steps == 0)
+        if is_due and self.held_out is not None:
             self.evaluate(f"after step {steps_done} of {trainer.stage}", trainer, steps_done)
         if config.save_steps and steps_done % config.save_steps == 0:
             self.save(trainer, self.folder)
@@ -150,7 +151,7 @@ class Results:
         config = self.config
         stage = trainer.stage if trainer else next(iter(config.stage_names), name)
         held_out = self.held_out
-        assert held_out is not None  # validation rejects eval_steps without held-out rows
+        assert held_out is not None
         seed_user_code(f"{config.seed}/evaluation/{name}/{self.world.rank}")
         try:
             steps = steps_done, getattr(config, stage, config.grpo).max_steps or 1

@@ -234,3 +234,10 @@ def test_chance_answers_each_question_with_its_most_frequent_solution(results):
 def test_the_chance_of_rows_without_a_task(results, solutions, options, chance):
     found = results("--data.task=null", *options, held_out=[Row([], [], columns={"solution": x}) for x in solutions])
     assert found.chance() == chance
+
+
+def test_a_finished_run_without_held_out_rows_is_continued(run):
+    options = "--stages=sft", "--data.eval_rows=0", "--state_steps=1"
+    run(*options, "--sft.max_steps=1")
+    folder = run(*options, "--sft.max_steps=2", "--resume=auto")
+    assert [line["step"] for line in metrics(folder)] == [0, 1]
