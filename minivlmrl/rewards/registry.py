@@ -11,7 +11,7 @@ import numbers
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import compress
 from typing import Any
 
@@ -232,13 +232,15 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
     return checked
 
 
+@cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop for all calls: clients and semaphores of a reward belong to one loop."""
+    return asyncio.new_event_loop()
+
+
 def run_async(value: Any) -> Any:
     """Return the result of an `async def` function, and other values unchanged."""
-
-    async def wait() -> Any:
-        return await value
-
-    return asyncio.run(wait()) if inspect.isawaitable(value) else value
+    return event_loop().run_until_complete(value) if inspect.isawaitable(value) else value
 
 
 def plain_value(value: Any) -> float | str | None:

@@ -119,12 +119,19 @@ def test_each_call_and_completion_has_its_own_columns(monkeypatch):
         assert ask(monkeypatch, matched, ["a", "b"], boxes=[truth, truth]) == [5, 5]
 
 
-def test_an_async_function_is_awaited(monkeypatch):
-    async def later(completions, **columns):
-        await asyncio.sleep(0)
-        return [len(text) for text in completions]
+def test_an_async_function_is_awaited_in_one_event_loop(monkeypatch):
+    one_at_a_time = asyncio.Semaphore(1)  # belongs to the event loop of the first wait
 
-    assert ask(monkeypatch, later, ["a", "bb"]) == [1, 2]
+    async def judge(text):
+        async with one_at_a_time:
+            await asyncio.sleep(0)
+        return len(text)
+
+    async def later(completions, **columns):
+        return await asyncio.gather(*map(judge, completions))
+
+    for _ in range(2):
+        assert ask(monkeypatch, later, ["a", "bb"]) == [1, 2]
 
 
 def strict(completions, **columns):
