@@ -74,6 +74,12 @@ UNCLEAR = {  # {name: (row, words that are printed, solutions after each printed
         ["see option_a, option_b"],
         ["1", "B"],
     ),
+    "choices with another name": (CHOICES | {"answer_choices": ["cat", "dog"]}, ["see answer_choices"], ["dog", "B"]),
+    "a number and its name": (
+        {"question": "Which?", "image": "cat.jpg", "label": 1, "label_name": "dog"},
+        ["label (1) and label_name ('dog')"],
+        [1, "dog"],
+    ),
     "a dictionary of choices": (ASKED | {"options": {"A": "cat", "B": "dog"}, "hint": "Look."}, ["hint"], ["B", "B"]),
     "a history": (ASKED | {"history": "Step 1"}, ["would not see history"], ["B", "B"]),
     "nested pictures": (ASKED | {"image": {"<a>": "cat.jpg"}}, ["unknown key <a>"], []),
@@ -92,7 +98,7 @@ def test_unclear_columns_are_a_question_whose_commands_work(convert, tmp_path, n
     if solutions:
         found = [convert(*shlex.split(command))[0][0] for command in commands]
         assert [row.columns["solution"] for row in found] == solutions
-        if "option" in str(row) or "choices" in row:
+        if "option" in str(row) or "choices" in str(row):
             assert text_of(found[1].messages[0]).endswith("Which?\nA. cat\nB. dog")
 
 
@@ -162,6 +168,39 @@ def test_splits_are_chosen_and_metadata_wins(convert, tmp_path, kind):
         convert(home)
     [row], _ = convert(f"{home}@train")
     assert (text_of(row.messages[0]), row.columns["solution"], row.images[0].size) == ("train", "a cat", (8, 8))
+
+
+@pytest.mark.parametrize(("files", "names"), [
+    (["seg_train/cat/1.png", "seg_pred/2.png"], "the folders seg_pred, seg_train"),
+    (["cat/1.png", "cat/persian/2.png", "dog/3.png"], "the folders cat, dog"),
+    (["images/1.png", "train.csv", "test.csv"], "test.csv, train.csv"),
+])  # fmt: skip
+def test_a_folder_with_several_splits_is_a_question(convert, tmp_path, files, names):
+    for name in files:
+        file = tmp_path / "set" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        PIL.Image.new("RGB", (8, 8)).save(file, "png")
+    with pytest.raises(ValueError, match=f"set has {names}; choose one, as in `minivlmrl convert"):
+        convert("set", "--question=What is it?")
+
+
+def test_choices_of_a_late_row_are_a_question(convert, tmp_path):
+    write_lines(tmp_path / "rows.jsonl", [ASKED] * 200 + [ASKED | {"choices": ["cat", "dog"]}])
+    rows, printed = convert("rows.jsonl")
+    assert rows is None and "would not see choices" in printed
+    (tmp_path / "my_format.py").write_text(re.search(r"(from string.*)Save this", printed, re.DOTALL)[1])
+    rows, _ = convert("rows.jsonl", "--format=my_format.py:read")
+    assert text_of(rows[0].messages[0]) == "Which?" and text_of(rows[200].messages[0]) == "Which?\nA. cat\nB. dog"
+
+
+def test_files_that_convert_did_not_write_stay(convert, tmp_path):
+    write_lines(tmp_path / "rows.jsonl", [ASKED, ASKED])
+    (tmp_path / "own_eval.jsonl").write_text("mine")
+    with pytest.raises(ValueError, match=r"would replace own_eval.jsonl; move this file, or choose another --out"):
+        convert("rows.jsonl", "--out=own.jsonl", "--eval_rows=1")
+    (tmp_path / "rows_converted.jsonl.partial").symlink_to(tmp_path / "own_eval.jsonl")
+    assert len(convert("rows.jsonl")[0]) == 2
+    assert (tmp_path / "own_eval.jsonl").read_text() == "mine"
 
 
 def test_folders_of_classes_are_rows_but_a_split_is_no_class(convert, tmp_path):

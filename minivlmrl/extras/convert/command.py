@@ -13,8 +13,8 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
-from itertools import islice
 from os.path import isfile
 from pathlib import Path
 
@@ -29,12 +29,13 @@ from minivlmrl.data.row_checks import checked_row, literal_list
 from minivlmrl.data.row_files import split_of
 from minivlmrl.errors import UserError, did_you_mean, error_context, pluralize, require, truncate
 from minivlmrl.extras.convert.format_lines import format_lines
-from minivlmrl.extras.convert.layout import Layout, Unclear, convert_row, find_columns
+from minivlmrl.extras.convert.layout import Layout, Unclear, convert_row, filled_columns, find_columns, first_values
 from minivlmrl.extras.convert.sources import Rows, find_rows, read_rows
 from minivlmrl.files import file_to_write
+from minivlmrl.json_files import write_file
+from minivlmrl.run.lock import drafted
 
 LONG = 30  # words; a longer truth is a whole demonstration
-SAMPLE = 100  # rows in which columns are searched
 
 
 def main(arguments: list[str]) -> int:
@@ -61,16 +62,14 @@ def main(arguments: list[str]) -> int:
     if out.resolve() == path.resolve():
         raise UserError(f"--out is {out}, which is the file that is converted; choose another name")
     layout = Layout()
-    names = {name for _, row in islice(source_rows(file, options.format, {}), SAMPLE) for name in row}
-    for name in named.keys() - names:
-        raise UserError(f"--columns names {name!r}, but no row has this column{did_you_mean(name, sorted(names))}")
-    sample = [row for _, row in islice(source_rows(file, options.format, named), SAMPLE)]
+    sample = with_known_names(rows_with_new_columns(file, options.format), named)
     try:
         rows = convert(layout, sample, file, folder, out, named, options)
     except Unclear as error:
         print(f"{path}: {error}", file=sys.stderr)
         own = {ours: theirs for theirs, ours in named.items()}
-        print_cures(error, path, named, options.question, format_lines(sample[0], layout, own))
+        lines = [] if options.format else format_lines(first_values(sample), layout, own)
+        print_cures(error, path, named, options.question, lines)
         return 2
     require(0 <= options.eval_rows < len(rows), "--eval_rows", options.eval_rows, f"less than {len(rows)}, the rows")
     eval_file = write_files(rows, out, options.eval_rows)
@@ -112,14 +111,37 @@ def convert(
     return rows
 
 
+def with_known_names(rows: Iterable[dict], named: dict[str, str]) -> list[dict]:
+    """Rename the columns of rows; raise UserError if they have no such column."""
+    rows = list(rows)
+    names = {name for row in rows for name in row}
+    for name in named.keys() - names:
+        raise UserError(f"--columns names {name!r}, but no row has this column{did_you_mean(name, sorted(names))}")
+    return [with_names(row, named) for row in rows]
+
+
+def rows_with_new_columns(file: Path, format: str | None) -> Iterator[dict]:
+    """Yield the first row, and later rows with a column that is empty in all rows before."""
+    seen = set()
+    for number, (_, row) in enumerate(source_rows(file, format, {})):
+        filled = filled_columns(row).keys()
+        if number == 0 or filled - seen:
+            yield row
+        seen |= filled
+
+
 def source_rows(file: Path, format: str | None, named: dict[str, str]) -> Rows:
-    """Yield the rows with the names that the user gave; a column whose name is given to another one is left out."""
+    """Yield the rows with the names that the user gave."""
     change = find_format(format) if format else dict
     for where, row in read_rows(file):
         with error_context(where):
-            columns = change(row)
-            renamed = {ours: columns[theirs] for theirs, ours in named.items() if theirs in columns}
-            yield where, {name: value for name, value in columns.items() if name not in named} | renamed
+            yield where, with_names(change(row), named)
+
+
+def with_names(columns: dict, named: dict[str, str]) -> dict:
+    """Rename columns; one whose name is given to another one is left out."""
+    renamed = {ours: columns[theirs] for theirs, ours in named.items() if theirs in columns}
+    return {name: value for name, value in columns.items() if name not in named} | renamed
 
 
 def print_cures(error: Unclear, path: Path, named: dict[str, str], question: str | None, lines: list[str]):
@@ -128,7 +150,7 @@ def print_cures(error: Unclear, path: Path, named: dict[str, str], question: str
     asked = f" --question={shlex.quote(question)}" if question else ""
     for choice in error.choices:
         print(f"{command}{asked} --columns={shlex.quote(json.dumps(named | choice))}", file=sys.stderr)
-    if len(error.choices) < 2:
+    if lines and len(error.choices) < 2:
         print(*lines, "Save this function as my_format.py, correct it if needed, and run", sep="\n", file=sys.stderr)
         print(f"{command} --format=my_format.py:read", file=sys.stderr)
 
@@ -143,7 +165,7 @@ def save_pictures(value, out: Path, folder: Path):
     with open_image(content) as image:
         file = out.with_name(f"{out.stem}_pictures") / f"{sha256(content).hexdigest()[:16]}.{str(image.format).lower()}"
     file.parent.mkdir(exist_ok=True)
-    file.write_bytes(content)
+    write_file(file, content)
     return file.relative_to(folder).as_posix() if file.is_relative_to(folder) else str(file.resolve())
 
 
@@ -153,14 +175,14 @@ def write_files(rows: list[dict], out: Path, eval_rows: int) -> Path | None:
     eval_file = None
     if eval_rows:
         eval_file = out.with_name(f"{out.stem}_eval.jsonl")
+        if eval_file.exists() and not out.stem.endswith("_converted"):
+            raise UserError(f"--eval_rows would replace {eval_file}; move this file, or choose another --out")
         parts = {out: [], eval_file: []}
         for number, row in enumerate(rows):
             parts[eval_file if number * eval_rows % len(rows) < eval_rows else out].append(row)
     for name, part in parts.items():
-        partial = name.with_name(f"{name.name}.partial")
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in part)
-        partial.replace(name)
+        with drafted(name, f"another process is writing {name}; wait until it ends") as file:
+            file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n".encode() for row in part)
         print(f"wrote {pluralize(len(part), 'row')} to {name}")
     return eval_file
 

@@ -20,17 +20,17 @@ def format_lines(row: dict, layout: Layout, own: dict[str, str]) -> list[str]:
         return ["def read(row):", f"    return {{{picture}'messages': row[{own.get(question, question)!r}]}}"]
     cells = [name for name in layout.parts if CHOICE.fullmatch(name)]
     lists = [name for name in layout.parts if CHOICES.fullmatch(name) and isinstance(row.get(name), list | dict)]
-    shown = [f"str(row[{name!r}])" for name in layout.parts if name not in (*cells, *lists)]
+    shown = [f"str(row.get({name!r}) or '')" for name in layout.parts if name not in (*cells, *lists)]
     shown.append(f"row[{own.get(question, question)!r}]")
     answer = f"row[{own.get(truth, truth)!r}]"
     lines = ["def read(row):"]
     if cells or lists:
         choices = [row.get(name) for name in cells]
-        source = f"[row[name] for name in {cells}]"
+        source = f"[row[name] for name in {cells} if row.get(name)]"
         if lists:
             is_dict = isinstance(row[lists[0]], dict)
             choices = [*row[lists[0]].values()] if is_dict else row[lists[0]]
-            source = f"[*(row[{lists[0]!r}] or {{}}){'.values()' if is_dict else ''}]"
+            source = f"[*(row.get({lists[0]!r}) or {{}}){'.values()' if is_dict else ''}]"
         lines = ["from string import ascii_uppercase as letters", "", *lines, f"    choices = {source}"]
         shown += ["*(f'{letter}. {choice}' for letter, choice in zip(letters, choices))"]
         value = row.get(truth)

@@ -14,10 +14,11 @@ from minivlmrl.errors import UserError, truncate
 QUESTIONS = ("problem", "prompt", "messages", "conversations", "conversation", "question", "query", "instruction")
 ANSWER = re.compile(
     r"(\w+_)?(solution|answers?|gt|truth|labels?|responses?|outputs?|targets?|captions?|bbox|class|class_?name)"
-    r"|gt_\w+|correct_\w+|reward_model|suffix"
+    r"|(gt|correct|label)_\w+|reward_model|suffix"
 )
-CHOICES = re.compile(r"choices?|options?|candidates")
-CHOICE = re.compile(r"(choice|option)_?[a-hA-H]|[A-H]|a\d")  # a column per choice
+CHOICES = re.compile(r"(\w+_)?(choices?|options?|candidates)")
+# a column per choice
+CHOICE = re.compile(r"(choice|option|opt|ending)_?([a-hA-H]|\d)|(ans|answer)_?[a-hA-H]|[A-H]|a\d")
 PARTS = re.compile(rf"{CHOICES.pattern}|{CHOICE.pattern}|hint|history|input|context")  # they belong into the question
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in TURN_KEYS}
 
@@ -46,18 +47,17 @@ class Unclear(UserError):
 
 
 def find_columns(layout: Layout, rows: list[dict], decided: Collection[str], folder: Path, has_question: bool):
-    """Find the columns of a file in its first rows.
+    """Find the columns of a file.
 
     Args:
         layout: gets the names that are found.
+        rows: rows in which each filled column occurs.
         decided: names that the user gave to columns.
         has_question: True if --question gives one question for all rows.
     Raises:
         Unclear: several columns could be the question, the answer or the picture.
     """
-    values: dict[str, Plain] = {}
-    for row in reversed(rows):
-        values |= {name: value for name, value in row.items() if value not in (None, "", [], {})}
+    values = first_values(rows)
     free = {name: value for name, value in values.items() if name not in decided}
     layout.picture = next((name for name in MEDIA if name in decided), None)
     pictures = find_pictures(free, folder)
@@ -83,6 +83,18 @@ def find_columns(layout: Layout, rows: list[dict], decided: Collection[str], fol
             f"the model would not see {', '.join(layout.parts)}; keep them for a reward, or put them into the question",
             [{name: name for name in layout.parts}],
         )
+
+
+def first_values(rows: list[dict]) -> dict[str, Plain]:
+    """Return the first filled value of each column."""
+    values: dict[str, Plain] = {}
+    for row in reversed(rows):
+        values |= filled_columns(row)
+    return values
+
+
+def filled_columns(row: dict) -> dict[str, Plain]:
+    return {name: value for name, value in row.items() if value not in (None, "", [], {})}
 
 
 def choose(role: str, names: list[str], values: dict[str, Plain], ours: str) -> str:

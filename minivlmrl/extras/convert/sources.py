@@ -35,10 +35,19 @@ def find_rows(path: Path) -> Path:
     tables = tables or sorted([*folder.glob("*.csv"), *folder.glob("*.tsv")])
     if len(tables) == 1:
         return tables[0]
-    if tables or row_files(folder):
+    if tables:
+        names = ", ".join(table.name for table in tables)
+        raise UserError(f"{folder} has {names}; choose one, as in `minivlmrl convert {tables[-1]}`")
+    if row_files(folder):
         return path
     subfolders = [inner for inner in sorted(folder.glob("[!.]*/")) if any(map(is_shown, inner.rglob("*")))]
-    splits = [inner for inner in subfolders if NO_CLASS.fullmatch(inner.name.lower()) or [*inner.glob("metadata.*")]]
+    splits = [
+        inner
+        for inner in subfolders
+        if NO_CLASS.fullmatch(inner.name.lower())
+        or [*inner.glob("metadata.*")]
+        or any(map(is_shown, inner.glob("[!.]*/**/*")))  # a class has no subfolders
+    ]
     if splits and len(subfolders) == 1:
         return find_rows(splits[0])
     if splits:
@@ -63,7 +72,7 @@ def row_files(folder: Path) -> list[Path]:
 
 def is_shown(file: Path) -> bool:
     """Return whether a file is a picture."""
-    return bool(FILE_NAMES["image"].fullmatch(file.name))
+    return not file.name.startswith(".") and bool(FILE_NAMES["image"].fullmatch(file.name))
 
 
 def read_rows(file: Path) -> Rows:
