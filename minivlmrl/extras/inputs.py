@@ -183,7 +183,8 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
             yield prompt, "the tokens of the prompt are not those of its row"
         tokenizer = trainer.processor.tokenizer
         fresh_ids = fresh.input_ids.tolist()
-        if lacking := find_missing_text(row.messages, tokenizer.decode(fresh_ids), len(row.messages)):
+        lacking = find_missing_text(row.messages, tokenizer.decode(fresh_ids), len(row.messages))
+        if lacking:
             yield prompt, f"the tokens of the step do not contain {lacking}"
         special = set(tokenizer.special_tokens.values())
         texts = [list(run) for is_special, run in groupby(fresh_ids, special.__contains__) if not is_special]

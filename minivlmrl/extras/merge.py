@@ -40,6 +40,7 @@ def main(arguments: list[str]):
         quantize_base(model)
     processor.tokenizer.files |= carried_files(adapter, re.compile(re.escape(INFERENCE_CONFIG)))
     save_model(options.out, model, processor, base=options.model)
-    if note := merge_note(model):
+    note = merge_note(model)
+    if note:
         print(note)
     print(f"wrote {options.out}")

@@ -51,7 +51,8 @@ class StoredReference:
         found = torch.zeros_like(group.completion_mask, dtype=self.dtype)
         for number, (prompt, ids) in enumerate(pairs_of(group)):
             pair = found[2 * number : 2 * number + 2]
-            if sums := sums_of(prompt):
+            sums = sums_of(prompt)
+            if sums:
                 # store the known sum at the first token, because DPO only sums over tokens
                 pair[:, 0] = torch.tensor(sums, dtype=self.dtype)
                 continue

@@ -40,7 +40,8 @@ def json_schema(tool: Callable) -> dict:
     for _, name, text in ARGUMENT.findall(without_blank_lines):
         if name in properties:
             text = re.sub(r"\s*\n\s*", " ", text.strip())
-            if choices := CHOICES.search(text):
+            choices = CHOICES.search(text)
+            if choices:
                 properties[name]["enum"] = json.loads(choices[1])
                 text = text[: choices.start()]
             properties[name]["description"] = text

@@ -169,7 +169,8 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
 def note_changes(options: argparse.Namespace, config: RunConfig):
     """Print prompt options that differ from those of the training run."""
     trained = find_recipe(options.model) if options.recipe else None
-    if changed := changed_prompts(trained, config):
+    changed = changed_prompts(trained, config)
+    if changed:
         print(
             f"{trained}, with which the model was trained, sets other values for {', '.join(changed)}", file=sys.stderr
         )

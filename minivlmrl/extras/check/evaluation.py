@@ -41,7 +41,8 @@ def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor:
         if not are_files or rows_trained_on(held_out, rows):  # another check already reports duplicate rows
             continue
         held_out_images = pixel_hashes(held_out)
-        if shared := held_out_images & pixel_hashes(rows):
+        shared = held_out_images & pixel_hashes(rows)
+        if shared:
             yield (
                 f"{len(shared)} of {len(held_out_images)} images in the evaluation rows are identical to images in the "
                 f"training rows of {stage}, so the evaluation measures memorization of images. Use different images in "

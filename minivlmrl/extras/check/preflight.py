@@ -199,7 +199,8 @@ def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iter
     folders = [model, config.reference.path, config.reward_model.path, config.ppo.critic_path]
     for folder in dict.fromkeys(filter(None, folders)) if config.stages else ():
         trained = Path(folder, INFERENCE_CONFIG)
-        if changed := changed_prompts(trained, config):
+        changed = changed_prompts(trained, config)
+        if changed:
             yield f"{trained}, with which the model was trained, sets other values for {', '.join(changed)}"
     if not config.stages:
         yield "stages is []: nothing is trained; the model is only evaluated and saved"
@@ -254,7 +255,8 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
                     "answers; add rows with the other label"
                 )
         held_out = datasets.get("eval", [])
-        if repeated := rows_trained_on(held_out, datasets.get(stage)):
+        repeated = rows_trained_on(held_out, datasets.get(stage))
+        if repeated:
             yield (
                 f"{len(repeated)} of {len(held_out)} evaluation rows are also training rows of {stage} (the first is "
                 f"{held_out[repeated[0]].name}), so they measure memorization; remove them from data.eval_file"

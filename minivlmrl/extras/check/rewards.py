@@ -364,7 +364,8 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
     solution = row.columns.get("solution")
     elements = parse_literal(solution) if isinstance(solution, str) and solution.startswith("[") else solution
     forms = []
-    if boxes := parse_boxes(str(solution)):
+    boxes = parse_boxes(str(solution))
+    if boxes:
         # convert pixels to the box unit of the model
         size, extent = image_and_box_sizes(row, row.prompt(processor), processor)
         if size and extent and size != extent:
@@ -383,6 +384,7 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
         forms = [letter for letter, text in choices if normalize(text) == normalize(number)]
         if not forms and number.isdecimal() and int(number) < len(choices):  # zero-based index, as in AI2D
             forms = [choices[int(number)][0]]
-        if marked := MARKED.fullmatch(number):
+        marked = MARKED.fullmatch(number)
+        if marked:
             forms.append(marked[marked.lastindex or 0].replace(",", ""))
     return [*forms, str(solution)]

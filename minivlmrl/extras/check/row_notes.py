@@ -24,7 +24,8 @@ def describe_rows(config: RunConfig, datasets: dict[str, Dataset], processor: Pr
         skips = config.data.skip_unreadable and name != "eval"
         yield f"rows of {name}: {summary(rows, processor, skips, answers_of(config, name))}"
         if isinstance(rows, FileDataset):
-            if num_left := sum(len(file.source) - file.num_rows for file in rows.files):
+            num_left = sum(len(file.source) - file.num_rows for file in rows.files)
+            if num_left:
                 yield f"rows of {name}: data.eval_rows leaves out the last {pluralize(num_left, 'row')} of the file"
             for note in (*describe_unread(rows), *describe_literal_tokens(rows, processor.tokenizer.structure)):
                 yield f"rows of {name}: {note}"
@@ -121,7 +122,8 @@ def describe_boxes(
         if not isinstance(rows, FileDataset):
             continue
         for facts in rows.facts:
-            if boxes := [facts.boxes[name] for name in trainer.answers if name in facts.boxes]:
+            boxes = [facts.boxes[name] for name in trainer.answers if name in facts.boxes]
+            if boxes:
                 yield (
                     f"rows of {stage}: answers contain boxes such as {boxes[0]}, which are trained on unchanged. This "
                     f"model's unit is {facts.box_space or processor.box_space} (data.box_space); "

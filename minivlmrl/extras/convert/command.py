@@ -194,7 +194,8 @@ def describe(columns: dict):
     print(f"  pictures and videos: {', '.join(truncate(item.source, 60) for item in media) or 'none'}")
     print(f"  truth (solution): {truncate(columns.get('solution'), 200)}")
     for name in ("completion", "chosen", "rejected"):
-        if answer := getattr(row, name):
+        answer = getattr(row, name)
+        if answer:
             print(f"  {name}: {truncate(text_of(as_turns(answer)[-1]), 200)}")
 
 

@@ -109,7 +109,8 @@ def read_cells(path: Path) -> Rows:
                             {name: read_cell(name, cell) for name, cell in zip(names, cells, strict=True) if cell},
                         )
                 names = names or [name.strip() for name in cells]
-                if twice := [name for name in names if name and names.count(name) > 1]:
+                twice = [name for name in names if name and names.count(name) > 1]
+                if twice:
                     raise UserError(f"{where}: two columns have the name {truncate(twice[0], 60)}")
         except csv.Error as error:
             raise UserError(f"{path}:{start}: the row cannot be read ({error}); close each quote") from error

@@ -199,7 +199,7 @@ class MemoryEstimator:
         """Return bytes of KV cache and recurrent states; completions share the KV cache of their prompt."""
         rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
         # recurrent layers have a state instead of a KV cache
-        recurrent = [module for module in self.model.modules() if hasattr(module, "initial_state")]
+        recurrent: list[Any] = [module for module in self.model.modules() if hasattr(module, "initial_state")]
         layer_states = [module.initial_state(rows) for module in recurrent]
         recurrent_bytes = sum(map(bytes_of, layer_states))
         num_attending = len(self.model.model.layers) - len(layer_states)

@@ -123,7 +123,8 @@ def refusal(question: MemoryQuestion, available: float) -> str:
     fits = ""
     if row.media:
         row_text += f", of which {row.image_tokens:,} show {row.media}"
-        if pixels := fitting_pixels(question, available):
+        pixels = fitting_pixels(question, available)
+        if pixels:
             option = f'"--data.video={{max_pixels: {pixels}}}"' if row.has_videos else f"--data.max_pixels={pixels}"
             fits = f"The stage fits with {option}. "
     return (
