@@ -40,7 +40,7 @@ class LawReport:
         return len(self.findings) - len(self.laws_with("not tested"))
 
     @property
-    def agrees(self) -> bool:
+    def passes(self) -> bool:
         return not self.broken_laws()
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
     """
     __tracebackhide__ = True
     report = examine(my_loss, kind, tolerance, framework, **options)
-    if not report.agrees:
+    if not report.passes:
         raise AssertionError(str(report))
     return report.tested
 

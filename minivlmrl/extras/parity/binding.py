@@ -3,9 +3,10 @@
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ NUMBERS = {
     "importance_sampling_level": "importancesamplinglevel",
 }
 OPTION_OF = {name: option for option, names in NUMBERS.items() for name in names.replace("_", "").split()}
+EPSILONS = {"epsilon_low", "epsilon_high"}
 BOUND = 0.5  # a default of at least this is a bound, such as clip_max=1.2, not an epsilon
 
 
@@ -64,19 +66,27 @@ def bound_forms(my_loss: Callable) -> list[Callable] | None:
     return [partial(call_bound, my_loss, shape) for shape in shapes]
 
 
-class Method(NamedTuple):
+@dataclass
+class Method:
     """Method of a trainer, which is built or imitated when the loss is called."""
 
     cls: type
     name: str
 
+    def __call__(self, batch: dict, options: dict) -> Any:
+        """Call a method with the arguments (self, batch, options)."""
+        return self.of_trainer(options, options)(batch, options)
 
-def load_method(cls: type, name: str) -> Callable | Method:
+    def of_trainer(self, values: dict, options: dict) -> Callable:
+        return getattr(trainer(self.cls, values, options), self.name)
+
+
+def load_method(cls: type, name: str) -> Callable:
     is_static = isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
     return getattr(cls, name) if is_static else Method(cls, name)
 
 
-def function_of(my_loss: Callable | Method) -> Callable:
+def function_of(my_loss: Callable) -> Callable:
     if isinstance(my_loss, Method):
         return getattr(my_loss.cls, my_loss.name)
     return getattr(my_loss, "forward", my_loss) if isinstance(my_loss, type) else my_loss
@@ -118,11 +128,11 @@ class Settings:
         return getattr(self, name, default)
 
 
-def call_bound(my_loss: Callable | Method, shape: str, batch: dict, options: dict) -> Any:
+def call_bound(my_loss: Callable, shape: str, batch: dict, options: dict) -> Any:
     """Call a loss with arguments bound by name; a class is built with options first."""
     values = values_of(my_loss, batch, options, shape)
     if isinstance(my_loss, Method):
-        function = getattr(trainer(my_loss.cls, values, options), my_loss.name)
+        function = my_loss.of_trainer(values, options)
     elif isinstance(my_loss, type):
         function = my_loss(**arguments(my_loss, values))
         function = getattr(function, "forward", function)
@@ -155,7 +165,7 @@ def arguments(function: Callable, values: dict) -> dict:
         has_policy = has_policy or what == "per_token_logps"
         has_default = parameter.default is not parameter.empty
         is_bound = has_default and isinstance(parameter.default, float) and parameter.default >= BOUND
-        if what in values and not (is_bound and what.startswith("epsilon")):
+        if what in values and not (is_bound and what in EPSILONS):
             given[name] = values[what]
         elif not has_default:
             raise UserError(

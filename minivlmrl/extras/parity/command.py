@@ -57,4 +57,4 @@ def main(arguments: list[str] | None = None) -> int:
             return 2
         raise
     print(verdict)
-    return int(not (verdict.agrees if options.laws else verdict.passes))
+    return int(not verdict.passes)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minivlmrl.errors import UserError
 from minivlmrl.extras.parity.all_laws import LawReport, examine
+from minivlmrl.extras.parity.binding import EPSILONS
 from minivlmrl.extras.parity.calling import loss_forms
 from minivlmrl.extras.parity.examined import OPTIONS, random_batch
 from minivlmrl.extras.parity.progress import with_bar
@@ -25,7 +26,6 @@ from minivlmrl.extras.parity.vectors import read_cases, read_options
 SHOWN = 4  # number of differing cases to print
 TRIED = 3  # number of TRL losses, closest first, in which causes are searched
 SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options that select a loss in TRL
-EPSILONS = {"epsilon_low", "epsilon_high"}
 # {loss_type: option that a right loss of this type reads}
 READ_BY = {"dapo": "tokens", "cispo": "epsilon_high", "robust": "label_smoothing", "exo_pair": "label_smoothing"}
 # {word in a function's name: TRL loss that it must be}
@@ -236,7 +236,7 @@ class Judged:
     def second(self, name: str, batch: dict, options: dict) -> tuple:
         zero = batch["per_token_logps"] * 0
         rows = {key: x.flatten(0, -2) if x.dim() > 1 else x for key, x in batch.items()}
-        value, gradient = recomputed(Case(name, options, rows, None, zero), {})
+        value, gradient = recomputed(Case(name, options, rows, zero.sum(), zero), {})
         return name, options, batch, value, gradient.view_as(zero)
 
     def laws(self, only: dict) -> LawReport:
@@ -260,7 +260,7 @@ class Judged:
         if NO_NAME in verdict.names or {*verdict.kinds} == {"design"}:
             own_length = self.closest.only.get("loss_type") == "dr_grpo" and "max_completion_length" not in self.read
             report = self.laws(self.only | ({"loss_type": "dr_grpo"} if own_length else {}))
-        if NO_NAME in verdict.names and not report.broken_laws():
+        if report and NO_NAME in verdict.names and not report.broken_laws():
             verdict.names = [*verdict.names, *examples([result.case for result in results])]
         if report:
             verdict.broken = report.sentences("broken")

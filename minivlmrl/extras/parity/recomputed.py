@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,46 +25,55 @@ class Case:
     name: str
     options: dict
     batch: dict[str, Tensor]
-    value: Tensor | None  # None = compare only gradients
+    value: Tensor
     gradient: Tensor
     tolerance: float = 1e-6
     read: set[str] = field(default_factory=set)  # tensors and options that the user's loss reads
     simpler: Callable[[], list] = list  # lists simplified cases, such as one with all advantages 1
+    compares_value: bool = True  # False = compare only gradients
 
-    def error(self, change: dict | None = None) -> Tensor:
+    def error(self, change: dict | None) -> Tensor:
         """Return differences between the user's and TRL's value and gradient, relative to max(1, TRL's largest).
 
         Args:
             change: simulated mistake in TRL's loss; the result is infinite if the loss cannot be computed with it.
         """
-        ours = recomputed(self, change or {})
-        pairs = [(self.gradient, ours[1])] if ours else []
-        if ours and self.value is not None:
-            pairs.append((self.value, ours[0]))
+        simulated = with_mistake(self, change)
+        if simulated is None:
+            return torch.tensor([math.inf])
+        value, gradient = simulated
+        pairs = [(self.gradient, gradient)]
+        if self.compares_value:
+            pairs.append((self.value, value))
         errors = [((a - b).abs() / b.abs().max().clamp(min=1)).flatten() for a, b in pairs]
-        return torch.cat(errors or [torch.tensor([math.inf])]).nan_to_num(math.inf, math.inf)
+        return torch.cat(errors).nan_to_num(math.inf, math.inf)
 
-    def is_explained(self, change: dict | None = None) -> bool:
+    def is_explained(self, change: dict | None) -> bool:
         return bool(self.error(change).max() <= self.tolerance)
 
     def is_finite(self) -> bool:
-        return bool((self.gradient.sum() if self.value is None else self.value).isfinite())
+        return bool((self.value if self.compares_value else self.gradient.sum()).isfinite())
 
 
-def recomputed(case: Case, change: dict) -> tuple[Tensor, Tensor] | None:
+def with_mistake(case: Case, change: dict | None) -> tuple[Tensor, Tensor] | None:
     """Return TRL's loss and gradient with a simulated mistake; None if it cannot be computed."""
-    leaf = case.batch["per_token_logps"].clone().requires_grad_()
     try:
-        loss = KINDS[case.options["kind"]](leaf, case, change)
-        # + 0 * leaf: autograd would fail for a loss that does not use log-probs
-        [gradient] = torch.autograd.grad(loss + 0 * leaf.sum(), leaf)
+        return None if change is None else recomputed(case, change)
     except (ValueError, RuntimeError, IndexError, OverflowError, ZeroDivisionError):
         return None
+
+
+def recomputed(case: Case, change: dict) -> tuple[Tensor, Tensor]:
+    """Return TRL's loss and gradient with a simulated mistake, {} = none."""
+    leaf = case.batch["per_token_logps"].clone().requires_grad_()
+    loss = KINDS[case.options["kind"]](leaf, case, change)
+    # + 0 * leaf: autograd would fail for a loss that does not use log-probs
+    [gradient] = torch.autograd.grad(loss + 0 * leaf.sum(), leaf)
     factor = Quantities(leaf, case, change).put("factor", 1.0) if "factor" in change else 1.0
     return loss.detach() * factor, gradient * factor
 
 
-class Quantities:
+class Quantities(SimpleNamespace):
     """Tensors and options of a loss; argument `s` of the functions in mistakes.py.
 
     `s.x` is the right value of the quantity that the function replaces, and `s.c` the number that the search fits.
@@ -71,7 +81,7 @@ class Quantities:
 
     def __init__(self, logps: Tensor, case: Case, change: dict):
         options = {"kl_estimator": "k3", "loss_weights": None, **case.options}
-        vars(self).update(TERM_OPTIONS, **options, **case.batch)
+        super().__init__(**TERM_OPTIONS | options | case.batch)
         self.case = case
         self.options = options
         self.change = change

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.mistakes import Mistake, possible
 from minivlmrl.extras.parity.progress import with_bar
-from minivlmrl.extras.parity.recomputed import Case, recomputed
+from minivlmrl.extras.parity.recomputed import Case, recomputed, with_mistake
 
 PARTS = 4  # maximum number of mistakes in a combination
 SEARCHED = 32  # mistakes are tried in about this many cases, and verified in all
@@ -54,7 +54,7 @@ def case_of(my_loss: Callable, name: str, batch: dict, options: dict, tolerance:
 
 
 def without_value(case: Case) -> Case:
-    return replace(case, value=None, simpler=lambda: [*map(without_value, case.simpler())])
+    return replace(case, compares_value=False, simpler=lambda: [*map(without_value, case.simpler())])
 
 
 def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iterator[tuple[dict, dict]]:
@@ -111,7 +111,7 @@ def find_parts(cases: list[Case]) -> list[list[Mistake]]:
     """
     # NaN for completions without tokens is a mistake of its own, which must not hide others
     finite = [case for case in cases if case.is_finite() or case.batch["mask"].any(1).all()]
-    agrees = all(case.is_explained() for case in finite)
+    agrees = all(case.is_explained({}) for case in finite)
     parts = [] if agrees else parts_of(finite)
     return [*parts, [DIVIDED_BY_0]] if len(finite) < len(cases) and (agrees or parts) else parts
 
@@ -119,7 +119,7 @@ def find_parts(cases: list[Case]) -> list[list[Mistake]]:
 def parts_of(cases: list[Case]) -> list[list[Mistake]]:
     """Search in a few cases; add cases until the mistakes reproduce the user's loss in all."""
     searched = cases[:: max(1, len(cases) // SEARCHED)]
-    searched += [case for case in cases if not case.is_explained()][:1]
+    searched += [case for case in cases if not case.is_explained({})][:1]
     by_size = sorted(searched, key=lambda case: len(case.batch["mask"]))
     variants = chain(*zip(by_size[-1].simpler(), by_size[0].simpler(), strict=True))
     variants = [case for case in variants if case.is_finite()]
@@ -148,7 +148,7 @@ class Combination:
         self.fitted = [row for row in mistakes if row.is_fitted]
         self.placed = [row for row in mistakes if "inside" in row.change]
         self.plain = [row for row in mistakes if not row.is_fitted and "inside" not in row.change]
-        self.change = {}
+        self.change: dict | None = {}
         self.parts = []
         self.agrees = self.agreements({})
 
@@ -165,15 +165,14 @@ class Combination:
     def replaces(self, row: Mistake, part: list[Mistake]) -> bool:
         """Return whether another mistake of the part, with the other parts, also explains all cases."""
         chosen = [row.change if other is part else other[0].change for other in self.parts]
-        change = reduce(lambda both, then: both and composed(both, then), chosen)
-        return row is part[0] or (change is not None and self.are_explained(self.agreements(change)))
+        return row is part[0] or self.are_explained(self.agreements(reduce(composed, chosen)))
 
     def are_explained(self, agrees: list[bool]) -> bool:
         """Return whether all recorded cases agree; simplified cases may differ."""
         return all(agrees[self.num_variants :])
 
     def agreements(self, change: dict | None) -> list[bool]:
-        return [change is not None and case.is_explained(change) for case in self.cases]
+        return [case.is_explained(change) for case in self.cases]
 
     def next_part(self) -> list[Mistake]:
         """Search for one more mistake; return the best candidates."""
@@ -214,18 +213,18 @@ class Combination:
     def tried(self, mistakes: list[Mistake], case: Case) -> Iterator[Mistake]:
         """Yield mistakes that, with those found before, explain a case."""
         for row in with_bar("causes", mistakes):
-            change = composed(self.change, row.change)
-            if change is not None and case.is_explained(change):
+            if case.is_explained(composed(self.change, row.change)):
                 yield row
 
     def factors(self, case: Case) -> list[Mistake]:
         """Find factors that explain a case, such as "all values are divided by the number of rows"."""
         result = [*self.tried([of_count(name, sign) for name in counts_of(case) for sign in (1, -1)], case)]
         has_own_length = case.options["loss_type"] == "dr_grpo" and "max_completion_length" not in case.read
-        ours = recomputed(case, self.change)
-        if ours is None:
+        simulated = with_mistake(case, self.change)
+        if simulated is None:
             return result
-        best = float((case.gradient * ours[1]).sum() / (ours[1].square().sum() + 1e-300))  # least squares
+        _, gradient = simulated
+        best = float((case.gradient * gradient).sum() / (gradient.square().sum() + 1e-300))  # least squares
         for digits in (1, 2, 3, 17):
             row = (OWN_LENGTH if has_own_length else FACTOR).with_number(float(f"{best:.{digits}g}"))
             if found := [*self.tried([row], case)]:
@@ -298,8 +297,10 @@ def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[
     yield number
 
 
-def composed(first: dict, then: dict) -> dict | None:
+def composed(first: dict | None, then: dict | None) -> dict | None:
     """Merge two simulated mistakes; return None if they conflict, as beta=0 and beta=1 do."""
+    if first is None or then is None:
+        return None
     if not first or not then:
         return first or then
     if "inside" in first or "inside" in then:
@@ -324,11 +325,11 @@ def chained(first: Callable, then: Callable) -> Callable:
 
 def examples(cases: list[Case]) -> list[str]:
     """Describe the case with the most wrong numbers."""
-    case = max(cases, key=lambda case: int((case.error() > case.tolerance).sum()))
-    ours = recomputed(case, {})
-    error = (case.gradient - ours[1]).abs()
+    case = max(cases, key=lambda case: int((case.error({}) > case.tolerance).sum()))
+    _, right = recomputed(case, {})
+    error = (case.gradient - right).abs()
     row, token = divmod(int(error.argmax()), error.shape[1])
     return [
         f"  {case.name}: {int((error > case.tolerance).sum())} of {error.numel()} gradients differ, most in row {row}, "
-        f"token {token}: {case.gradient[row, token]:.6g} instead of {ours[1][row, token]:.6g}"
+        f"token {token}: {case.gradient[row, token]:.6g} instead of {right[row, token]:.6g}"
     ]

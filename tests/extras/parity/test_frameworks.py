@@ -58,10 +58,10 @@ def test_a_right_loss_agrees_and_a_mistake_is_named(framework):
 @pytest.mark.parametrize("framework", ["jax", "mlx"])
 def test_a_loss_that_returns_no_scalar_is_refused(framework):
     numpy_of(framework)
-    for value in (lambda mask: mask, lambda mask: (mask.sum(), 1), lambda mask: {"loss": mask.sum()}):
+    for value in (lambda mask: mask, lambda mask: [mask.sum()], lambda mask: {"objective": mask.sum()}):
         with pytest.raises(ValueError, match=r"(?s)my_loss returned .* of shape \(\)") as caught:
             judge(lambda batch, options, value=value: value(batch["mask"]), framework=framework)
-        assert "my_loss got a batch of kind=grpo: advantages (4,), mask (4, 6)" in caught.value.__notes__[-1]
+        assert "my_loss got a batch of kind=grpo: per_token_logps (4, 6), mask (4, 6)" in caught.value.__notes__[-1]
 
 
 def test_the_command_refuses_half_a_target_and_what_it_no_longer_checks(capsys):

@@ -182,7 +182,7 @@ def test_a_named_loss_type_is_a_law():
 def test_projects_average_gspo_differently():
     mean, average = lambda q: row_means(q.log_ratio, q.mask), lambda q: token_mean(q.terms + 0 * q.mask, q.mask)
     loss = changed(log_ratio=mean, loss=average, kl=lambda q: 0 * q.kl)
-    assert examine(loss, loss_type="grpo", importance_sampling_level="sequence").agrees
+    assert examine(loss, loss_type="grpo", importance_sampling_level="sequence").passes
     assert examine(loss, loss_type="grpo").broken_laws()
 
 
@@ -196,7 +196,7 @@ def test_label_smoothing_without_an_effect_is_not_tested():
 
 
 def test_an_ipo_loss_is_recognized():
-    assert examine(losses.ipo_of_sums, kind="dpo").agrees
+    assert examine(losses.ipo_of_sums, kind="dpo").passes
     assert examine(losses.ipo_of_sums, kind="dpo", loss_type="sigmoid").broken_laws() == ["beta_multiplies_the_margin"]
 
 

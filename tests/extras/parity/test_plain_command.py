@@ -147,6 +147,9 @@ class Trainer:
     def __init__(self, model):
         self.model = model
 
+    def policy_loss(self, batch, options):
+        return dapo(batch, options)
+
     def dpo_loss(self, policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps):
         margin = policy_chosen_logps - policy_rejected_logps - reference_chosen_logps + reference_rejected_logps
         return -logsigmoid(self.args.beta * margin).mean(), 0, 0
@@ -178,6 +181,7 @@ def only_a_batch(batch):
 
 
 STYLES = [compute_policy_loss, PolicyLoss, load_method(Trainer, "dpo_loss"), absolute_bounds, compute_loss, fused]
+STYLES += [load_method(Trainer, "policy_loss")]
 
 
 @pytest.mark.parametrize(
