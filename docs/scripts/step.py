@@ -35,7 +35,7 @@ MAX_NUMBERS = 180  # a larger matrix is recorded as a heat map
 MAX_ITEMS = 60, 12, 6, 0  # recorded items per container, by nesting depth
 SFT = Namespace(max_steps=15, prompts_per_step=16, learning_rate=3e-3, warmup_steps=5, beta=0.0)
 GRPO = Namespace(
-    max_steps=1, prompts_per_step=2, learning_rate=3e-4, warmup_steps=1, beta=0.02, num_generations=4,
+    max_steps=1, prompts_per_step=2, learning_rate=3e-4, warmup_steps=1, beta=0.02, num_generations=8,
     max_new_tokens=20, reward=minimal.reward,
 )  # fmt: skip
 

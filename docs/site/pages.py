@@ -40,6 +40,7 @@ MOVED = {  # former page: its successor
 }
 LANGUAGES = {
     "": "text",  # LICENSE
+    ".csv": "text",
     ".py": "python",
     ".txt": "text",
     ".yaml": "yaml",
@@ -77,7 +78,8 @@ def moved(text: str, path: str) -> str:
             return match[0]
         return match[1] + posixpath.relpath(site_path(target), posixpath.dirname(site_path(path)) or ".")
 
-    return LINK.sub(replace, text)
+    # lines of code: #L82 on GitHub, #__codelineno-0-82 on the site
+    return re.sub(r"(?<=\.py\.md)#L(?=\d)", "#__codelineno-0-", LINK.sub(replace, text))
 
 
 def written(path: str) -> str:
@@ -197,12 +199,13 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(content, page, config, files):
-    """Convert formulas from LaTeX to MathML, with thin spaces around "log"."""
+    """Convert formulas from LaTeX to MathML, with thin spaces around "log", and add lines of code to the anchors."""
 
     def replace(match):
         formula = convert(html.unescape(match[2]).strip(), display="block" if match[1] == "[" else "inline")
         return formula.replace("<mi>log</mi>", '<mo lspace="0.17em" rspace="0.17em">log</mo>')
 
+    page.present_anchor_ids |= {*re.findall(r'id="(__codelineno-0-\d+)"', content)}  # mkdocs overlooks lines of code
     return FORMULA.sub(replace, content)
 
 
