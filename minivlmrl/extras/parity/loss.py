@@ -20,7 +20,7 @@ from minivlmrl.extras.parity.examined import OPTIONS, random_batch
 from minivlmrl.extras.parity.progress import with_bar
 from minivlmrl.extras.parity.reads import kind_of, reads_of
 from minivlmrl.extras.parity.recomputed import Case, recomputed
-from minivlmrl.extras.parity.search import NO_NAME, case_of, examples, find_names
+from minivlmrl.extras.parity.search import NO_NAME, case_of, examples, find_names, rows_of
 from minivlmrl.extras.parity.vectors import read_cases, read_options
 
 SHOWN = 4  # number of differing cases to print
@@ -235,8 +235,7 @@ class Judged:
 
     def second(self, name: str, batch: dict, options: dict) -> tuple:
         zero = batch["per_token_logps"] * 0
-        rows = {key: x.flatten(0, -2) if x.dim() > 1 else x for key, x in batch.items()}
-        value, gradient = recomputed(Case(name, options, rows, zero.sum(), zero), {})
+        value, gradient = recomputed(Case(name, options, rows_of(batch), zero.sum(), zero), {})
         return name, options, batch, value, gradient.view_as(zero)
 
     def laws(self, only: dict) -> LawReport:
@@ -349,10 +348,8 @@ def closest_losses(results: list[Comparison], settings: list[str], tolerance: fl
         corrected = {"use_bias_correction_kl": True}
         both = [other.gap for other in close if other.only | corrected == loss.only | corrected]
         # a loss that agrees in all cases first; then the nearest gradients; if similar, TRL's defaults
-        is_usual, is_corrected = (
-            loss.only.get("loss_type") in ("dapo", "sigmoid"),
-            bool(loss.only.get("use_bias_correction_kl")),
-        )
+        is_usual = loss.only.get("loss_type") in ("dapo", "sigmoid")
+        is_corrected = bool(loss.only.get("use_bias_correction_kl"))
         return loss.share > 0, round(statistics.mean(both), 2), not is_usual, is_corrected, -len(loss.cases)
 
     return sorted(close, key=difference)

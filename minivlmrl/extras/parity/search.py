@@ -40,9 +40,8 @@ NO_NAME = "no name: no known mistake or deliberate variant reproduces the loss i
 
 
 def case_of(my_loss: Callable, name: str, batch: dict, options: dict, tolerance: float, read: set[str]) -> Case:
-    """Call the user's loss for a test case; tensors of DPO become (2B, T)."""
+    """Call the user's loss for a test case."""
     value, gradient = loss_and_gradient(my_loss, batch, options)
-    rows = {key: x.flatten(0, -2) if x.dim() > 1 else x for key, x in batch.items()}
 
     def simpler() -> list[Case]:
         # a loss with a hard-coded beta ignores the option beta=0, so its KL cannot be left out
@@ -50,7 +49,12 @@ def case_of(my_loss: Callable, name: str, batch: dict, options: dict, tolerance:
         variants = simpler_variants(batch, options, can_leave_out_kl)
         return [case_of(my_loss, name, *variant, tolerance, read) for variant in variants]
 
-    return Case(name, options, rows, value, gradient.flatten(0, -2), tolerance, read, simpler)
+    return Case(name, options, rows_of(batch), value, gradient.flatten(0, -2), tolerance, read, simpler)
+
+
+def rows_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Flatten DPO's pairs to rows: (B, 2, T) becomes (2B, T)."""
+    return {name: x.flatten(0, -2) if x.dim() > 1 else x for name, x in batch.items()}
 
 
 def without_value(case: Case) -> Case:
