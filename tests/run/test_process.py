@@ -88,7 +88,7 @@ def test_a_mistake_in_an_own_stage(ended, home, tmp_path, stage):
 @pytest.mark.parametrize(("text", "code", "last_line"), [
     ("def f(completions, **columns)\n    return", 1, "SyntaxError: expected ':'"),
     ("def f(completions):\n    return []", 2, "row 0: reward FILE:f, for the completion '<answer>invented</answer>'"),
-    (None, 2, "[Errno 2] No such file or directory: 'FILE'"),
+    (None, 2, "there is no file FILE; code is searched beside the recipe, in the working folder"),
 ])  # fmt: skip
 def test_a_mistake_in_an_own_reward(ended, home, tmp_path, text, code, last_line):
     file = tmp_path / ("long" * 20) / "mine.py"  # a path is not shortened
