@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from operator import attrgetter
@@ -54,8 +55,10 @@ def check_same_files(config: RunConfig, datasets: Mapping[str, Dataset], world: 
     for name, rows in datasets.items():
         if isinstance(rows, FileDataset):
             digests[f"an image or a video of the rows for {name}"] = digest(media_of(rows))
-    for file in sorted(map(Path, code_files())):
-        digests[f"the code {file.name}"] = digest([file])
+    code = defaultdict(list)  # by name, because hosts may have other folders
+    for file in map(Path, code_files()):
+        code[file.name].append(digest([file]))
+    digests |= {f"the code {name}": digest(sorted(found)) for name, found in code.items()}
     digests[f"the package {PACKAGE.name}"] = digest(sorted(PACKAGE.rglob("*.py")))
     digests["the version of torch"] = torch.__version__
     for rank, host, name, _, _ in differences(digests, world):

@@ -47,13 +47,16 @@ def copy_files(host, checkpoint, pictures):
         shutil.copyfile(pictures / f"{number}.png", host / name)
     lines = [{"problem": "q", "image": f"{i}.png", "solution": "ab"[i]} for i in range(2)]
     (host / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (host / "mine.py").write_text(REWARD)
+    (host / "sub").mkdir()
+    for file in ("mine.py", "sub/mine.py"):  # two files with one name
+        (host / file).write_text(REWARD)
     (host / "recipe.yaml").write_text("{stages: [grpo], grpo: {learning_rate: 0.001}, model: {config: null}}")
 
 
 def test_ranks_with_other_files_are_refused(checkpoint, rows, tmp_path):
     """Each rank has its own working directory with copies of all files, as on two hosts."""
-    files = ["--data.task=null", "--data.train_file=rows.jsonl", "--data.eval_rows=0", "--rewards={mine.py:mine: 1}"]
+    rewards = "--rewards={mine.py:mine: 1, sub/mine.py:mine: 1}"
+    files = ["--data.task=null", "--data.train_file=rows.jsonl", "--data.eval_rows=0", rewards]
 
     def check(world, options):
         config = load_config("recipe.yaml", [*files, "--model.path=model", *(options if world.rank else [])])
