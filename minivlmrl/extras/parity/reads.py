@@ -51,7 +51,7 @@ def reads_of(loss: Callable, kind: str) -> set[str]:
         if any(outcome(batch, options | {name: value}) != usual for value in values)
     }
     for name, x in batch.items():
-        changed = {"mask": x.flip(-1), "advantages": -x}
+        changed = {"mask": x.flip(-1), "advantages": -2 * x}
         moved = changed.get(name, x + torch.linspace(0.1, 0.9, x.numel()).view(x.shape))
         if outcome(batch | {name: moved}, options) != usual:
             found.add(name)
