@@ -103,7 +103,8 @@ def patchify(image, patch, merge, min_pixels, max_pixels) -> tuple[Tensor, int, 
     )
     # group patches by image token; order pixel values as in the vision tower's Conv3d weight
     x = x.transpose(1, 4, 2, 5, 7, 0, 3, 6)  # (h/merge, w/merge, merge, merge, 3, 2, patch, patch)
-    return torch.from_numpy(x.reshape(h * w, -1)), h, w
+    patches = torch.from_numpy(x.reshape(h * w, -1))
+    return patches, h, w
 
 
 # ---- Row -> prompt: token ids (L,), M-RoPE positions (3, L), image patches
