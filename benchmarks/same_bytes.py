@@ -28,7 +28,7 @@ ROWS = "ROWS"  # placeholder for a folder with two data files
 RUNS = {  # name: (processes, recipe, options)
     "default": (1, "shapes.yaml", []),
     "mpo": (1, "shapes_mpo.yaml", []),
-    "ppo": (1, "shapes_ppo.yaml", ["--ppo.critic=separate", "--ppo.num_mini_batches=2"]),
+    "ppo": (1, "shapes_ppo.yaml", ["--ppo.critic=separate", "--ppo.steps_per_generation=2"]),
     "lora_nf4": (1, "shapes.yaml", ["--adapter={r: 4, quantize: nf4, dropout: 0.1}", "--grpo.num_iterations=2"]),
     "mixture": (
         1,

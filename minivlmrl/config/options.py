@@ -324,8 +324,19 @@ class TrainingOptions:
     warmup_steps: Annotated[int, ">= 0"] = 0  # steps of linear warmup
     adam_beta2: Annotated[float, "[0, 1)"] = 0.99  # AdamW's second-moment decay
 
-    steps_per_rollout = 1  # optimizer steps per pass over a rollout
-    passes_per_rollout = 1  # passes over each rollout
+    steps_per_generation = 1  # one batch of rows per optimizer step
+    num_iterations = 1
+
+
+@dataclass
+class RolloutTrainingOptions(TrainingOptions):
+    """Options for stages that sample completions."""
+
+    steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
+    num_iterations: Annotated[int, ">= 1"] = 1  # passes over each rollout
+    # maximum tokens per forward and backward pass, None = no limit. Completions of a group share their prompt tokens
+    # if they are in the same pass
+    max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
 
 
 @dataclass
@@ -366,15 +377,10 @@ class RewardModelOptions(TrainingOptions):
 
 
 @dataclass
-class GRPOOptions(TrainingOptions):
+class GRPOOptions(RolloutTrainingOptions):
     """GRPO and its variants, such as GSPO, DAPO and RLOO."""
 
     num_generations: Annotated[int, ">= 2"] = 8  # G, completions per prompt (group size)
-    steps_per_generation: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
-    num_iterations: Annotated[int, ">= 1"] = 1  # passes over each rollout
-    # maximum tokens per forward and backward pass, None = no limit. Completions of a group share their prompt tokens
-    # if they are in the same pass
-    max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None
     # dynamic sampling: replace groups with equal rewards, sampling at most this many prompt batches per step; 1
     # disables it
     max_num_gen_batches: Annotated[int, ">= 1"] = 1
@@ -423,14 +429,6 @@ class GRPOOptions(TrainingOptions):
             )
 
     @property
-    def steps_per_rollout(self) -> int:
-        return self.steps_per_generation
-
-    @property
-    def passes_per_rollout(self) -> int:
-        return self.num_iterations
-
-    @property
     def advantages_name(self) -> str:
         """Advantage function name, chosen from other options if grpo.advantages is None."""
         if self.advantages is not None:
@@ -441,13 +439,11 @@ class GRPOOptions(TrainingOptions):
 
 
 @dataclass
-class PPOOptions(TrainingOptions):
+class PPOOptions(RolloutTrainingOptions):
     """PPO with a critic."""
 
     num_generations: Annotated[int, ">= 1"] = 1  # completions per prompt
-    num_mini_batches: Annotated[int, ">= 1"] = 1  # optimizer steps per pass over a rollout
-    num_ppo_epochs: Annotated[int, ">= 1"] = 4  # passes over each rollout
-    max_tokens_per_micro_batch: Annotated[int, ">= 1"] | None = None  # see grpo.max_tokens_per_micro_batch
+    num_iterations: Annotated[int, ">= 1"] = 4  # passes over each rollout; num_ppo_epochs in TRL
     # clip the policy ratio pi / pi_old to 1 +- cliprange, and changes in critic values to +- cliprange
     cliprange: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
     vf_coef: Annotated[float, "[0, inf)"] = 0.1  # critic loss weight
@@ -460,14 +456,6 @@ class PPOOptions(TrainingOptions):
     missing_eos_penalty: Finite | None = None
     gamma: Annotated[float, "[0, 1]"] = 1.0  # GAE discount factor
     lam: Annotated[float, "[0, 1]"] = 0.95  # GAE lambda
-
-    @property
-    def steps_per_rollout(self) -> int:
-        return self.num_mini_batches
-
-    @property
-    def passes_per_rollout(self) -> int:
-        return self.num_ppo_epochs
 
 
 # ------------------------------------------------------------------------------------------ the run

@@ -24,8 +24,8 @@ Result = TypeVar("Result")
 class Batches(Iterator[list[Row]]):
     """Endless iterator over this rank's batches, one per rollout.
 
-    A batch contains the rows for `options.steps_per_rollout` optimizer steps, in step order. Rows are reshuffled every
-    epoch. Each row has the sampling seed "seed/stage/batch/position", so the number of ranks does not change
+    A batch contains the rows for `options.steps_per_generation` optimizer steps, in step order. Rows are reshuffled
+    every epoch. Each row has the sampling seed "seed/stage/batch/position", so the number of ranks does not change
     completions. Threads prepare the next batch.
 
     Args:
@@ -44,7 +44,7 @@ class Batches(Iterator[list[Row]]):
         self.skipped: set[int] = set()  # unreadable row indices on this rank
         self.key = f"{seed}/{trainer.stage}"
         self.step_size = trainer.options.prompts_per_step
-        batch_size = self.step_size * trainer.options.steps_per_rollout
+        batch_size = self.step_size * trainer.options.steps_per_generation
         self.numbers = shuffled(len(dataset), batch_size, seed, skip=batches_consumed * batch_size)
         # PyTorch uses one thread in each worker: more are slower
         self.workers = ThreadPoolExecutor(

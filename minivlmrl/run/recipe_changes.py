@@ -24,7 +24,7 @@ from minivlmrl.run.state_files import sampled_blocks
 from minivlmrl.run.trainer_state import Fingerprints, TrainerState
 
 # stage options that set the number of dataset rows per batch
-BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation", "num_mini_batches"
+BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation"
 # paths of initial weights; a resumed run instead loads the weights that its state contains
 WEIGHTS = "model.path", "model.config", "adapter.path", "reference.path", "ppo.critic_path"
 # model paths; fingerprints() hashes their settings files and reward model weights, which states lack

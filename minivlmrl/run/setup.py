@@ -266,5 +266,5 @@ def limit_epochs(config: RunConfig, datasets: dict[str, Dataset]):
     max_epochs = config.max_epochs or math.inf
     for stage in config.stage_names:
         section = getattr(config, stage)
-        num_steps = max_epochs * len(datasets[stage]) * section.passes_per_rollout / section.prompts_per_step
+        num_steps = max_epochs * len(datasets[stage]) * section.num_iterations / section.prompts_per_step
         section.max_steps = math.ceil(min(num_steps, section.max_steps))

@@ -32,7 +32,7 @@ def sample_until_groups_differ(trainer: Any, rows: Sequence[Row]) -> Rollout:
     groups.sort(key=lambda pair: not pair[1])
     chosen = [group for group, _ in groups[:count]]
     local = []  # groups for this rank, ordered by optimizer step
-    for part in split(chosen, count // options.steps_per_rollout):
+    for part in split(chosen, count // options.steps_per_generation):
         local += world.share(part)
     for number, group in enumerate(local, world.rank * len(local)):
         group.first_sample = number * options.num_generations

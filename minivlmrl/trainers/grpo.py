@@ -223,7 +223,7 @@ class GRPOTrainer(RolloutTrainer):
     @property
     def policy_moves(self) -> bool:
         """Whether several optimizer steps train on a rollout."""
-        return self.options.num_iterations * self.options.steps_per_rollout > 1
+        return self.options.num_iterations * self.options.steps_per_generation > 1
 
     def is_trained(self, sample: Sample) -> bool:
         return sample.completion.stopped or not self.options.mask_truncated_completions

@@ -105,7 +105,7 @@ class RolloutTrainer(Trainer):
     def steps(self, batches: Batches) -> Iterator[Step]:
         """Sample a rollout per batch of rows, and yield its optimizer steps.
 
-        Example: with steps_per_rollout 4 and passes_per_rollout 2, a rollout of 32 prompts gives 8 steps of 8 prompts.
+        Example: with steps_per_generation 4 and num_iterations 2, a rollout of 32 prompts gives 8 steps of 8 prompts.
         """
         self.batches = batches  # not in the generator: the memory check needs it before the first step
         return self.rollout_steps()
@@ -113,10 +113,10 @@ class RolloutTrainer(Trainer):
     def rollout_steps(self) -> Iterator[Step]:
         for rows in self.batches:
             rollout = self.generate_rollout(rows)
-            parts = split(rollout.groups, len(rollout.groups) // self.options.steps_per_rollout)
+            parts = split(rollout.groups, len(rollout.groups) // self.options.steps_per_generation)
             with self.phase("scoring", rows):
                 one_pass = list(zip(self.build_micro_batches(rollout, parts), parts, strict=True))
-            all_passes = one_pass * self.options.passes_per_rollout
+            all_passes = one_pass * self.options.num_iterations
             for number, (micro_batches, groups) in enumerate(all_passes, start=1):
                 yield Step(micro_batches, rollout.metrics, number == len(all_passes), rollout, groups)
                 self.reward_log.global_step += 1

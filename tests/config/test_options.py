@@ -34,7 +34,7 @@ FAR = [*GRPO, "--grpo.num_iterations=2", "--grpo.learning_rate=3e-2", "--grpo.lr
 DRIFT = ["drift", *GRPO, "--rollout.max_logp_mismatch=.inf"]
 FILM = ["film", "--data.video={min_pixels: 784, max_pixels: 6272}", *SFT]
 # a high learning rate moves the policy away from its reference, so that the KL is not 0
-PPO_KL = [*PPO, "--ppo.num_ppo_epochs=1", "--ppo.learning_rate=3e-2", "--ppo.kl_coef=0.5"]
+PPO_KL = [*PPO, "--ppo.num_iterations=1", "--ppo.learning_rate=3e-2", "--ppo.kl_coef=0.5"]
 TWO_STEPS, THREE_STEPS = ([f"--{stage}.max_steps={steps}" for stage in STAGES] for steps in (2, 3))
 # options that all stages inherit; each option is tested with one of the stages
 STAGE_OPTIONS = {
@@ -96,8 +96,8 @@ OPTIONS = [
     *changed(DRIFT, grpo={"rollout_correction": "sequence_truncate"}),
     *changed([*DRIFT, "--grpo.rollout_correction=token_truncate"], grpo={"rollout_correction_bounds": [0.9, 1.2]}),
     *changed(PPO, ppo={
-        "num_generations": 3, "num_mini_batches": 2, "num_ppo_epochs": 1, "vf_coef": 1.0, "missing_eos_penalty": 1.0,
-        "critic": "separate", "gamma": 0.5, "lam": 0.5,
+        "num_generations": 3, "steps_per_generation": 2, "num_iterations": 1, "vf_coef": 1.0, "critic": "separate",
+        "missing_eos_penalty": 1.0, "gamma": 0.5, "lam": 0.5,
     }),
     *changed([*PPO, "--ppo.learning_rate=3e-2"], ppo={"cliprange": 0.001}),
     *changed(PPO_KL, ppo={"kl_coef": 0.0, "kl_estimator": "k3"}),

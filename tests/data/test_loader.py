@@ -49,7 +49,7 @@ class Numbered:
 
 def batches(rank=0, ranks=1, prompts_per_step=4, steps=1, seed=0, rows=None, answers=(), batches_consumed=0, **data):
     trainer = SimpleNamespace(
-        options=SimpleNamespace(prompts_per_step=prompts_per_step, steps_per_rollout=steps), stage="grpo",
+        options=SimpleNamespace(prompts_per_step=prompts_per_step, steps_per_generation=steps), stage="grpo",
         config=SimpleNamespace(seed=seed, data=DataOptions(**data)), world=World(rank, ranks, torch.device("cpu")),
         processor=PROCESSOR, answers=answers,
     )  # fmt: skip

@@ -42,7 +42,7 @@ RECIPES = {  # two steps, with six micro-batches on each of 4 ranks, or three mi
     "two at a time": [*GRPO, "--grpo.micro_batch_size=2"],
     "frozen tower": [*GRPO, "--model.freeze=[vision]"],
     "8 bits": [*GRPO, two.EIGHT_BITS],
-    "ppo": [*PPO, "--ppo.num_mini_batches=2"],
+    "ppo": [*PPO, "--ppo.steps_per_generation=2"],
     "adapters": [*two.ADAPTED[1:], "--ppo.critic=separate", *PPO],
     "NF4": [*two.NF4[1:], *PPO],
 }  # fmt: skip

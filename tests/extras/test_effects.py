@@ -90,7 +90,7 @@ CASES = [
     ("grpo.rollout_correction_bounds", [0.5, 2.0], [{}], [{"grpo.rollout_correction": "token_mask"}]),
     ("ppo.critic_path", "folder", [{}], [{"ppo.critic": "separate"}]),
     ("ppo.kl_estimator", "k3", [{"ppo.kl_coef": 0.0}], [{}]),
-    ("ppo.cliprange", 0.1, [{"ppo.num_ppo_epochs": 1}], [{}, {"ppo.num_ppo_epochs": 1, "ppo.num_mini_batches": 2}]),
+    ("ppo.cliprange", 0.1, [{"ppo.num_iterations": 1}], [{}, {"ppo.num_iterations": 1, "ppo.steps_per_generation": 2}]),
 ]  # fmt: skip
 
 

@@ -139,7 +139,7 @@ def test_long_prompts_are_skipped_and_reported(write_rows, capsys):
 
 
 @pytest.mark.parametrize(("stage", "options", "steps"), [
-    ("sft", {}, 6), ("grpo", {"num_iterations": 2, "steps_per_generation": 3}, 12), ("ppo", {"num_ppo_epochs": 3}, 18),
+    ("sft", {}, 6), ("grpo", {"num_iterations": 2, "steps_per_generation": 3}, 12), ("ppo", {"num_iterations": 3}, 18),
 ], ids=["sft", "grpo", "ppo"])  # fmt: skip
 def test_an_epoch_takes_all_rows_however_often_a_rollout_is_used(stage, options, steps):
     config = RunConfig(stages=[stage], max_epochs=1.0)

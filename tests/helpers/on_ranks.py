@@ -67,7 +67,7 @@ class Uneven:
 
 def sharing(prompts_per_step: int, world: process_group.World, stage: str = "sft") -> SimpleNamespace:
     """Return an object with the trainer attributes that Batches reads."""
-    options = SimpleNamespace(prompts_per_step=prompts_per_step, steps_per_rollout=1)
+    options = SimpleNamespace(prompts_per_step=prompts_per_step, steps_per_generation=1)
     return SimpleNamespace(
         stage=stage, options=options, config=SimpleNamespace(seed=0, data=DataOptions()), world=world,
         processor=Processor(shapes.tokenizer(), ImageProcessor()), answers=(),

@@ -50,7 +50,7 @@ RECIPE = tiny.recipe(
         "num_iterations": 2, "steps_per_generation": 2, "beta": 0.1, "top_entropy_quantile": 0.5,
         "rollout_correction": "token_truncate",
     },
-    ppo={"num_mini_batches": 2, "num_ppo_epochs": 2},
+    ppo={"steps_per_generation": 2, "num_iterations": 2},
 )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ RUNS = {
     "gspo": ("grpo", ["--grpo.importance_sampling_level=sequence", "--grpo.num_iterations=2"]),
     "grpo resampled": ("grpo", ["--grpo.max_num_gen_batches=3", "--sampling.max_new_tokens=1",
                                 "--grpo.num_generations=2"]),
-    "ppo": ("ppo", ["--ppo.num_mini_batches=2", "--ppo.num_ppo_epochs=2", "--ppo.max_steps=5"]),
+    "ppo": ("ppo", ["--ppo.steps_per_generation=2", "--ppo.num_iterations=2", "--ppo.max_steps=5"]),
 }  # fmt: skip
 
 

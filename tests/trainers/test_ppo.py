@@ -19,7 +19,7 @@ def test_advantages_and_returns_by_hand(stage, samples, monkeypatch, kl_estimato
     """Advantages follow from the KL penalty, the weighted sum of the rewards, GAE, and whitening over the rollout."""
     monkeypatch.setitem(REWARDS, "other", lambda completions, **_: [1.0] * len(completions))
     run = stage(
-        "ppo", "--ppo.num_ppo_epochs=1", "--ppo.kl_coef=0.2", "--ppo.gamma=0.9", "--ppo.lam=0.8",
+        "ppo", "--ppo.num_iterations=1", "--ppo.kl_coef=0.2", "--ppo.gamma=0.9", "--ppo.lam=0.8",
         "--sampling.temperature=1.5", f"--ppo.kl_estimator={kl_estimator}",
         f"--ppo.missing_eos_penalty={'null' if penalty is None else penalty}", "--rewards={letters: 2, other: -0.5}",
     )  # fmt: skip
@@ -62,7 +62,7 @@ def test_completions_without_a_reward_are_masked(stage, samples, script, monkeyp
 
 
 def test_gradients_of_a_policy_and_a_separate_critic(stage, samples):
-    run = stage("ppo", SEPARATE, "--ppo.micro_batch_size=4", "--ppo.kl_coef=0", "--ppo.num_ppo_epochs=2")
+    run = stage("ppo", SEPARATE, "--ppo.micro_batch_size=4", "--ppo.kl_coef=0", "--ppo.num_iterations=2")
     run.go(3)  # in the second step on a rollout, ratios and values differ from the old ones
     [batch], critic = run.next(), run.trainer.critic
     run.trainer.loss(batch)[0].backward()
