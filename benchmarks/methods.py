@@ -1,107 +1,125 @@
 """Compare the methods of recipes/methods with GRPO over seeds, on rows of which half can be answered blind.
 
-    python benchmarks/methods.py --json docs/curves/methods.json            # five seeds, runs not yet in the file
-    python benchmarks/methods.py --json docs/curves/methods.json --only vppo --seeds 0 1
+    python benchmarks/methods.py work --json docs/curves/methods.json    # half an hour on one core
+    python benchmarks/methods.py work --json part.json --seeds 3 --only grpo vppo
 
-For each seed, SFT runs once, and every method continues from its weights with the options of GRPO: same rows, same
-seed, same number of sampled completions.
+`work` keeps all outputs, and finished runs are not repeated. For each seed, SFT runs once, and every method continues
+from its weights with the options of GRPO: same rows, same seed, same number of sampled completions. There is no KL
+penalty, because ASPO's loss has none, and two updates per rollout, because the first one of ASPO is GRPO's.
 
-Criterion, written before the runs: a method helps if the 95 % interval of the paired difference to GRPO over seeds
-(Student's t) of the held-out accuracy with pictures, greedy, lies above 0. It sees more if the same holds for the
-accuracy with pictures minus that with gray pictures. Everything else is called "not shown".
+Criterion, written before the first run of seeds 0 to 4; options were chosen with SFT and plain GRPO on seeds 10 to 12.
+
+Measures: accuracy is that of greedy answers to 256 held-out rows at the last step, blind accuracy that of the same rows
+with gray pictures. What a model sees is the difference of the two. Runs are paired by seed, and the interval is the
+95 % interval of the mean difference to GRPO (Student's t, four degrees of freedom).
+
+1. The task can tell methods apart if, over seeds, the mean blind accuracy after SFT is at least 0.35, and the interval
+   of GRPO's gain in accuracy over SFT lies above 0.
+2. A method helps if the interval of accuracy lies above 0, and hurts if it lies below. Otherwise nothing is shown.
+3. It sees more, or less, if the same holds for accuracy minus blind accuracy.
 """
 
 import argparse
 import json
-import statistics
-import subprocess
 import sys
-import tempfile
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks import common  # noqa: E402
+from benchmarks.sums import call, read_lines  # noqa: E402
+from minivlmrl.extras.compare import difference  # noqa: E402
+
 FOLDER = "recipes/methods"
-STEPS = 40
+STEPS = 150
 COMMON = [
-    "shapes.yaml",
-    f"--data.task={FOLDER}/half_blind.py:TASK",
-    "--data.eval_rows=128",
-    "--data.eval_without_images=true",
-    "--num_threads=1", "--checkpoint_minutes=0", "--log_completions=0", f"--grpo.max_steps={STEPS}",
-    "--grpo.prompts_per_step=8", "--grpo.micro_batch_size=8", "--grpo.learning_rate=6e-4",
+    f"--data.task={FOLDER}/half_blind.py:TASK", "--data.eval_rows=256", "--data.eval_without_images=true",
+    "--num_threads=1", "--state_minutes=0", "--resume=auto", "--log_completions=0", "--sft.max_steps=100",
+    f"--grpo.max_steps={STEPS}", "--eval_steps=75", "--grpo.prompts_per_step=8", "--grpo.micro_batch_size=8",
+    "--grpo.num_iterations=2", "--grpo.learning_rate=6e-4", "--grpo.loss_type=dapo", "--grpo.beta=0",
 ]  # fmt: skip
-METHODS = {
+NOISY = f"{FOLDER}/noisy_rollout.py:NoisyRollout(steps={STEPS})"
+# {arm: stages and options}
+ARMS = {
     "grpo": ["--stages=[grpo]"],
     "vppo": [f"--stages=[{FOLDER}/vppo.py:VPPO]"],
     "papo": [f"--stages=[{FOLDER}/papo.py:PAPO]"],
+    "noisy_rollout": ["--stages=[grpo]", f"--sampling.engine={NOISY}", "--rollout.max_logp_mismatch=.inf"],
     "pgpo": [f"--stages=[{FOLDER}/pgpo.py:PGPO]"],
-    "noisy_rollout": [
-        "--stages=[grpo]", f"--sampling.engine={FOLDER}/noisy_rollout.py:NoisyRollout(steps={STEPS})",
-        "--rollout.max_logp_mismatch=.inf",
-    ],
-    "pairwise": ["--stages=[grpo]", f"--grpo.advantages={FOLDER}/functions.py:pairwise"],
     "nsr": ["--stages=[grpo]", f"--grpo.advantages={FOLDER}/functions.py:nsr(right=1.5)"],
-}  # fmt: skip
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # {number of seeds: quantile of Student's t}
+    "aspo": ["--stages=[grpo]", f"--grpo.loss_type={FOLDER}/functions.py:aspo"],
+}
+CURVES = {"accuracy": "accuracy_greedy", "sampled": "accuracy_sampled", "blind": "accuracy_gray_image"}
+# measures of the criterion, of a run
+MEASURES: dict[str, Callable[[dict], float]] = {
+    "accuracy": lambda run: run["accuracy"][-1],
+    "blind": lambda run: run["blind"][-1],
+    "sees": lambda run: run["accuracy"][-1] - run["blind"][-1],
+}
 
 
-def train(seed: int, folder: Path, options: list[str]) -> dict:
-    """Train, and return the last evaluation and the mean training reward of each step."""
-    command = [sys.executable, "train.py", *COMMON, f"--seed={seed}", f"--output_dir={folder}", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}")
-    lines = {name: (folder / f"{name}.jsonl").read_text().splitlines() for name in ("metrics", "evaluations")}
-    last = json.loads(lines["evaluations"][-1])
-    names = {"accuracy": "eval/accuracy_greedy", "blind": "eval/accuracy_gray_image"}
-    values = {short: last[name] for short, name in names.items()}
-    return values | {"reward": [round(json.loads(line).get("reward", 0.0), 4) for line in lines["metrics"]]}
+def train(work: Path, arm: str, seed: int) -> dict:
+    """Train an arm unless its folder is complete; return its curves and cost."""
+    folder, start = work / f"{arm}_{seed}", work / f"sft_{seed}"
+    options = ["--stages=[sft]"] if arm == "sft" else ["--model.config=null", f"--model.path={start}/checkpoint"]
+    if not (folder / "run.json").exists():
+        command = ["train", "recipes/shapes.yaml", f"--output_dir={folder}", f"--seed={seed}", *COMMON, *options]
+        command += ARMS.get(arm, [])
+        cost = call(command)["cpu_seconds"]
+        shown = " ".join(command).replace(str(work), "work")
+        (folder / "run.json").write_text(json.dumps({"cpu_seconds": cost, "command": f"minivlmrl {shown}"}))
+    evaluations = {line["step"]: line for line in read_lines(folder / "evaluations.jsonl")}
+    return {
+        "arm": arm,
+        "seed": seed,
+        "steps": list(evaluations),
+        **{name: [line[f"eval/{key}"] for line in evaluations.values()] for name, key in CURVES.items()},
+        "reward": [round(line["reward"], 4) for line in read_lines(folder / "metrics.jsonl") if "reward" in line],
+        **json.loads((folder / "run.json").read_text()),
+    }
 
 
-def compare(runs: dict[str, dict], method: str) -> str:
-    """Return a line with means, and the paired difference to GRPO with its interval."""
-    seeds = [key.partition("/")[2] for key in runs if key.startswith(f"{method}/") and f"grpo/{key[-1]}" in runs]
-    texts = [f"{method:14} {len(seeds)} seeds"]
-    for name, value in (
-        ("accuracy", lambda run: run["accuracy"]),
-        ("blind", lambda run: run["blind"]),
-        ("seen", lambda run: run["accuracy"] - run["blind"]),
-    ):
-        own = [value(runs[f"{method}/{seed}"]) for seed in seeds]
-        differences = [x - value(runs[f"grpo/{seed}"]) for x, seed in zip(own, seeds, strict=True)]
-        text = f"{name} {statistics.fmean(own):.3f}" if own else name
-        if len(seeds) in T_95 and method != "grpo":
-            half = T_95[len(seeds)] * statistics.stdev(differences) / len(seeds) ** 0.5
-            mean = statistics.fmean(differences)
-            verdict = "more" if mean - half > 0 else "less" if mean + half < 0 else "not shown"
-            text += f" ({mean:+.3f} +- {half:.3f}: {verdict})"
-        texts.append(text)
-    return ", ".join(texts)
+def verdict(pairs: list[tuple[float, float]]) -> dict:
+    """Apply the criterion to pairs (GRPO, method): mean difference, half width of its interval, verdict."""
+    found = difference(pairs)
+    if found is None:
+        return {}
+    mean, half = found
+    words = "more" if mean - half > 0 else "less" if mean + half < 0 else "not shown"
+    return {"difference": mean, "half_width": half, "verdict": words}
+
+
+def compare(runs: list[dict]) -> dict[str, dict]:
+    """Return {arm: {measure: mean over seeds, and the verdict against GRPO}}; for GRPO, against SFT."""
+    found = {}
+    for arm in ("sft", *ARMS):
+        by_seed = {run["seed"]: run for run in runs if run["arm"] == arm}
+        other = {run["seed"]: run for run in runs if run["arm"] == ("sft" if arm == "grpo" else "grpo")}
+        found[arm] = {"seeds": len(by_seed)}
+        for name, measure in MEASURES.items() if by_seed else ():
+            pairs = [(measure(other[seed]), measure(run)) for seed, run in by_seed.items() if seed in other]
+            against = {} if arm == "sft" else verdict(pairs)
+            found[arm][name] = {"mean": fmean(map(measure, by_seed.values())), **against}
+    return found
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True, help="file with finished runs, which are not repeated")
-    parser.add_argument("--only", nargs="*", default=[*METHODS], choices=METHODS)
-    parser.add_argument("--seeds", nargs="*", type=int, default=range(5))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", default=[*ARMS], choices=ARMS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     options = parser.parse_args()
-    runs = json.loads(options.json.read_text()) if options.json.exists() else {}
-    with tempfile.TemporaryDirectory() as folder:
-        for seed, method in product(options.seeds, options.only):
-            if f"{method}/{seed}" in runs:
-                continue
-            start = Path(folder, f"sft{seed}")
-            if not start.exists():
-                train(seed, start, ["--stages=[sft]"])
-            model = ["--model.config=null", f"--model.path={start}/checkpoint"]
-            runs[f"{method}/{seed}"] = train(seed, Path(folder, f"{method}{seed}"), [*model, *METHODS[method]])
-            options.json.write_text(json.dumps(runs, indent=1) + "\n")
-            print(
-                f"{method}/{seed}", {name: runs[f"{method}/{seed}"][name] for name in ("accuracy", "blind")}, flush=True
-            )
-    for method in METHODS:
-        print(compare(runs, method))
+    results = {**common.provenance(), "runs": []}
+    for seed, arm in product(options.seeds, ["sft", *options.only]):
+        results["runs"].append(train(options.work.resolve(), arm, seed))
+        results["comparison"] = compare(results["runs"])
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    for arm, found in results["comparison"].items():
+        print(arm, json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from minivlmrl.tasks import shapes
 from minivlmrl.tasks.registry import FRESH_ROWS, Task
 
 RIGHT = 0.5  # fraction of rows whose hint is the solution
+REPEATED = 0.875  # fraction of demonstrations that repeat the hint, right or wrong
 
 
 @dataclass
@@ -27,7 +28,7 @@ class HalfBlind(shapes.Shapes):
         problem = f"Perhaps a {hint}. {shapes.PROBLEM}"
         row.messages = conversation(problem, {"image": 1}, self.prompt_template, self.system_prompt)
         row.columns["problem"] = problem
-        row.completion = shapes.tagged_answer(rng.choice([hint, solution]))  # SFT learns to look and to repeat the hint
+        row.completion = shapes.tagged_answer(hint if rng.random() < REPEATED else solution)
         return row
 
 
@@ -38,7 +39,8 @@ def tokenizer():
 
 
 def datasets(data, seed):
-    demonstrations = HalfBlind(96, f"{seed}/sft")
+    # 96 rows, as in the built-in task, would be learned by heart, and the hint ignored
+    demonstrations = HalfBlind(4096, f"{seed}/sft")
     return {"demonstrations": demonstrations, "prompts": HalfBlind(FRESH_ROWS, f"{seed}/grpo")}, HalfBlind(
         data.eval_rows, "eval"
     )

@@ -88,6 +88,24 @@ def test_the_criterion_of_same_curve_pairs_runs_by_seed(monkeypatch, scipy):
     assert low < 0 < high and found["p"] == pytest.approx(scipy.stats.ttest_rel([0.2, 0.9], [0.1, 0.7]).pvalue)
 
 
+def test_the_criterion_of_methods_pairs_runs_by_seed(scipy):
+    methods = importlib.import_module("benchmarks.methods")
+    accuracies = {"sft": [0.5, 0.5, 0.4], "grpo": [0.6, 0.8, 0.7], "papo": [0.7, 0.9, 0.81], "nsr": [0.6, 0.9, 0.6]}
+    runs = [
+        {"arm": arm, "seed": seed, "accuracy": [0.1, value], "blind": [0.1, 0.3]}
+        for arm, values in accuracies.items() for seed, value in enumerate(values)
+    ]  # fmt: skip
+    found = methods.compare(runs[::-1])
+    assert found["sft"]["accuracy"] == {"mean": pytest.approx(1.4 / 3)}
+    assert [found[arm]["accuracy"]["verdict"] for arm in ("grpo", "papo", "nsr")] == ["not shown", "more", "not shown"]
+    for arm, start in (("grpo", "sft"), ("papo", "grpo"), ("nsr", "grpo")):
+        low, high = scipy.stats.ttest_rel(accuracies[arm], accuracies[start]).confidence_interval()
+        for measure in (found[arm]["accuracy"], found[arm]["sees"]):
+            assert measure["difference"] == pytest.approx((low + high) / 2)
+            assert measure["half_width"] == pytest.approx((high - low) / 2, rel=1e-3)
+        assert found[arm]["blind"]["difference"] == 0
+
+
 def test_exact_claims_are_as_recorded():
     recorded = json.loads((ROOT / "docs" / "curves" / "claims.json").read_text())
     claims = importlib.import_module("benchmarks.claims")
