@@ -6,16 +6,13 @@ Equal rewards for all completions, the most common mistake, are reported after t
 
 import json
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import compress
 
-import torch
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.errors import pluralize, truncate
-from minivlmrl.rewards.registry import training_rewards
+from minivlmrl.errors import pluralize
 from minivlmrl.run.callbacks import Watcher
 from minivlmrl.run.evaluate import lowered_metrics, noise
 from minivlmrl.run.metrics import MetricsLog
@@ -24,7 +21,6 @@ from minivlmrl.trainers.base import Rollout, Step, Trainer
 
 TAG_REWARDS = "format", "box_format"  # rewards for <think> and <answer> tags
 WINDOW = 10  # consecutive optimizer steps for which the condition of a warning must hold
-BASELINE_ROLLOUTS = 50  # rollouts before a warning from majority_baseline
 FALLEN = 0.2  # warn if the mean reward falls by this fraction of the reward range
 MEMORISED = 0.3  # warn if the training reward exceeds the held-out reward by this
 
@@ -69,8 +65,6 @@ class WarningRules:
         self.recent = deque(maxlen=WINDOW)
         self.active: set[str] = set()  # warnings whose condition held at the last step
         self.rollout = None
-        # solutions and rewards of recent rollouts
-        self.recent_rewards = deque(maxlen=BASELINE_ROLLOUTS)
         self.extremes = []  # lowest and highest total reward
         self.best_mean = -math.inf  # highest mean reward over 10 steps
 
@@ -78,8 +72,6 @@ class WarningRules:
         """Add a step's metrics, and return new warnings."""
         if rollout is not None and rollout is not self.rollout:
             self.rollout = rollout
-            solutions = [str(group[0].row.columns.get("solution")) for group in rollout.groups]
-            self.recent_rewards.append((solutions, rollout.rewards))
             totals = self.trainer.total_rewards(rollout.samples)
             ordered = sorted([*self.extremes, *totals[~totals.isnan()].tolist()])
             self.extremes = ordered[:1] + ordered[-1:]
@@ -119,8 +111,7 @@ class WarningRules:
 
     def state(self) -> str:
         """Return metrics and warnings as JSON, for a resumed run."""
-        rewards = [(solutions, rewards.tolist()) for solutions, rewards in self.recent_rewards]
-        recent = [*self.recent], sorted(self.active), self.best_mean, rewards, self.extremes
+        recent = [*self.recent], sorted(self.active), self.best_mean, self.extremes
         return json.dumps([[*self.config.rewards.items()], *recent])
 
     def restore(self, state: str):
@@ -128,10 +119,9 @@ class WarningRules:
         names_and_weights, *values = json.loads(state)
         if names_and_weights != [[*item] for item in self.config.rewards.items()]:
             return
-        recent, active, self.best_mean, rewards, self.extremes = values
+        recent, active, self.best_mean, *_, self.extremes = values
         self.recent.extend(recent)
         self.active.update(active)
-        self.recent_rewards += [(solutions, torch.tensor(values)) for solutions, values in rewards]
 
     def always(self, name: str, value: float) -> bool:
         """Return whether a metric had this value in all recent steps."""
@@ -175,7 +165,6 @@ class WarningRules:
                 f"({self.config.sampling.max_new_tokens}). Raise this limit, or ask for shorter answers in "
                 "data.prompt_template.",
             )
-        yield from self.majority_baseline()
         yield from self.unused_parameters()
 
     def advised(self, names: Iterable[str]) -> list[str]:
@@ -223,30 +212,6 @@ class WarningRules:
                 "rows would train, or the weights have diverged; in that case lower "
                 f"{self.trainer.stage}.learning_rate.",
             )
-
-    def majority_baseline(self) -> Iterator[tuple[str, str]]:
-        """Warn if the policy scores no higher than always answering the most frequent solution."""
-        if len(self.recent_rewards) < BASELINE_ROLLOUTS:
-            return
-        solutions = [solution for texts, _ in self.recent_rewards for solution in texts]
-        # one (completions, rewards) tensor per row, because num_generations may vary
-        rows = [row for texts, rewards in self.recent_rewards for row in rewards.unflatten(0, (len(texts), -1))]
-        for index, reward in enumerate(training_rewards(self.config)):
-            is_scored = [not row[:, index].isnan().any() for row in rows]
-            if reward.name not in self.goals or "solution" not in reward.columns or not any(is_scored):
-                continue
-            [(solution, count)] = Counter(compress(solutions, is_scored)).most_common(1)
-            share = count / sum(is_scored)
-            values = torch.cat([row[:, index] for row in compress(rows, is_scored)]).double()
-            low, high, mean = values.min().item(), values.max().item(), values.mean().item()
-            baseline = low + (high - low) * share
-            if low < high and mean <= baseline:
-                yield (
-                    f"blind {reward.name}",
-                    f"Over {BASELINE_ROLLOUTS} rollouts, the mean of reward {reward.name} ({mean:.3g}) is no better "
-                    f"than always answering {truncate(solution, 80)} ({baseline:.3g}). Check that each solution "
-                    f"belongs to its row; if it does, the model needs {self.demonstrations}.",
-                )
 
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
         """Warn about trained parameters without a gradient."""

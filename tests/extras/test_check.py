@@ -90,20 +90,6 @@ def test_one_long_demonstration_in_forty_is_found(tmp_path):
     assert not list(check_rows.check_answers(config, ["completion"], rows, PROCESSOR))
 
 
-def contains(completions, solution, **columns):
-    return [20.0 * (truth in text) for text, truth in zip(completions, solution, strict=True)]
-
-
-def cached():
-    known = {}
-
-    def by_text(completions, answer_texts, solution, **columns):
-        pairs = zip(completions, answer_texts, solution, strict=True)
-        return [known.setdefault(str(text), float(answer == truth)) for text, answer, truth in pairs]
-
-    return by_text
-
-
 def small(answer_texts, solution, **columns):
     return [0.1 * (answer == truth) for answer, truth in zip(answer_texts, solution, strict=True)]
 
@@ -111,16 +97,6 @@ def small(answer_texts, solution, **columns):
 def shape_rows():
     rows = [replace(shapes.Shapes(16, "own")[i], key=str(i)) for i in range(16)]
     return [replace(row, completion=f"<answer>{row.columns['solution']}</answer>") for row in rows]
-
-
-LIST = "solutions of all checked rows, and {} for correct answers, so the policy would learn to write this list"
-CACHE = "but 0.00 if the same text was first scored for another row. If the function caches values"
-
-
-@pytest.mark.parametrize(("function", "expected"), [(contains, LIST.format("20.00")), (cached(), CACHE), (small, None)])
-def test_hacks_of_rewards_that_read_the_solution(function, expected):
-    found = findings([Reward("own", function)], shape_rows())
-    assert any(expected in sentence for sentence in found) if expected else not found, found
 
 
 def test_demonstrations_are_compared_with_the_highest_reward():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minivlmrl.config.options import LoRAOptions, RolloutOptions, RunConfig, SamplingOptions
-from minivlmrl.extras.warnings import BASELINE_ROLLOUTS, WINDOW, WarningRules
+from minivlmrl.extras.warnings import WINDOW, WarningRules
 from minivlmrl.losses.advantages import combine
 from minivlmrl.run import metrics as metrics_module
 from minivlmrl.run.metrics import check_mismatch
@@ -135,7 +135,7 @@ def test_a_penalty_may_be_zero_and_may_fall():
     rules = make_rules(evaluated=dict.fromkeys(HELD_OUT, 0.9), accuracy=-1.0)
     groups = groups_of("cat", "cat")
     values = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
-    for _ in range(BASELINE_ROLLOUTS):
+    for _ in range(2 * WINDOW):
         assert rules.step(HEALTHY | {"rewards/accuracy/mean": 0.0}, rollout_with(values, groups)) == []
     rules.recent.extend([HEALTHY] * WINDOW)
     low = dict.fromkeys(HELD_OUT, 0.0)
@@ -174,40 +174,36 @@ def test_a_run_in_which_one_reward_never_rises_is_no_success():
     assert message[1].startswith("Reward accuracy is 0 for all completions")
 
 
-@pytest.mark.parametrize("killed", [1, 22, BASELINE_ROLLOUTS, BASELINE_ROLLOUTS + 1])
+@pytest.mark.parametrize("killed", [1, 22, 50])
 def test_a_resumed_run_gives_the_same_warnings(killed):
     def rollout(number):  # NaN marks a completion that a reward could not score
         rewards = torch.tensor([[1.0, 1.0], [0.0, math.nan]] if number % 2 else [[1.0, 0.1], [0.0, 0.0]])
-        if number >= BASELINE_ROLLOUTS:
+        if number >= 50:
             rewards = torch.ones(2, 2)
         return rollout_with(rewards, groups_of("cat", "dog"))
 
     def step(rules, number):
         flat = (SAME if 12 < number < 30 else {}) | {"loss": math.nan}
-        if number > BASELINE_ROLLOUTS + 2:
+        if number > 52:
             flat |= SAME | {"reward": 1.5}
         return rules.step(HEALTHY | flat, rollout(number))
 
     whole, first, second = (make_rules() for _ in range(3))
-    expected = [step(whole, number) for number in range(2 * BASELINE_ROLLOUTS)]
-    assert sum(map(len, expected)) >= 3 and "The mean reward is 1.5" in str(expected)
+    expected = [step(whole, number) for number in range(100)]
+    assert sum(map(len, expected)) >= 2 and "The mean reward is 1.5" in str(expected)
     message = [step(first, number) for number in range(killed)]
     second.restore(first.state())
-    assert message + [step(second, number) for number in range(killed, 2 * BASELINE_ROLLOUTS)] == expected
+    assert message + [step(second, number) for number in range(killed, 100)] == expected
 
 
-def test_a_resumed_run_may_have_other_rewards_and_more_completions():
-    """Rewards of another section `rewards` are dropped; groups may have another size."""
-    groups = groups_of("cat", "dog")
+def test_a_resumed_run_may_have_other_rewards():
+    """Metrics of another section `rewards` are dropped."""
     first, same, other = make_rules(), make_rules(), make_rules(accuracy=2.0)
-    for _ in range(BASELINE_ROLLOUTS - 1):
-        first.step(HEALTHY, rollout_with([[1.0, 1.0], [0.0, 0.0]], groups))
+    for _ in range(WINDOW - 2):
+        first.step(HEALTHY)
     for rules in (same, other):
         rules.restore(first.state())
-    wider = rollout_with([[1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]], groups)
-    assert "accuracy (0.49) is no better than always answering 'cat' (0.5)" in str(same.step(HEALTHY, wider))
-    assert other.step(HEALTHY, rollout_with([[1.0, 1.0]] * 2, groups)) == []
-    assert len(other.recent) == len(other.recent_rewards) == 1
+    assert [len(rules.recent) for rules in (same, other)] == [WINDOW - 2, 0]
 
 
 def test_weights_without_a_gradient_are_reported():
@@ -242,19 +238,3 @@ def test_another_temperature_in_training_stops_the_run(stage, monkeypatch):
     run.trainer.temperature = 1.0
     with pytest.raises(ValueError, match="such as another temperature"):
         run.go(1)
-
-
-@pytest.mark.parametrize(("mean", "message"), [(0.55, False), (0.5, True)])
-def test_a_policy_must_beat_a_constant_answer(mean, message):
-    groups = groups_of("cat", "dog", "cat", "ant", "judged by no one")
-    right = torch.zeros(100)
-    right[: round(100 * mean)] = 1
-    rewards = torch.stack([torch.ones(125), torch.cat([right, torch.full((25,), math.nan)])], 1)
-    rules = make_rules()
-    for number in range(BASELINE_ROLLOUTS):
-        found = rules.step(HEALTHY, rollout_with(rewards, groups))
-        assert bool(found) == (message and number == BASELINE_ROLLOUTS - 1)
-    # a second pass over the same rollout adds no rewards to the mean
-    assert rules.step(HEALTHY, rules.rollout) == [] and len(rules.recent_rewards) == BASELINE_ROLLOUTS
-    if message:
-        assert "accuracy (0.5) is no better than always answering 'cat' (0.5)" in found[0]

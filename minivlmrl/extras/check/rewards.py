@@ -211,10 +211,6 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
                         f"Reward {reward.name} is {mean:.2f} for {name} ({truncate(text, 40)}), so the policy would "
                         "learn to write this text. Change the reward so that it depends on the answer."
                     )
-            if "solution" in reward.columns:
-                alone = replace(trial, rewards=[reward], weights=torch.ones(1))
-                yield from check_all_labels(alone, means[-1])
-                yield from check_cache(alone)
 
 
 def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) -> Iterator[str]:
@@ -305,48 +301,10 @@ def check_constant(
         )
 
 
-def check_all_labels(trial: Trial, right_mean: float) -> Iterator[str]:
-    """Check whether listing all solutions, as in "cat, dog, horse", scores high."""
-    labels = sorted({texts[0] for texts in solutions_of(trial.rows)})
-    if len(labels) == 1 or any(parse_boxes(label) for label in labels):
-        return
-    mean = trial.score_answers([", ".join(labels)] * len(trial.rows)).nanmean().item()
-    if right_mean > 0 and mean > 0.8 * right_mean:
-        yield (
-            f"Reward {trial.rewards[0].name} is {mean:.2f} for a text that lists the {len(labels)} solutions of all "
-            f"checked rows, and {right_mean:.2f} for correct answers, so the policy would learn to write this list. "
-            "Compare the whole answer (column answer_texts) with the solution."
-        )
-
-
-def check_cache(trial: Trial) -> Iterator[str]:
-    """Check whether a reward caches values by completion text alone, without the solution."""
-    solutions = [row.columns.get("solution") for row in trial.rows]
-    # with data.answer_format=whole, the reasoning is a part of the answer
-    if trial.processor.answer_format == "whole" or all(solution == solutions[0] for solution in solutions):
-        return
-    answers, rows = trial.right_answers(), [*trial.rows]
-    others = [next(x for x in rows if x.columns.get("solution") != solution) for solution in solutions]
-
-    def score(first_rows: list[Row], second_rows: list[Row], thought: str) -> tuple[Tensor, ...]:
-        texts = [format_completion(answer, trial.processor, thought) for answer in answers]
-        return replace(trial, rows=first_rows + second_rows).score_texts(texts * 2)[:, 0].chunk(2)
-
-    first, second = score(rows, others, "hm")[0], score(others, rows, "so")[1]
-    faults = second < first / 2
-    if faults.any():
-        index = int(faults.int().argmax())
-        yield (
-            f"Reward {trial.rewards[0].name} is {first[index]:.2f} for the answer {truncate(answers[index], 60)} to "
-            f"{rows[index].name}, but {second[index]:.2f} if the same text was first scored for another "
-            "row. If the function caches values, add the solution to the cache key."
-        )
-
-
-def format_completion(answer: str, processor: Processor, thought: str = "hm") -> str:
+def format_completion(answer: str, processor: Processor) -> str:
     """Write an answer as data.answer_format asks for it."""
     form = {"tags": ROLLOUT, "whole": "{1}"}.get(processor.answer_format, "{}\n{}")
-    return form.format(thought, find_answer(answer) or answer)
+    return form.format("hm", find_answer(answer) or answer)
 
 
 def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
