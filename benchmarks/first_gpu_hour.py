@@ -35,8 +35,7 @@ class Part(NamedTuple):
     needs: tuple[str, ...] = ()
 
 
-TRL = ("trl", "datasets", "transformers")
-# most important first; the first seven-minute call runs parts up to `lora`, a second one up to `profile`
+# most important first; the first seven-minute call runs parts up to `lora`, a second one up to `minimal_dpo`
 PARTS = {
     "self_test": Part(35, "gpu.py self_test"),
     "tests": Part(60, "gpu.py tests", ("pytest", "xdist")),
@@ -46,13 +45,8 @@ PARTS = {
     "minimal_grpo": Part(90, "gpu_minimal.py minimal grpo"),
     "lora": Part(60, "gpu.py lora"),
     "nf4": Part(70, "gpu.py nf4"),
-    "decode": Part(45, "gpu.py decode"),
     "default_run": Part(45, "gpu.py train"),
-    "trl_sdpa": Part(130, "gpu.py trl_step sdpa", TRL),
     "minimal_dpo": Part(50, "gpu_minimal.py minimal dpo"),
-    "products": Part(25, "gpu_kernels.py products"),
-    "profile": Part(45, "gpu_kernels.py profile"),
-    "trl_flash": Part(110, "gpu.py trl_step flash_attention_2", (*TRL, "flash_attn")),
     "vllm_tests": Part(300, "gpu.py vllm_tests", ("vllm", "pytest", "xdist")),
     "vllm_run": Part(120, "gpu.py train -- --model.compute_dtype=bfloat16 --sampling.engine=vllm", ("vllm",)),
 }

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -29,15 +29,14 @@ from torch import Tensor
 
 if os.environ.get("MINIVLMRL_KERNELS") == "triton" and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before importing triton below
-from common import CARD, part, report, report_skipped, run_part, seconds_of, synchronize
-from grpo_step import Ours, make_rows, trl_clock, trl_side
+from common import CARD, part, report, run_part, seconds_of, synchronize
+from grpo_step import Ours, make_rows
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.data.rows import Completion, Prompt
 from minivlmrl.distributed.process_group import World
-from minivlmrl.distributed.saving import save_model
 from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.extras.memory.estimate import RESERVE, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
 from minivlmrl.generation import generate, sampler
@@ -318,7 +317,6 @@ class GRPOStep(Ours):
             recompute_blocks(model)
         super().__init__(GRPOTrainer(config, model, processor, World(device=CARD)), rows)
         self.prompts = [row.prompt(processor) for row in rows]
-        self.rows = rows
         self.model = model
         self.mismatch = 0.0
         if CARD.type == "cuda":
@@ -329,11 +327,6 @@ class GRPOStep(Ours):
         metrics = super().step()
         self.mismatch = max(self.mismatch, metrics["rollout/logp_mismatch"])
         return metrics
-
-    def sample(self, count: int, num_generations: int, new_tokens: int):
-        """Sample completions for the first `count` prompts."""
-        self.trainer.config.sampling.max_new_tokens = new_tokens
-        self.trainer.sampler(self.prompts[:count], num_generations, [str(i) for i in range(count)])
 
     def planned_gb(self) -> float:
         """Return the estimate of `minivlmrl memory` for this step in GB, without the reserve."""
@@ -438,71 +431,6 @@ def now() -> "torch.cuda.Event | float":
 
 def seconds_between(before: "torch.cuda.Event | float", after: "torch.cuda.Event | float") -> float:
     return after - before if CARD.type == "cpu" else before.elapsed_time(after) / 1e3
-
-
-# ---- decoding -------------------------------------------------------------------------------------------------------
-
-
-@part
-def decode(toy: bool):
-    """Measure milliseconds per decode step of a 3B model with 1 to 256 rows.
-
-    The time difference between rollouts with many and few tokens excludes prefill and graph capture.
-    """
-    built = GRPOStep(STEP, toy)
-    few, many = (2, 4) if toy else (32, 160)
-    for prompts, generations in ((1, 1), (2, 2)) if toy else ((1, 1), (1, 8), (8, 8), (8, 16), (8, 32)):
-        built.sample(prompts, generations, few)  # warm-up
-        seconds = {n: fastest(partial(built.sample, prompts, generations, n)) for n in (few, many)}
-        spent = 1e3 * (seconds[many] - seconds[few]) / (many - few)
-        report(f"{prompts * generations} rows of {prompts} prompts", spent, "ms a token")
-
-
-def fastest(call: Callable) -> float:
-    """Call twice, and return the shorter time in seconds."""
-    return min(seconds_of(call) for _ in range(2))
-
-
-# ---- TRL -----------------------------------------------------------------------------------------------------------
-
-
-@part
-def trl_step(toy: bool, attention: str):
-    """Measure whole GRPO steps in TRL, with the same model size, prompts and completion lengths as the part `step`.
-
-    Gradient checkpointing is on, as in TRL's examples, and a micro-batch is a prompt with its completions.
-    """
-    if attention != "sdpa" and CARD.type == "cpu":
-        return report_skipped(f"step with {attention}", "this part needs a GPU")
-    pixels, prompts, new_tokens = (56, 2, 4) if toy else (STEP.pixels, 8, 256)
-
-    def report_step(number: int, seconds: float) -> bool:
-        report(f"{attention}: step {number}", seconds, "s")
-        if CARD.type == "cuda":
-            report(f"{attention}: peak memory", torch.cuda.max_memory_allocated() / 1e9, "GB")
-        return seconds > 55  # True ends training before the second step
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model"
-        small, processor, token_ids = small_model(Path(folder))
-        save_model(path, small, processor)
-        config = config_json.from_dict(read_config("toy" if toy else STEP.size) | token_ids)
-        model = twin(build(config, torch.float32 if toy else torch.bfloat16))
-        model.set_attn_implementation(attention)
-        model.generation_config.eos_token_id = None  # no end token, so that completions have equal lengths
-        generation = {"min_new_tokens": new_tokens, "suppress_tokens": sorted(token_ids.values())}
-        trainer = trl_side(
-            model, path, make_rows(pixels, prompts), 2, trl_clock(report_step), new_tokens, gradient_checkpointing=True,
-            per_device_train_batch_size=8, gradient_accumulation_steps=prompts, generation_kwargs=generation, beta=0.0,
-            learning_rate=1e-6,
-        )  # fmt: skip
-        sampled = []
-        generate_and_score = marked(trainer._generate_and_score_completions, sampled)
-        with mock.patch.object(trainer, "_generate_and_score_completions", generate_and_score):
-            trainer.train()
-        synchronize()
-    for pair in sampled:
-        report(f"{attention}: sampling and rewards of a step", seconds_between(*pair), "s")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measure kernels and matrix products on a GPU, and compare them with the GPU's limits.
+"""Measure kernels on a GPU, and compare them with the GPU's limits.
 
 python benchmarks/gpu_kernels.py kernels          # each Triton kernel at the sizes of Qwen2.5-VL-3B
 python benchmarks/gpu_kernels.py kernels --toy    # tests this script at toy size in float32, even on a CPU
@@ -182,54 +182,6 @@ def measure_nf4(toy: bool, dtype: torch.dtype):
         return
     moved = packed.nbytes + indices.nbytes + size * dtype.itemsize
     report_kernel(name, lambda: nf4_unpack(packed, indices, scales, offset, tables, dtype), moved, size)
-
-
-@part
-def products(toy: bool):
-    """Measure matrix products that could be slow: a width that is not a multiple of 8, adapters, float32 logits."""
-    dtype = torch.float32 if toy else torch.bfloat16
-    patches, width = (64, 16) if toy else (32768, 1280)
-    for columns in (20, 24) if toy else (3420, 3424):
-        x, w = normal(dtype, patches, width), normal(dtype, columns, width)
-        gradient = normal(dtype, patches, columns)
-        report(f"x W^T, {columns} columns", milliseconds(partial(torch.matmul, x, w.T)), "ms")
-        report(f"dW, {columns} columns", milliseconds(partial(torch.matmul, gradient.T, x)), "ms")
-    tokens, features, rank = (4, 32, 4) if toy else (3072, 11008, 64)
-    x, A = normal(torch.float32, tokens, features), normal(torch.float32, rank, features)
-    settings = torch.backends.cuda.matmul
-    before = settings.fp32_precision
-    for precision in ("ieee", "tf32"):
-        settings.fp32_precision = precision
-        report(f"x A^T of an adapter, {precision}", milliseconds(lambda: x @ A.T), "ms")
-    settings.fp32_precision = before
-    if CARD.type == "cuda" and not toy:
-        hidden, head = normal(dtype, 64, 2048), normal(dtype, 2048, 151936)
-        in_float32 = milliseconds(lambda: torch.mm(hidden, head, out_dtype=torch.float32))
-        report("logits of 64 rows, in float32", in_float32, "ms")
-        report("logits of 64 rows, in bfloat16", milliseconds(lambda: hidden @ head), "ms")
-
-
-@part
-def profile(toy: bool):
-    """Count the kernels in a short rollout, and list the slowest."""
-    from gpu import STEP, GRPOStep
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
-
-    built = GRPOStep(STEP, toy)
-    count, tokens = len(built.prompts), 4 if toy else 24
-    built.sample(count, 8, tokens)  # warm-up
-    activity, key = ProfilerActivity.CUDA, "self_device_time_total"
-    if CARD.type == "cpu":
-        activity, key = ProfilerActivity.CPU, "self_cpu_time_total"
-    with record(activities=[activity]) as recorded:
-        built.sample(count, 8, tokens)
-        synchronize()
-    events = sorted(recorded.key_averages(), key=lambda event: -getattr(event, key))
-    report(f"kernels of a rollout with {tokens} tokens", sum(event.count for event in events), "")
-    report("their time", sum(getattr(event, key) for event in events) / 1e3, "ms")
-    for event in events[:24]:
-        print(f"{getattr(event, key) / 1e3:9.2f} ms {event.count:6} x  {event.key[:90]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # set before importing transformers, to use 
 # before importing torch, with minivlmrl's value
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
-from common import provenance, synchronize
+from common import provenance
 from torch import Tensor
 
 from minivlmrl.config.options import GRPOOptions, RunConfig, SamplingOptions
@@ -123,27 +123,6 @@ class PartTimer:
                 self.parts[name] += time.process_time() - begin
 
         setattr(owner, method, timed)
-
-
-def trl_clock(after_step: Callable[[int, float], bool | None]):
-    """Create a callback that times TRL steps, and calls `after_step` with step number and seconds.
-
-    Training ends if `after_step` returns True. From on_step_begin to on_step_end, TRL generates, scores with the
-    reference, runs forward and backward, clips and updates. Loading rows is not timed.
-    """
-    import transformers
-
-    class Clock(transformers.TrainerCallback):
-        def on_step_begin(self, *args, **kwargs):
-            synchronize()
-            self.begin = time.perf_counter()
-
-        def on_step_end(self, args, state, control, **kwargs):
-            synchronize()
-            seconds = time.perf_counter() - self.begin
-            control.should_training_stop |= bool(after_step(state.global_step, seconds))
-
-    return Clock()
 
 
 def main():
@@ -245,8 +224,8 @@ def our_side(model: VisionLanguageModel, processor: Processor, rows: list[Row], 
     return Ours(GRPOTrainer(run, model, endless, World()), rows)
 
 
-def trl_side(model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, callback, new_tokens: int, **options):
-    """Create the TRL trainer, with tokenizer and image settings from `folder`; `options` override its config."""
+def trl_side(model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, callback, new_tokens: int):
+    """Create the TRL trainer, with tokenizer and image settings from `folder`."""
     import datasets
     import trl
 
@@ -265,7 +244,7 @@ def trl_side(model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, 
     return trl.GRPOTrainer(
         model,
         judge,
-        trl.GRPOConfig(**defaults | COMMON | options),
+        trl.GRPOConfig(**defaults | COMMON),
         train_dataset=datasets.Dataset.from_list(chats),
         processing_class=trl_processor(folder),
         callbacks=[callback],

@@ -20,8 +20,7 @@ import gpu_minimal
 from first_gpu_hour import PARTS
 
 
-@pytest.mark.parametrize("part", ["kernels", "products"])
-def test_parts_run_on_a_simulated_gpu(part, monkeypatch, capsys):
+def test_kernels_run_on_a_simulated_gpu(monkeypatch, capsys):
     for module in (common, gpu_kernels):
         monkeypatch.setattr(module, "CARD", CUDA)
     for name, value in (("CALLS", 2), ("REPEATS", 1)):
@@ -29,7 +28,7 @@ def test_parts_run_on_a_simulated_gpu(part, monkeypatch, capsys):
     gpu_kernels.card_speeds.cache_clear()
     monkeypatch.setattr(gpu_kernels, "card_speeds", lambda: (1e10, 1e11))
     with PretendCuda():
-        getattr(gpu_kernels, part)(toy=True)
+        gpu_kernels.kernels(toy=True)
     numbers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(numbers) > 5
     assert all(number["value"] > 0 for number in numbers if "skipped" not in number and number["unit"] != "GB")
