@@ -4,7 +4,7 @@
     python benchmarks/learning.py --only grpo dpo --seeds 0 --json learning.json
     python benchmarks/learning.py --only grpo digits --threads 2
 
-Runs are also recorded in recipes/expected.json for benchmarks/expect.py, unless they have overrides or need files from
+Runs are also recorded in recipes/expected.json, for docs/results.md, unless they have overrides or need files from
 another script. Recipes in LONG run only if --only names them.
 
 A table row is one run of train.py, by default on one thread, so results do not depend on the number of cores. `sampled`
@@ -26,9 +26,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks import common, expect  # noqa: E402
+from benchmarks import common  # noqa: E402
 
-RECIPES = "recipes"
+RECIPES = ROOT / "recipes"
 
 
 @dataclass
@@ -101,7 +101,7 @@ def run(entry: Entry, seed: int, threads: int, overrides: list[str]) -> dict:
             script, *words = shlex.split(entry.before.format(root=ROOT, seed=seed))
             command = [sys.executable, str(Path(__file__).parent / script), *words]
             subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-        command = [sys.executable, str(ROOT / "train.py"), str(ROOT / RECIPES / entry.recipe), f"--seed={seed}"]
+        command = [sys.executable, str(ROOT / "train.py"), str(RECIPES / entry.recipe), f"--seed={seed}"]
         command += [f"--output_dir={folder}", f"--num_threads={threads}", *entry.overrides, *overrides]
         cwd = folder if entry.before else ROOT  # overrides have paths relative to this folder
         done = subprocess.run(command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -165,10 +165,14 @@ def main():
 
 
 def record(entry: Entry, seed: int, threads: int, summary: dict):
-    """Add a run to recipes/expected.json."""
-    line = {"recipe": entry.recipe, "overrides": entry.overrides, "seed": seed, "threads": threads}
-    line |= {"environment": common.about(), "commit": common.commit(), "results": expect.results(summary)}
-    expect.add_run(ROOT / RECIPES / expect.FILE, line)
+    """Add a run to recipes/expected.json, instead of one with the same recipe, overrides, seed and thread count."""
+    key = {"recipe": entry.recipe, "overrides": entry.overrides, "seed": seed, "threads": threads}
+    results = {name: values for name, values in summary.items() if isinstance(values, dict) and name != "seconds"}
+    run = key | {"environment": common.about(), "commit": common.commit(), "results": results}
+    path = RECIPES / "expected.json"
+    others = [other for other in json.loads(path.read_text()) if any(other[name] != key[name] for name in key)]
+    runs = sorted([*others, run], key=lambda run: json.dumps([run[name] for name in key]))
+    path.write_text("[\n" + ",\n".join(map(json.dumps, runs)) + "\n]\n")
 
 
 if __name__ == "__main__":

@@ -11,14 +11,10 @@ exist. A row has an image with 616 x 616 pixels, 60 text tokens, and answers wit
     Qwen2.5-VL-7B   149.4   153.2   167.6
 
 With --lora, a GRPO step of the 3B needs 13.8 GB after loading (2026-12-01).
-
-For comparison, the script prints the estimate of `minivlmrl memory` for the package with the same rows and
-recipes/own_data.yaml, without its reserve: 64.0, 64.0 and 71.5 GB for the 3B, and 141.3, 141.3 and 157.9 GB for the 7B.
 """
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import weakref
@@ -35,10 +31,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.papers import load_patched
-from minivlmrl.config.loading import load_config
-from minivlmrl.data.row_sizes import RowSize
-from minivlmrl.extras.memory.estimate import RESERVE, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
-from minivlmrl.model import config_json
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -215,15 +207,6 @@ def train(minimal, model, stage: str, count: Count):
         count.mark("AdamW")
 
 
-def estimate_package(config: dict, stage: str) -> float:
-    """Return the estimate of `minivlmrl memory` for the same rows in GB, without the reserve."""
-    run = load_config(ROOT / "recipes" / "own_data.yaml", [f"--stages=[{stage}]", f"--{stage}.micro_batch_size=1"])
-    row = RowSize(TEXT, (SIDE // 28) ** 2, answer_tokens=None if stage == "grpo" else ANSWER)
-    question = MemoryQuestion(run, stage, MemoryEstimator(config_json.from_dict(config)), 1, [row], held_out=())
-    with mock.patch.dict(os.environ, {"MINIVLMRL_KERNELS": "auto"}):  # estimate with Triton kernels
-        return (peak_bytes(estimate_phases(question)) - RESERVE) / 1e9
-
-
 def main():
     configs = json.loads((ROOT / "tests" / "recorded" / "hub_configs.json").read_text())
     names = [name for name, config in configs.items() if config["model_type"] == "qwen2_5_vl"]
@@ -261,7 +244,6 @@ def main():
             count.mark("frozen weights and adapters")
         train(minimal, model, options.stage, count)
     print(f"{options.model} {options.stage}: at most {count.largest / 1e9:.1f} GB")
-    print(f"the package, estimated: {estimate_package(configs[options.model], options.stage):.1f} GB")
 
 
 if __name__ == "__main__":
