@@ -83,9 +83,10 @@ class RowFile:
                 row, media = checked_row(self.columns_of(line), required, known, self.options, self.folder)
             except ValueError as error:
                 # after valid rows, an empty column is a mistake in one row: do not suggest `minivlmrl convert`
-                if not is_foreign(error) or (isinstance(error, EmptyColumnError) and self.given):
+                is_mistake = isinstance(error, EmptyColumnError) and self.given
+                if is_mistake or self.options.format or not is_foreign(error):
                     raise
-                advice = convert_advice(self.path, self.options.format, self.options.columns)
+                advice = convert_advice(self.path, self.options.columns)
                 end = "" if str(error).endswith((".", "?")) else "."
                 raise UserError(f"{error}{end} If the rows have the layout of another project, {advice}") from error
         row.where = where

@@ -344,28 +344,13 @@ def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Col
                 continue
             article = "an" if kind == "image" else "a"
             shown = pluralize(len(item), "byte") if isinstance(item, bytes) else truncate(item, 60)
-            renamed = rename_media(name, columns, kind, is_readable(item, folder))
+            taken = [ours for ours, of_kind in MEDIA.items() if of_kind == kind and columns.get(ours)]
+            target = f"{kind}s" if isinstance(columns[name], list) else kind
+            cure = f"Add it to a list in {kind}s" if taken else f"Rename it with data.columns: {{{name}: {target}}}"
             raise UserError(
-                f"column {name!r} seems to contain {article} {kind} that the model would not see: {shown}. {renamed}"
-                f"Remove it, or keep it for a reward with data.columns: {{{name}: {name}}}."
+                f"column {name!r} seems to contain {article} {kind} that the model would not see: {shown}. {cure}, "
+                f"remove it, or keep it for a reward with data.columns: {{{name}: {name}}}."
             )
-
-
-def rename_media(name: str, columns: dict, kind: str, is_readable: bool) -> str:
-    """Return advice to use a column as the row's image or video; "" if its file does not exist."""
-    taken = [ours for ours, of_kind in MEDIA.items() if of_kind == kind and columns.get(ours) not in (None, "", [])]
-    target = f"{kind}s" if isinstance(columns[name], list) else kind
-    if not taken:
-        return f"Rename it with data.columns: {{{name}: {target}}}. "
-    shown = f"Add it to a list in {kind}s. "
-    if is_readable:
-        shown += f"To show it alone, set data.columns: {{{taken[0]}: other_{taken[0]}, {name}: {target}}}. "
-    return shown
-
-
-def is_readable(item: str | bytes, folder: Path) -> bool:
-    """Return True for the bytes of an image, a data URI, or an existing file."""
-    return isinstance(item, bytes) or bool(ENCODED.match(item)) or os.path.isfile(join(folder, item))
 
 
 def leaves(value: Plain) -> Iterator[str | bytes]:

@@ -61,20 +61,15 @@ def split_of(path: str | Path) -> tuple[Path, str | None]:
     return Path(path), None
 
 
-def convert_advice(path: str | Path, format: str | None = None, columns: Mapping[str, str] | None = None) -> str:
+def convert_advice(path: str | Path, columns: Mapping[str, str] | None = None) -> str:
     """Return advice for an error message, such as "convert the file once with `minivlmrl convert ...`"."""
-    renamed = {theirs: ours for theirs, ours in (columns or {}).items() if theirs != ours}
-    options = {"format": format} if format else {}
-    if columns:
-        kept = {name: name for name in columns if name == columns[name] and name not in renamed.values()}
-        options["columns"] = json.dumps(renamed | kept)
     command = f"minivlmrl convert {_for_shell(str(path))}"
-    for name, value in options.items():
-        command += f" --{name}={_for_shell(value)}"
-    advice = f"convert the file once with `{command}`, and use the new file"
-    if format or renamed:
-        advice += f", without these values of {' and '.join(f'data.{name}' for name in options)}"
-    return advice
+    if not columns:
+        return f"convert the file once with `{command}`, and use the new file"
+    targets = [ours for theirs, ours in columns.items() if theirs != ours]
+    named = {theirs: ours for theirs, ours in columns.items() if theirs != ours or ours not in targets}
+    command += f" --columns={_for_shell(json.dumps(named))}"
+    return f"convert the file once with `{command}`, and use the new file without data.columns"
 
 
 def _for_shell(text: str) -> str:

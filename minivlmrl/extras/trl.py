@@ -8,7 +8,6 @@ Needs TRL 1.10 or newer: older releases normalize some losses differently.
 # pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false
 import copy
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -18,15 +17,7 @@ import trl
 from torch import Tensor
 
 from minivlmrl.errors import UserError
-from minivlmrl.losses.grpo import (
-    AVERAGES,
-    TERMS,
-    LossNormalizer,
-    check_bounds,
-    check_known,
-    grpo_loss,
-    importance_ratio,
-)
+from minivlmrl.losses.grpo import AVERAGES, TERMS, LossNormalizer, check_bounds, check_known, grpo_loss
 from minivlmrl.losses.grpo_variants import mean_entropy, off_policy_mask
 
 if tuple(map(int, trl.__version__.split(".")[:2])) < (1, 10):
@@ -133,8 +124,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         for name, value in metrics.items():
             mean = self.accelerator.gather(value.detach()).float().nanmean()  # mean over all processes
             self._metrics[mode][name].append(mean.item())
-        if "clip_ratio/low_mean" in metrics:
-            self._log_clipped_rows(inputs, logps.detach(), mask)
         return loss
 
     def _score(self, model, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -169,25 +158,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.loss_options["loss_type"] == "vespo":
             return weights, {**self.term_options, "importance_sampling_ratio": ratio}
         return ratio if weights is None else weights * ratio, self.term_options
-
-    def _log_clipped_rows(self, inputs: dict[str, Any], logps: Tensor, mask: Tensor):
-        """Log clip_ratio/low_min and clip_ratio/high_max, as TRL does."""
-        mode = "train" if self.model.training else "eval"
-        advantages = inputs["advantages"]
-        if advantages.dim() == 1:
-            advantages = advantages[:, None]
-        old_logps = inputs.get("old_per_token_logps", logps)
-        options = self.loss_options
-        ratio = importance_ratio(logps - old_logps, mask, options["importance_sampling_level"])
-        at_low = (ratio < 1 - options["epsilon_low"]) & (advantages < 0)
-        at_high = (ratio > 1 + options["epsilon_high"]) & (advantages > 0)
-        for name, clipped, extreme in (("low_min", at_low, min), ("high_max", at_high, max)):
-            rows = clipped.float()
-            if rows.shape[1] > 1:
-                rows = (rows * mask).sum(1) / mask.sum(1)  # NaN for a row without tokens
-            gathered = self.accelerator.gather(rows.flatten())
-            fractions = gathered[~gathered.isnan()].tolist()
-            self._metrics[mode][f"clip_ratio/{name}"].append(extreme(fractions, default=math.nan))
 
 
 def check_options(args: trl.GRPOConfig, function: LossFunction, term_options: dict[str, Any]):

@@ -20,8 +20,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-LossType = Literal["grpo", "dapo", "dr_grpo", "bnpo", "luspo", "rloo", "cispo", "sapo", "vespo"]
-
 
 @dataclass
 class LossNormalizer:
@@ -38,7 +36,7 @@ def grpo_loss(
     advantages: Tensor,
     mask: Tensor,
     *,
-    loss_type: LossType = "dapo",
+    loss_type: str = "dapo",
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token",
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,

@@ -93,7 +93,8 @@ def test_the_weights_and_metrics_are_those_of_trl(folder, tmp_path, monkeypatch,
     assert largest_difference(ours, dict(model(folder).named_parameters())) > 5e-4
     assert largest_difference(ours, theirs) <= tolerance
     for our_log, their_log in zip(our_logs, their_logs, strict=True):
-        assert our_log.keys() == their_log.keys()
+        left_out = {name for name in their_log if name.endswith(("clip_ratio/low_min", "clip_ratio/high_max"))}
+        assert our_log.keys() == their_log.keys() - left_out
         for name in our_log.keys() - MEASURED:
             assert our_log[name] == (their_log[name] and pytest.approx(their_log[name], rel=1e-4, abs=1e-6)), name
 
@@ -145,7 +146,7 @@ def test_losses_that_trl_does_not_have_train(folder, tmp_path, arguments, option
     assert trainer.loss_options["kl_estimator"] == arguments.get("kl_estimator", "k3")
     weights, logged = train(trainer)
     assert largest_difference(weights, dict(model(folder).named_parameters())) > 5e-4
-    assert "clip_ratio/high_max" in logged[0]
+    assert "clip_ratio/high_mean" in logged[0]
 
 
 @pytest.mark.parametrize(("loss", "options", "message"), [

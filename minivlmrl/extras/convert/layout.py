@@ -4,11 +4,13 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from os.path import isfile, join
 from pathlib import Path
 
 from minivlmrl.config.types import Plain
 from minivlmrl.data.columns import MEDIA, TEXTS
-from minivlmrl.data.row_checks import TURN_KEYS, is_readable, leaves, media_kind
+from minivlmrl.data.messages import ENCODED
+from minivlmrl.data.row_checks import TURN_KEYS, leaves, media_kind
 from minivlmrl.errors import UserError, truncate
 
 QUESTIONS = ("problem", "prompt", "messages", "conversations", "conversation", "question", "query", "instruction")
@@ -116,6 +118,11 @@ def find_pictures(columns: dict[str, Plain], folder: Path) -> list[str]:
     others = [name for name in columns if name not in {*MEDIA, *QUESTIONS, *TEXTS, "solution"}]
     found = [name for name in others if any(media_kind(item, folder) for item in leaves(columns[name]))]
     return [name for name in MEDIA if name in columns] + found
+
+
+def is_readable(item: str | bytes, folder: Path) -> bool:
+    """Return True for the bytes of an image, a data URI, or an existing file."""
+    return isinstance(item, bytes) or bool(ENCODED.match(item)) or isfile(join(folder, item))
 
 
 def find_answer(values: dict[str, Plain], free: dict[str, Plain], question: str | None) -> str | None:
