@@ -25,6 +25,8 @@ ADAPTER_CONFIG = "adapter/adapter_config.json"
 RUN_CONFIG = "config.yaml"  # all run options, saved in output_dir
 # generation options, saved with the weights
 INFERENCE_CONFIG = "minivlmrl.yaml"
+CARD = "README.md"  # model card
+CARD_MARK = "<!-- Written by minivlmrl, and again when weights are saved, unless you delete this line. -->\n"
 
 
 def _what_to_do(folder: Path) -> str:

@@ -494,7 +494,7 @@ class RunConfig:
     best_metric: str | None = None
     # metric trackers, or your own function as file.py:name, which is called with (config, steps, closing) and returns a
     # function log(values, steps)
-    report_to: list[Literal["tensorboard", "wandb"] | Code] = field(default_factory=list)
+    report_to: list[Literal["tensorboard", "trackio", "wandb"] | Code] = field(default_factory=list)
     # refuse to start if the memory estimate exceeds GPU memory
     check_memory: bool = True
     # seconds that a rank waits for others in an optimizer step; sampling, rewards and saving may take longer

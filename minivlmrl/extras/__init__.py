@@ -21,7 +21,7 @@ checks, warnings and reports that run/callbacks.py lists in WATCHERS.
 | reward_model.py | stage `reward_model`, `rewards: {reward_model: 1}` |
 | reference_logps.py | `dpo.precompute_ref_log_probs` |
 | report.py | every run, `minivlmrl report` |
-| tensorboard.py, weights_and_biases.py | `report_to` |
+| tensorboard.py, trackio_tracker.py, weights_and_biases.py | `report_to` |
 | trl.py, trl_inputs.py | your own TRL script |
 | video_files.py | rows with video files |
 | vllm.py | `sampling.engine: vllm` |

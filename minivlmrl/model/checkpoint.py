@@ -40,7 +40,7 @@ INPUT_FIELDS = (
 CARRIED = re.compile(
     r"(tokenizer_config|generation_config|video_preprocessor_config|tokenizer|vocab|added_tokens"
     r"|special_tokens_map|chat_template)\.json"
-    rf"|merges\.txt|chat_template\.jinja|{re.escape(INFERENCE_CONFIG)}|LICENSE.*|NOTICE.*|README.*"
+    rf"|merges\.txt|chat_template\.jinja|{re.escape(INFERENCE_CONFIG)}|LICENSE.*|NOTICE.*"
 )
 
 

@@ -358,6 +358,7 @@ def merge(parts: list[Means]) -> Means:
 
 TRACKERS = {
     "tensorboard": "minivlmrl.extras.tensorboard:tracker",
+    "trackio": "minivlmrl.extras.trackio_tracker:tracker",
     "wandb": "minivlmrl.extras.weights_and_biases:tracker",
 }
 

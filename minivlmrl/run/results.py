@@ -14,7 +14,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset, seed_user_code
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.errors import UserError, error_phase, pluralize, require
-from minivlmrl.files import RUN_CONFIG
+from minivlmrl.files import CARD, RUN_CONFIG
 from minivlmrl.json_files import write_file, write_json
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.plain_weights import has_adapters
@@ -22,6 +22,7 @@ from minivlmrl.rewards.text import normalize, solution_text
 from minivlmrl.run.callbacks import Callbacks
 from minivlmrl.run.evaluate import ANSWER_METRICS, IMAGE_ABLATIONS, evaluate, lowered_metrics, metrics_by_name
 from minivlmrl.run.metrics import FILES, METRICS, MetricsLog, short_names
+from minivlmrl.run.model_card import model_card
 from minivlmrl.run.recipe_changes import MODELS
 from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES
 from minivlmrl.run.states import COMPLETE, check_resume
@@ -121,6 +122,7 @@ class Results:
         self.state = log.state
         self.callbacks = callbacks
         self.folder = Path(config.output_dir)
+        processor.tokenizer.files[CARD] = model_card(config, self.state.results)
 
     def write_config(self):
         if self.world.is_main:
@@ -168,6 +170,7 @@ class Results:
             with error_phase("evaluation"):
                 values |= trainer.evaluate(held_out)
         self.log.evaluation(stage, steps_done, values, time.perf_counter() - begin)
+        self.processor.tokenizer.files[CARD] = model_card(config, self.state.results | {name: values})
         self.callbacks.on_evaluation(stage, steps_done, len(held_out))
         self.world.barrier("finish its callbacks and trackers")
         score = values.get(str(config.best_metric))

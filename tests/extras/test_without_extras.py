@@ -34,6 +34,7 @@ USES = {  # {beginning of the error message: arguments of a command}
     "sampling.engine vllm: vllm": [*TRAIN, "--sampling.engine=vllm"],
     "optimizer.name adamw_8bit: adamw_8bit": [*TRAIN, "--optimizer.name=adamw_8bit"],
     "report_to wandb: wandb": [*TRAIN, "--report_to=[wandb]"],
+    "report_to trackio: trackio": [*TRAIN, "--report_to=[trackio]"],
     "reference.sync_ref_model": [*TRAIN, "--reference.sync_ref_model=true"],
     "dpo.precompute_ref_log_probs": [*TRAIN, "--stages=[dpo]", "--dpo.precompute_ref_log_probs=true"],
     "sampling.environment": [*TRAIN, "--sampling.environment=recipes/zoom.py:Zoom"],

@@ -25,7 +25,6 @@ from tests.helpers import tiny
 FOREIGN = {
     "chat_template.json": b'{"chat_template": "{{ messages }}"}', "merges.txt": b"#version: 0.2\n", "vocab.json": b"{}",
     "tokenizer_config.json": b'{"tokenizer_class": "Qwen2Tokenizer", "model_max_length": 131072}', "LICENSE": b"Terms",
-    "README.md": b"A card",
 }  # fmt: skip
 
 

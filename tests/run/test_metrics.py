@@ -32,11 +32,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.helpers.stages import ONE
 
 
-@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+@pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
 def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch, name):
     for module in (name, "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
-    for module in ("weights_and_biases", "tensorboard"):
+    for module in ("weights_and_biases", "trackio_tracker", "tensorboard"):
         monkeypatch.delitem(sys.modules, f"minivlmrl.extras.{module}", raising=False)
     with pytest.raises(ValueError, match=rf"report_to {name}: .* run pip install -e '\.\[{name}\]'"):
         find_tracker(name)
@@ -207,7 +207,7 @@ WANDB = """
 import json, pathlib
 class Run:
     def __init__(self, **settings):
-        self.file = (pathlib.Path(settings["dir"]) / "said.jsonl").open("w")
+        self.file = (pathlib.Path(settings["dir"]) / settings.pop("file", "said.jsonl")).open("w")
         self.say("init", settings)
     def say(self, *what):
         self.file.write(json.dumps(what) + chr(10))
@@ -218,6 +218,16 @@ class Run:
         self.file.close()
 def init(**settings):
     return Run(**settings)
+"""
+# stand-in for trackio 0.43, which takes no folder
+TRACKIO = """
+import wandb
+def init(project, name=None, group=None, *, config=None):
+    run = wandb.init(dir=config["output_dir"], file="trackio.jsonl", project=project, name=name, config=config)
+    def log(metrics, step=None):
+        type(run).log(run, metrics, step)
+    run.log = log
+    return run
 """
 TRACKER = """
 def csv(config, steps, closing, sign=","):
@@ -257,18 +267,21 @@ def expected(folder):
 @pytest.mark.usefixtures("plain", "lively")
 def test_trackers_agree_with_the_files(run, monkeypatch, tmp_path):
     (tmp_path / "wandb.py").write_text(WANDB)
+    (tmp_path / "trackio.py").write_text(TRACKIO)
     (tmp_path / "my_tracker.py").write_text(TRACKER)
     monkeypatch.syspath_prepend(tmp_path)
-    for module in ("wandb", "minivlmrl.extras.weights_and_biases"):
+    for module in ("wandb", "minivlmrl.extras.weights_and_biases", "trackio", "minivlmrl.extras.trackio_tracker"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     options = ["--stages=[sft, grpo]", LETTERS, "--sft.max_steps=2", "--grpo.max_steps=2", "--eval_steps=1"]
-    options += ["--state_steps=1", '--report_to=[tensorboard, wandb, "CSV"]']
+    options += ["--state_steps=1", '--report_to=[tensorboard, wandb, trackio, "CSV"]']
     options[-1] = options[-1].replace("CSV", f"{tmp_path}/my_tracker.py:csv(sign=';')")
     folder = run(*options)
     monkeypatch.delitem(sys.modules, "wandb")
+    monkeypatch.delitem(sys.modules, "trackio")
     first, *message, last = metrics(folder, "said.jsonl")
     assert first[1]["project"] == "minivlmrl" and first[1]["name"] == "run" and first[1]["config"]["seed"] == 0
     assert last == ["finish"] and [step for step, _ in message] == sorted(step for step, _ in message)
+    assert [line for line in metrics(folder, "trackio.jsonl") if line[0] != "init"] == [*message, last]
     of_wandb = curves((name, step, value) for step, values in message for name, value in values.items())
     lines = [line.split(";") for line in (folder / "said.csv").read_text().splitlines()]
     of_csv = curves((name, int(step), float(value)) for step, name, value in lines)
