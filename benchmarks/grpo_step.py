@@ -1,6 +1,7 @@
 """Measure the CPU seconds of a GRPO step and of its parts in minivlmrl and in TRL.
 
     python benchmarks/grpo_step.py --json docs/curves/grpo_step.json    # needs `pip install .[test]`
+    python benchmarks/grpo_step.py --model vlm --steps 1 --json docs/curves/grpo_step_0_5b.json
 
 TRL trains Qwen2_5_VLForConditionalGeneration from transformers, with SDPA, a KV cache, no gradient checkpointing, and
 all completions in one batch. On a CPU, its LM head scores all positions ("TRL, as installed"), but completions alone
@@ -8,7 +9,8 @@ all completions in one batch. On a CPU, its LM head scores all positions ("TRL, 
 
 All start from the same random weights (recipes/shapes_model.json), with the same prompts, tokens and pixels, and 8
 completions per prompt with an exact number of tokens. Steps alternate in one process, so other load on the machine
-slows all. Before timing, log-probabilities for the same completions must agree.
+slows all. Before timing, log-probabilities for the same completions must agree. With --model, all train LoRA
+adapters on the decoder of that model, in float32; the reference is the model without them.
 """
 
 import argparse
@@ -31,15 +33,17 @@ import torch
 from common import provenance
 from torch import Tensor
 
-from minivlmrl.config.options import GRPOOptions, RunConfig, SamplingOptions
+from minivlmrl.config.options import GRPOOptions, LoRAOptions, RunConfig, SamplingOptions
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.model.build import random_model
+from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.model.lora import init_adapters, inject_adapters
 from minivlmrl.model.packing import pack
 from minivlmrl.run.loop import optimizer_step
 from minivlmrl.run.optimizer import build_optimizer
@@ -54,6 +58,9 @@ CASES = ((56, 16, 14), (112, 8, 14), (224, 4, 14), (56, 4, 128), (224, 4, 128), 
 COMMON = {
     "num_generations": NUM_GENERATIONS, "loss_type": "grpo", "beta": 0.02, "learning_rate": 3e-4, "adam_beta2": 0.99,
 }  # fmt: skip
+LORA_CASE = (56, 4, 14)  # with --model
+LORA = {"r": 16, "alpha": 32.0}
+DECODER_LAYERS = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
 WARMUP = 1  # untimed steps per side
 TRL_SIDES = {"TRL": True, "TRL, as installed": False}  # whether TRL scores only completions
 SIDES = ("minivlmrl", *TRL_SIDES)
@@ -129,6 +136,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each side and case")
     parser.add_argument("--cases", type=int, nargs="+", default=[*range(len(CASES))], help="indices in CASES")
+    parser.add_argument("--model", type=Path, help="folder of a Qwen2.5-VL; trains LoRA adapters, one case")
     parser.add_argument("--json", type=Path, help="file for the results, written after each case")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -141,28 +149,37 @@ def main():
     timer.watch(torch.Tensor, "backward", "backward")
     timer.watch(torch.optim.AdamW, "step", "update")
     print(f"| prompt | prompts | new tokens | side | CPU seconds | {' | '.join(PARTS)} | ratio |\n{'|---' * 12}|")
-    for index in options.cases:
-        case = measure(*CASES[index], options.steps, timer)
+    for shape in [LORA_CASE] if options.model else [CASES[index] for index in options.cases]:
+        case = measure(*shape, options.steps, timer, options.model)
         results["cases"].append(case)
         for side, seconds in case["sides"].items():
-            shape = f"{case['prompt_tokens']} | {case['prompts']} | {case['new_tokens']} | {side}"
+            name = f"{case['prompt_tokens']} | {case['prompts']} | {case['new_tokens']} | {side}"
             cells = [f"{seconds[part]:.3f}" for part in ("step", *PARTS)]
             ratio = seconds["step"] / case["sides"]["minivlmrl"]["step"]
-            print(f"| {shape} | {' | '.join(cells)} | {ratio:.2f} |", flush=True)
+            print(f"| {name} | {' | '.join(cells)} | {ratio:.2f} |", flush=True)
         if options.json:
             options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def measure(size: int, prompts: int, new_tokens: int, steps: int, timer: PartTimer) -> dict:
+def measure(size: int, prompts: int, new_tokens: int, steps: int, timer: PartTimer, lora_model: Path | None) -> dict:
     """Measure steps with one image size; return median CPU seconds per side and part."""
+    import peft
     import transformers
     import trl.trainer.utils
 
     rows = make_rows(size, prompts)
-    model, processor = random_model(MODEL_CONFIG, shapes.tokenizer(), seed=0)
+    peft_config = None
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model"
-        save_model(path, model, processor)
+        if lora_model:
+            path = lora_model
+            model, processor = load_model(path), load_processor(path)
+            inject_adapters(model, LoRAOptions(**LORA))
+            init_adapters(model, seed=0)
+            peft_config = peft.LoraConfig(r=LORA["r"], lora_alpha=LORA["alpha"], target_modules=DECODER_LAYERS)
+        else:
+            path = Path(folder) / "model"
+            model, processor = random_model(MODEL_CONFIG, shapes.tokenizer(), seed=0)
+            save_model(path, model, processor)
         ours = our_side(model, processor, rows, new_tokens)
         timer.watch(ours.trainer.sampler, "sample", "sampling")
         timer.watch(ours.trainer.reference, "logps", "reference")
@@ -183,7 +200,8 @@ def measure(size: int, prompts: int, new_tokens: int, steps: int, timer: PartTim
                     found["minivlmrl"].append(timer.seconds())
 
         theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
-        trainer = trl_side(theirs, path, rows, 2 * (WARMUP + steps), Alternate(), new_tokens)
+        count = 2 * (WARMUP + steps)
+        trainer = trl_side(theirs, path, rows, count, Alternate(), new_tokens, folder, peft_config)
         trainer.remove_callback(transformers.PrinterCallback)
         timer.watch(trainer, "_generate_single_turn", "sampling")
         scoring = "_get_per_token_logps_and_entropies"
@@ -224,13 +242,15 @@ def our_side(model: VisionLanguageModel, processor: Processor, rows: list[Row], 
     return Ours(GRPOTrainer(run, model, endless, World()), rows)
 
 
-def trl_side(model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, callback, new_tokens: int):
+def trl_side(
+    model, folder: Path, rows: list[Row], steps: int, callback, new_tokens: int, output: str, peft_config=None
+):
     """Create the TRL trainer, with tokenizer and image settings from `folder`."""
     import datasets
     import trl
 
     defaults = {
-        "output_dir": str(folder), "max_steps": steps, "use_cpu": model.device.type == "cpu", "bf16": False,
+        "output_dir": output, "max_steps": steps, "use_cpu": model.device.type == "cpu", "bf16": False,
         "gradient_checkpointing": False, "lr_scheduler_type": "constant",
         "per_device_train_batch_size": len(rows) * NUM_GENERATIONS, "max_completion_length": new_tokens,
         "generation_kwargs": {"min_new_tokens": new_tokens}, "logging_steps": steps + 1, "report_to": "none",
@@ -248,6 +268,7 @@ def trl_side(model: torch.nn.Module, folder: Path, rows: list[Row], steps: int, 
         train_dataset=datasets.Dataset.from_list(chats),
         processing_class=trl_processor(folder),
         callbacks=[callback],
+        peft_config=peft_config,
     )
 
 
