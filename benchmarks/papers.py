@@ -1,52 +1,154 @@
-"""Train minimal.py's built-in task with the diff on each page in docs/papers, and draw the accuracies.
+"""Train minimal.py with the diff on each page of docs/papers, on the smallest task where its claim can be seen.
 
-    python benchmarks/papers.py --seeds 0 1 2 3 4         # all pages; runs in curves.json are skipped
-    python benchmarks/papers.py --only gspo --seeds 0     # only these, for example on a busy machine
-    python benchmarks/papers.py --draw                    # only draw what was measured
+    python benchmarks/papers.py                          # all pages, five seeds: ten minutes on one core
+    python benchmarks/papers.py --only used --seeds 0 1  # runs in docs/curves/papers.json are skipped
+    python benchmarks/papers.py --draw                   # only write pages and pictures
 
-With one seed, all methods start from the same SFT model. A run takes about a minute. Accuracies are added to
-docs/papers/curves.json, and the pages and pictures in docs/papers are written again.
+TASKS and CLAIMS were committed before the first run with these seeds; sizes were tried with seed 100. All methods of a
+task start from the same SFT model, which knows the form of an answer, and guesses.
 """
 
 import argparse
 import importlib.util
 import itertools
 import json
+import math
 import random
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean, stdev
 from types import ModuleType
+from typing import NamedTuple
 
-import PIL.Image
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "docs" / "papers"
-CURVES = FOLDER / "curves.json"  # {method: {seed: [accuracy after 0, EVERY, 2 * EVERY, ... steps]}}
-BLIND = FOLDER / "blind.json"  # {method: {seed: last accuracy with gray images}}
-STEPS, EVERY = 60, 20
-HELD_OUT = 128  # held-out images; two sampled answers each
+sys.path.insert(0, str(ROOT))
+import minimal  # noqa: E402
+from benchmarks import common  # noqa: E402
 
-# {page: method to compare with, which lacks only the page's diff}; pages apply in this order
-COMPARED = {
-    "several_steps": "grpo",
-    "opd": "grpo",
-    "papo": "grpo",
-    "gspo": "several_steps",
-    "dppo": "several_steps",
-    "cispo": "several_steps",
-    "dr_grpo": "grpo",
-    "rloo": "grpo",
-    "dapo": "grpo",
-    "ppo": "grpo",
-    "mpo": "dpo",
-    "kto": "dpo",
-    "reference": "grpo",
-    "lora": "grpo",
+FOLDER = ROOT / "docs" / "papers"
+CURVES = ROOT / "docs" / "curves" / "papers.json"
+BUILT_IN = FOLDER / "curves.json"  # {method: {seed: [accuracy after 0, 20, 40, 60 steps]}}
+STEPS, EVERY, SEEDS = 48, 16, 5
+REUSE = 16  # steps for which a copy of the model samples
+SAMPLES = 384  # answers of an evaluation
+QUANTILE = 2.776  # of Student's t, for a 95 % interval over SEEDS differences
+
+
+# ---- rows; `completions` are what the model imitates before a method starts
+
+
+def answer(name: str) -> str:
+    return f"<answer>{name}</answer>"
+
+
+def next_name(place=None, usual: int = 1, share: float = 0.4, before: int = 0, after: int = 0, equal: float = 0.0):
+    """Ask for the next of six names.
+
+    Args:
+        place: place of the name in the question, None = random.
+        usual, share: name that a share of the completions have, 1 = the right one; the others have a random one.
+        before, after: words before the answer, and after half of the answers.
+        equal: share of questions to which all answers are right.
+    """
+    place = random.randrange(6) if place is None else place
+    names = [*minimal.COLORS][place:] + [*minimal.COLORS][:place]
+    row = {"images": [], "problem": names[0], "solution": names[1], "wrong": names[2], "completions": []}
+    for _ in range(16):
+        words = "".join(f" {name}" for name in random.choices(names, k=before))
+        name = names[usual] if random.random() < share else random.choice(names)
+        more = " red" * random.choice([0, after])
+        row["completions"].append(words + answer(name) + more)
+    if random.random() < equal:
+        row |= {"problem": "What is it?", "solution": ""}
+    return row
+
+
+def two_colors(place=None) -> dict:
+    """Ask which of two colors a picture has; each completion is one of them."""
+    right, other = random.sample([*minimal.COLORS], 2)
+    image = minimal.draw_object(right, random.choice(["square", "triangle"]))
+    problem = " or ".join(random.sample([right, other], 2))
+    completions = [answer(name) for name in random.choices([right, other], k=16)]
+    return {"images": [image], "problem": problem, "solution": right, "completions": completions}
+
+
+def is_right(text: str, solution: str) -> float:
+    return float(not solution or (text.count("<answer>") == 1 and answer(solution) in text))
+
+
+# ---- tasks and claims
+
+
+@dataclass
+class Task:
+    """Rows and sizes, the same for all methods."""
+
+    text: str
+    row: Callable
+    begin: dict = field(default_factory=dict)  # arguments of `row`
+    options: dict = field(default_factory=dict)
+    tested: dict = field(default_factory=dict)  # arguments of `row` for held-out rows
+    places: int = 6  # number of held-out rows
+    more: tuple[str, ...] = ()  # what is measured beside the success
+
+
+SIZES = {"max_steps": STEPS, "prompts_per_step": 4, "num_generations": 16, "learning_rate": 1e-3, "warmup_steps": 5}
+SIZES |= {"beta": 0.0, "max_new_tokens": 12}
+TASKS = {
+    "used": Task(
+        f"The model names the next of six colors after four random words, and its copy samples for {REUSE} steps; at "
+        "first, a wrong name is usual.",
+        next_name, {"before": 4, "usual": 3, "share": 0.6},
+    ),
+    "words": Task(
+        "The model names the next of six colors; half of its answers go on with twelve words, which earn nothing.",
+        next_name, {"after": 12}, {"max_new_tokens": 20, "learning_rate": 3e-4}, more=("words after a wrong answer",),
+    ),
+    "equal": Task(
+        "The model names the next of six colors; to three of four questions, every answer is right.",
+        next_name, {"equal": 0.75}, tested={"equal": 0.0}, more=("sampled prompts",),
+    ),
+    "picture": Task(
+        "The question names two colors, and the picture shows one: the text alone answers half.",
+        two_colors, places=48,
+    ),
+}  # fmt: skip
+
+
+class Claim(NamedTuple):
+    """What is compared after the last step; it shows if a 95 % interval over seeds is above `least`."""
+
+    task: str
+    base: str  # method to compare with
+    text: str
+    value: str = "success"
+    sign: int = 1  # -1: lower is better
+    least: float = 0.0
+
+
+CLAIMS = {
+    "several_steps": Claim("used", "unclipped", "with the clip, used samples teach more"),
+    "gspo": Claim("used", "several_steps", "with one ratio per completion, used samples teach more"),
+    "dppo": Claim("used", "several_steps", "with a limit for probabilities, used samples teach more"),
+    "cispo": Claim("used", "several_steps", "with a clipped weight, used samples teach more"),
+    "dr_grpo": Claim("words", "grpo", "wrong answers stay shorter", "words after a wrong answer", -1),
+    "dapo": Claim("equal", "grpo", "new prompts for equal rewards make more of each step"),
+    "papo": Claim("picture", "grpo", "a term for looking makes more answers right"),
 }
+# pages without such a task: accuracy in the built-in task, measured once at the commit OLD
+OLD = "9091b662"
+BASES = {"opd": "grpo", "rloo": "grpo", "ppo": "grpo", "mpo": "dpo", "kto": "dpo", "reference": "grpo"}
+# pages apply in this order
 # {page: parts of minimal.py that it changes}; pages with different parts apply together
 PARTS = {
     "several_steps": {"sampler"},
@@ -67,6 +169,7 @@ PARTS = {
 NAMES = {
     "grpo": "GRPO",
     "dpo": "DPO",
+    "unclipped": "no clip",
     "several_steps": "several steps",
     "gspo": "GSPO",
     "dapo": "DAPO",
@@ -82,27 +185,26 @@ NAMES = {
     "papo": "PAPO",
     "dppo": "DPPO",
 }
-METHODS = ["grpo", "dpo", *COMPARED]
-
-
-def is_dpo(method: str) -> bool:
-    return "dpo" in (method, COMPARED.get(method))
 
 
 def pages_of(method: str) -> list[str]:
-    """Return the pages to apply."""
-    if method not in COMPARED:
-        return []
-    return ["several_steps", method] if COMPARED[method] == "several_steps" else [method]
+    """Return the pages to apply: the page of a method, after several_steps if it needs it."""
+    needs = method == "unclipped" or (method in CLAIMS and CLAIMS[method].task == "used")
+    return list(dict.fromkeys(["several_steps"] * needs + [method] * (method in PARTS)))
+
+
+def all_runs() -> list[tuple[str, str]]:
+    """Return all (task, method)."""
+    return list(dict.fromkeys((x.task, method) for page, x in CLAIMS.items() for method in (x.base, page)))
 
 
 def pairs() -> list[tuple[str, str]]:
     """Return all pairs of pages that apply together."""
-    return [(a, b) for a, b in itertools.combinations(COMPARED, 2) if not PARTS[a] & PARTS[b]]
+    return [(a, b) for a, b in itertools.combinations(PARTS, 2) if not PARTS[a] & PARTS[b]]
 
 
-def load_patched(pages: list[str]) -> ModuleType:
-    """Import a copy of minimal.py with the diffs on some pages applied."""
+def load_patched(pages: list[str], changes: dict[str, str] | None = None) -> ModuleType:
+    """Import a copy of minimal.py with the diffs on some pages applied, and lines changed."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(shutil.copy(ROOT / "minimal.py", folder))
         for page in pages:
@@ -110,6 +212,8 @@ def load_patched(pages: list[str]) -> ModuleType:
             subprocess.run(["git", "apply", FOLDER / f"{page}.md"], cwd=folder, check=True)
             if file.read_text() == before:  # git changes nothing if the folder is inside another repository
                 raise RuntimeError(f"git apply did not change {file}; set TMPDIR to a folder outside of repositories")
+        for old, new in (changes or {}).items():
+            file.write_text(file.read_text().replace(old, new))
         spec = importlib.util.spec_from_file_location("_".join(["minimal", *pages]), file)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -121,59 +225,85 @@ def seed_all(seed: int):
     torch.manual_seed(seed)
 
 
-def demonstrated(seed: int, cache: Path) -> Path:
-    """Return the folder with a seed's SFT model, as in minimal.train_tiny; train it if it is missing."""
-    folder = cache / f"sft-{seed}"
-    if not (folder / "model.safetensors").exists():
-        minimal = load_patched([])
-        seed_all(seed)
-        minimal.make_folder(cache / f"random-{seed}")
-        model = minimal.load(cache / f"random-{seed}")
-        options = argparse.Namespace(
-            max_steps=40, prompts_per_step=32, learning_rate=3e-3, warmup_steps=10, beta=0.0, num_generations=8,
-            max_new_tokens=20,
-        )  # fmt: skip
-        minimal.train(model, [minimal.draw_row(wrong=0.5) for _ in range(96)], minimal.sft, options)
-        minimal.save(model, folder)
-    return folder
+def imitate(model, reference, rows, options):
+    """Yield the SFT losses of rows with several completions, as a stage of minimal.py."""
+    for row in rows:
+        ids, mask = minimal.tokenize_answers(model, row["completions"])
+        loss = minimal.sft_loss(minimal.log_probabilities(model, minimal.make_prompt(model, row), ids), mask)
+        yield loss / len(rows), loss.detach()
 
 
-def measure(method: str, seed: int, cache: Path, steps: int = STEPS) -> tuple[list[float], float]:
-    """Train a method; return accuracies after 0, EVERY, 2 * EVERY, ... steps, and after all steps with gray images."""
-    folder = demonstrated(seed, cache)
-    module = load_patched(pages_of(method))
-    module.TEACHER = cache / f"grpo-{seed}"
-    if method == "opd" and not module.TEACHER.exists():
-        measure("grpo", seed, cache)
-    seed_all(seed)
-    held_out = [module.draw_row() for _ in range(HELD_OUT)]
-    rows = [module.draw_row() for _ in range(16 * STEPS)]
+def train_sft(task: Task, folder: Path):
+    """Train a new model, of two layers, on completions; save it."""
+    module = load_patched([])
+    module.report = lambda *arguments: None
+    module.DECODER["num_hidden_layers"] = 2
+    module.make_folder(folder)
     model = module.load(folder)
-    accuracies = []
+    rows = [task.row(**task.begin) for _ in range(512)]
+    options = {"max_steps": 100, "prompts_per_step": 4, "learning_rate": 3e-3, "warmup_steps": 10, "beta": 0.0}
+    module.train(model, rows, imitate, argparse.Namespace(**options))
+    module.save(model, folder)
 
-    def accuracy(rows) -> float:
-        with torch.random.fork_rng():  # so that evaluations do not change the run's random numbers
-            torch.manual_seed(seed)
-            return round(module.accuracy(model, rows), 4)
+
+def measure(task_name: str, method: str, seed: int, cache: Path) -> dict[str, list[float]]:
+    """Train a method on a task; return what was measured after 0, EVERY, 2 * EVERY, ... steps."""
+    task = TASKS[task_name]
+    changes = {"step % 4 == 0": f"step % {REUSE} == 0"}
+    if method == "unclipped":
+        changes |= {f"epsilon_{side}=0.2": f"epsilon_{side}=1e9" for side in ("low", "high")}
+    module = load_patched(pages_of(method), changes)
+    folder = cache / f"{task_name}-{seed}"
+    if not (folder / "minivlmrl.yaml").exists():
+        seed_all(seed)
+        train_sft(task, folder)
+    seed_all(seed)
+    held_out = [task.row(place, **task.begin | task.tested) for place in range(task.places)]
+    rows = [task.row(**task.begin) for _ in range(512)]
+    model = module.load(folder)
+    options = argparse.Namespace(**SIZES | task.options, reward=is_right)
+    curves = {}
+    sample = module.sample
+    sampled = []  # one entry a prompt
+
+    def count(*arguments):
+        sampled.append(1)
+        return sample(*arguments)
 
     def report(stage, step, max_steps, metrics):
         if step % EVERY == 0:
-            accuracies.append(accuracy(held_out))
-            print(f"{method}, seed {seed}, step {step}: {accuracies[-1]:.3f}", flush=True)
+            with torch.random.fork_rng(), torch.no_grad():  # evaluations do not change the run's random numbers
+                torch.manual_seed(seed)
+                values = evaluate(module, sample, model, held_out, options.max_new_tokens)
+            for name, value in (values | {"sampled prompts": len(sampled)}).items():
+                if name in ("success", *task.more):
+                    curves.setdefault(name, []).append(round(value, 4))
 
-    module.report = report
-    report(None, 0, steps, [])
-    options = argparse.Namespace(
-        max_steps=steps, prompts_per_step=16, learning_rate=3e-4, warmup_steps=5, beta=1.0 if is_dpo(method) else 0.02,
-        num_generations=8, max_new_tokens=20, reward=module.reward,
-    )  # fmt: skip
-    module.train(model, rows, module.dpo if is_dpo(method) else module.grpo, options)
-    if method == "grpo" and steps == STEPS:
-        module.save(model, module.TEACHER)
-    return accuracies, accuracy([row | {"images": [PIL.Image.new("RGB", (56, 56), "gray")]} for row in held_out])
+    module.sample, module.report = count, report
+    report(None, 0, STEPS, [])
+    module.train(model, rows, module.grpo, options)
+    return curves
+
+
+def evaluate(module: ModuleType, sample: Callable, model, rows: list[dict], max_new_tokens: int) -> dict[str, float]:
+    """Return the success on some rows and, for rows without a picture, the words after a wrong answer."""
+    right, words = [], []
+    for row in rows:
+        prompt = module.make_prompt(model, row)
+        texts = module.decode(model, *sample(model, prompt, SAMPLES // len(rows), max_new_tokens))
+        right += [is_right(text, row["solution"]) for text in texts]
+        if "wrong" in row:  # the model goes on after a wrong answer
+            ids = torch.tensor(module.to_ids(model.tokenizer, answer(row["wrong"])))
+            positions = (torch.arange(len(ids)) + prompt.positions.max() + 1).expand(3, -1)
+            ids, positions = torch.cat([prompt.ids, ids]), torch.cat([prompt.positions, positions], 1)
+            prompt = module.Prompt(ids, positions, [])
+            texts = module.decode(model, *sample(model, prompt, SAMPLES // len(rows), max_new_tokens))
+            words += [text.count(" red") for text in texts]
+    return {"success": mean(right)} | ({"words after a wrong answer": mean(words)} if words else {})
 
 
 # ---- pictures and pages
+
 
 WIDTH, HEIGHT, LEFT, TOP = 420, 230, 40, 14
 STYLE = """<style>text{font:12px sans-serif;fill:#555} .grid{stroke:#8884} path{fill:none;stroke-width:2}
@@ -181,57 +311,102 @@ STYLE = """<style>text{font:12px sans-serif;fill:#555} .grid{stroke:#8884} path{
 @media (prefers-color-scheme:dark){text{fill:#bbb} .page{stroke:#8c9eff;fill:#8c9eff}}</style>"""
 
 
-def common_seeds(curves: dict, method: str) -> list[str]:
-    """Return the seeds with which both a method and its comparison were measured."""
-    return sorted(curves.get(method, {}).keys() & curves.get(COMPARED[method], {}).keys(), key=int)
+class Compared(NamedTuple):
+    """Curves of a page and of the method that it is compared with, [seed][point]."""
+
+    base: str
+    value: str
+    every: int  # steps between points
+    ours: list[list[float]]
+    theirs: list[list[float]]
+
+    def differences(self) -> list[float]:
+        return [a[-1] - b[-1] for a, b in zip(self.ours, self.theirs, strict=True)]
 
 
-def line(runs: list[list[float]], kind: str) -> list[str]:
+def compared(page: str, results: dict, built_in: dict) -> Compared | None:
+    """Return what was measured for a page with both methods, None if a run is missing."""
+    if page in BASES:
+        seeds = sorted(built_in[page].keys() & built_in[BASES[page]].keys(), key=int)
+        runs = [[built_in[method][seed] for seed in seeds] for method in (page, BASES[page])]
+        return Compared(BASES[page], "accuracy", 20, *runs)
+    if page not in CLAIMS:
+        return None
+    claim = CLAIMS[page]
+    found = results.get("runs", {}).get(claim.task, {})
+    seeds = sorted(found.get(page, {}).keys() & found.get(claim.base, {}).keys(), key=int)
+    if len(seeds) < SEEDS:
+        return None
+    runs = [[found[method][seed][claim.value] for seed in seeds] for method in (page, claim.base)]
+    return Compared(claim.base, claim.value, EVERY, *runs)
+
+
+def line(runs: list[list[float]], kind: str, top: float) -> list[str]:
     """Draw the mean over runs, and a band from minimum to maximum."""
     points = range(len(runs[0]))
     x = [LEFT + (WIDTH - LEFT - 10) * i / (len(points) - 1) for i in points]
-    y = [[TOP + (HEIGHT - TOP - 30) * (1 - run[i]) for run in runs] for i in points]
+    y = [[TOP + (HEIGHT - TOP - 30) * (1 - run[i] / top) for run in runs] for i in points]
     upper = " ".join(f"{x[i]:.1f},{min(y[i]):.1f}" for i in points)
     lower = " ".join(f"{x[i]:.1f},{max(y[i]):.1f}" for i in reversed(points))
-    mean = " L".join(f"{x[i]:.1f},{sum(y[i]) / len(runs):.1f}" for i in points)
+    middle = " L".join(f"{x[i]:.1f},{mean(y[i]):.1f}" for i in points)
     return [
         f'<polygon class="{kind} band" points="{upper} {lower}"/>',
-        f'<path class="{kind}" style="fill:none" d="M{mean}"/>',
+        f'<path class="{kind}" style="fill:none" d="M{middle}"/>',
     ]
 
 
-def picture(curves: dict, method: str) -> str:
-    """Draw accuracies for a method and its comparison."""
-    seeds = common_seeds(curves, method)
+def picture(page: str, found: Compared) -> str:
+    """Draw a page's curves and those that it is compared with."""
     bottom = HEIGHT - 30
+    highest = max(value for run in found.ours + found.theirs for value in run)
+    top = 1 if highest <= 1 else 4 * math.ceil(highest / 4)
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}">', STYLE]
-    for accuracy in (0, 0.5, 1):
-        height = TOP + (bottom - TOP) * (1 - accuracy)
+    for share in (0, 0.5, 1):
+        height = TOP + (bottom - TOP) * (1 - share)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 10}" y1="{height}" y2="{height}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{height + 4}" text-anchor="end">{accuracy}</text>')
-    for step in range(0, STEPS + 1, EVERY):
-        x = LEFT + (WIDTH - LEFT - 10) * step / STEPS
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 12}" text-anchor="middle">{step}</text>')
-    for name, kind, y in ((COMPARED[method], "base", bottom - 8), (method, "page", bottom - 26)):
-        parts += line([curves[name][seed] for seed in seeds], kind)
+        parts.append(f'<text x="{LEFT - 6}" y="{height + 4}" text-anchor="end">{share * top:g}</text>')
+    last = len(found.ours[0]) - 1
+    for i in range(last + 1):
+        x = LEFT + (WIDTH - LEFT - 10) * i / last
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 12}" text-anchor="middle">{i * found.every}</text>')
+    for name, runs, kind, y in (
+        (found.base, found.theirs, "base", bottom - 8),
+        (page, found.ours, "page", bottom - 26),
+    ):
+        parts += line(runs, kind, top)
         parts.append(f'<rect class="{kind}" x="{WIDTH - 170}" y="{y - 7}" width="14" height="3"/>')
         parts.append(f'<text x="{WIDTH - 150}" y="{y}">{NAMES[name]}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def spread(last: list[float]) -> str:
-    """Return mean, minimum and maximum of accuracies."""
-    if len(last) < 2:
-        return f"{last[0]:.2f}" if last else ""
-    return f"{sum(last) / len(last):.2f} ({min(last):.2f} to {max(last):.2f})"
+def verdict(page: str, found: Compared) -> tuple[str, str]:
+    """Return the numbers of a comparison, and whether the page's claim shows."""
+    ours, theirs = (mean(run[-1] for run in runs) for runs in (found.ours, found.theirs))
+    gaps = found.differences()
+    half = QUANTILE * stdev(gaps) / math.sqrt(len(gaps))
+    low, high = mean(gaps) - half, mean(gaps) + half
+    numbers = f"{ours:.2f} against {theirs:.2f} with {NAMES[found.base]} ({low:+.2f} to {high:+.2f})"
+    if page in BASES:
+        return numbers, ""
+    sign = CLAIMS[page].sign
+    worst, best = sorted((sign * low, sign * high))
+    return numbers, "shows" if worst > 0 else "does the opposite" if best < 0 else "does not show"
 
 
-def ending(curves: dict, method: str) -> str:
+def ending(page: str, found: Compared | None) -> str:
     """Return the text to write after a page's diff."""
-    if not common_seeds(curves, method):
+    if found is None:
         return ""
-    alt = f"Accuracy over {STEPS} steps: {NAMES[method]} and {NAMES[COMPARED[method]]}"
-    return f"\n[![{alt}]({method}.svg)](README.md#pages-and-results)\n"
+    steps = found.every * (len(found.ours[0]) - 1)
+    alt = f"{found.value.capitalize()} over {steps} steps: {NAMES[page]} and {NAMES[found.base]}"
+    numbers, shown = verdict(page, found)
+    if page in BASES:
+        text = f"Accuracy in the built-in task, measured at {OLD}: {numbers}."
+    else:
+        claim = CLAIMS[page]
+        text = f"{TASKS[claim.task].text} The claim that {claim.text} **{shown}** here. {found.value.capitalize()} "
+        text += f"after {STEPS} steps: {numbers}."
+    return f"\n[![{alt}]({page}.svg)](README.md#pages-and-results)\n\n{textwrap.fill(text, 120)}\n"
 
 
 def changed_lines(page: str) -> int:
@@ -239,48 +414,44 @@ def changed_lines(page: str) -> int:
     return len(re.findall(r"^[+-](?!\+\+ |-- )", (FOLDER / f"{page}.md").read_text().partition("```diff\n")[2], re.M))
 
 
-def table(curves: dict, blind: dict) -> str:
-    seeds = sorted(curves.get("grpo", {}), key=int)
+def table(results: dict, built_in: dict) -> str:
     rows = []
-    for method in METHODS:
-        is_page = method not in ("grpo", "dpo")
-        name, lines = (f"[{NAMES[method]}]({method}.md)", changed_lines(method)) if is_page else (NAMES[method], "")
-        runs = curves.get(method, {})
-        accuracy = spread([runs[seed][-1] for seed in seeds]) if runs.keys() >= {*seeds} else ""
-        gray = spread([blind[method][seed] for seed in seeds if seed in blind.get(method, {})])
-        parts = ", ".join(sorted(PARTS.get(method, ())))
-        rows.append(f"| {name} | {lines} | {parts} | {NAMES.get(COMPARED.get(method), '')} | {accuracy} | {gray} |")
+    for page in PARTS:
+        found = compared(page, results, built_in)
+        numbers, shown = verdict(page, found) if found else ("", "")
+        task = CLAIMS[page].text if page in CLAIMS else f"accuracy in the built-in task at {OLD}" if found else ""
+        parts = ", ".join(sorted(PARTS[page]))
+        rows.append(f"| [{NAMES[page]}]({page}.md) | {changed_lines(page)} | {parts} | {task} | {shown} | {numbers} |")
     return (
         f"""## Pages and results
 
-A tiny task and {len(seeds)} seeds do not show which method is better for your model. All methods start from the same
-model after 40 SFT steps, and train for {STEPS} steps, without tuning; GSPO, CISPO and DPPO with several steps per
-rollout. The GRPO model is the teacher in on-policy distillation. Accuracy: two sampled answers to each of {HELD_OUT}
-images in the built-in task, mean (lowest to highest) over the seeds; a guess has 0.08. With gray images, a single
-number is seed 0. Measured at 9091b662, where the KL lacked its factor r; LoRA was not measured.
+A page's claim meets the smallest task in which it could be seen, with the criterion written before the runs: after
+{STEPS} steps, a 95 % interval of the paired difference over {SEEDS} seeds is above 0. A tiny task does not show which
+method is better for your model. Where a method does not show its claim, the page says so.
 
-| page | changed lines | changed parts | compare with | accuracy | with gray images |
+| page | changed lines | changed parts | claim | here | with the page, and without (95 % interval of the difference) |
 |---|---|---|---|---|---|
 """
         + "\n".join(rows)
         + """
 
-`python benchmarks/papers.py --seeds 0 1 2 3 4` measures what [curves.json](curves.json) lacks, and writes this section.
+`python benchmarks/papers.py` measures what [papers.json](../curves/papers.json) lacks, and writes this section.
 """
     )
 
 
-def written(curves: dict, blind: dict) -> dict[str, str]:
+def written(results: dict, built_in: dict) -> dict[str, str]:
     """Return {file in docs/papers: text} for all pages with their endings, and pictures."""
     texts = {}
-    for method in COMPARED:
-        page = (FOLDER / f"{method}.md").read_text()
-        diff_end = page.index("\n```\n", page.index("```diff\n")) + len("\n```\n")
-        texts[f"{method}.md"] = page[:diff_end] + ending(curves, method)
-        if common_seeds(curves, method):
-            texts[f"{method}.svg"] = picture(curves, method)
+    for page in PARTS:
+        found = compared(page, results, built_in)
+        text = (FOLDER / f"{page}.md").read_text()
+        diff_end = text.index("\n```\n", text.index("```diff\n")) + len("\n```\n")
+        texts[f"{page}.md"] = text[:diff_end] + ending(page, found)
+        if found:
+            texts[f"{page}.svg"] = picture(page, found)
     readme = (FOLDER / "README.md").read_text()
-    texts["README.md"] = readme.partition("## Pages and results")[0] + table(curves, blind)
+    texts["README.md"] = readme.partition("## Pages and results")[0] + table(results, built_in)
     return texts
 
 
@@ -290,29 +461,26 @@ def read(file: Path) -> dict:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"other than {STEPS}: print, and write nothing")
+    parser.add_argument("--only", nargs="+", choices=TASKS, default=[*TASKS], metavar="TASK")
+    parser.add_argument("--seeds", nargs="+", type=int, default=range(SEEDS))
     parser.add_argument("--draw", action="store_true", help="train nothing")
-    parser.add_argument("--blind", action="store_true", help="repeat runs that blind.json lacks")
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "papers", help="folder for models after SFT")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for seed in options.seeds:
-        for method in options.only:
-            if options.draw or str(seed) in read(BLIND if options.blind else CURVES).get(method, {}):
-                continue
-            accuracies, blind = measure(method, seed, options.cache, options.steps)
-            if options.steps != STEPS:
-                continue
-            for file, result in ((CURVES, accuracies), (BLIND, blind)):
-                results = read(file)  # read again, because another process may have added a run
-                results.setdefault(method, {})[str(seed)] = result
-                lines = [f' "{name}": {json.dumps(runs)}' for name, runs in results.items()]
-                file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    if options.steps == STEPS:
-        for name, text in written(read(CURVES), read(BLIND)).items():
-            (FOLDER / name).write_text(text)
+    runs = [(seed, *run) for seed in options.seeds for run in all_runs() if run[0] in options.only]
+    for seed, task, method in [] if options.draw else runs:
+        if str(seed) in read(CURVES).get("runs", {}).get(task, {}).get(method, {}):
+            continue
+        begun = time.process_time()
+        curves = measure(task, method, seed, options.cache)
+        curves |= {"cpu_seconds": round(time.process_time() - begun, 1), "commit": common.commit()}
+        print(f"{task}, {method}, seed {seed}: {curves}", flush=True)
+        results = read(CURVES) or {"runs": {}}  # read again, because another process may have added a run
+        results["runs"].setdefault(task, {}).setdefault(method, {})[str(seed)] = curves
+        results["about"] = common.provenance()
+        CURVES.write_text(re.sub(r"\s+(?=[^][]*])", " ", json.dumps(results, indent=1)) + "\n")  # lists on one line
+    for name, text in written(read(CURVES), read(BUILT_IN)).items():
+        (FOLDER / name).write_text(text)
 
 
 if __name__ == "__main__":

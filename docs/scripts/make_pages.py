@@ -4,10 +4,27 @@ tests/repository/test_docs.py fails if a file in docs/ differs from its generate
 screenshots, which need a run, and step, whose page is not stored.
 """
 
+import inspect
+import operator
+import re
+
+import minimal
 from docs.scripts import claims, diagrams, it_learns, look, methods, names, notebooks, results, walkthrough
 from docs.scripts.picture import DOCS
 
+
+def with_lines(name: str) -> str:
+    """Return a page whose links to functions of minimal.py lead to their lines."""
+
+    def link(match: re.Match) -> str:
+        return f"{match[0]}#L{inspect.getsourcelines(operator.attrgetter(match[1])(minimal))[1]}"
+
+    text = (DOCS / name).read_text(encoding="utf-8")
+    return re.sub(r"\[`([\w.]+)`\]\(\.\./minimal\.py(?=[)#])", link, re.sub(r"(minimal\.py)#L\d+", r"\1", text))
+
+
 PAGES = {
+    "words.md": lambda: with_lines("words.md"),
     "walkthrough.md": walkthrough.page,
     "it_learns.md": it_learns.page,
     "results.md": results.page,

@@ -1,7 +1,7 @@
 """Run the notebooks in docs/, and store their cell outputs: python -m docs.scripts.notebooks [docs/NAME.ipynb]
 
 A notebook also stores a hash of the code in minimal.py that made its outputs, and test_docs.py fails if the code is
-another one. A slow test there compares all outputs of the first notebook.
+another one. Slow tests there compare all outputs, except for times.
 """
 
 import ast
@@ -72,8 +72,9 @@ def run_cell(source: str, space: dict) -> list[dict]:
             value = eval(compile(ast.Expression(last.value), "cell", "eval"), space)
     outputs = []
     if printed.getvalue():
-        text = re.sub(r"[^\n]*\r", "", printed.getvalue()).splitlines(keepends=True)  # as a terminal shows it
-        outputs.append({"name": "stdout", "output_type": "stream", "text": text})
+        text = re.sub(r"[^\n]*\r", "", printed.getvalue())  # as a terminal shows it
+        lines = text.replace(f"{Path.cwd()}/", "").splitlines(keepends=True)  # paths without the temporary folder
+        outputs.append({"name": "stdout", "output_type": "stream", "text": lines})
     if value is not None:
         data = {"text/plain": pprint.pformat(value, width=100, sort_dicts=False).splitlines(keepends=True)}
         if isinstance(value, PIL.Image.Image):
