@@ -37,6 +37,7 @@ class Run:
     """Metrics of a run: {metric: {step over all stages: value}}."""
 
     folder: Path
+    stages: list[str]
     options: dict[str, Plain]
     curves: dict[str, dict[int, float]]
 
@@ -57,7 +58,7 @@ def read_run(folder: Path) -> Run:
         for name, value in line.items():
             if value is not None:
                 curves[name][step] = value
-    return Run(folder, flat(read_yaml(folder / RUN_CONFIG)), curves)
+    return Run(folder, [*first_steps], flat(read_yaml(folder / RUN_CONFIG)), curves)
 
 
 def last_value(run: Run, name: str, step: int) -> float:
@@ -109,14 +110,35 @@ def shared_metrics(runs: list[Run]) -> list[str]:
 
 
 def differing_options(groups: list[list[Run]]) -> list[str]:
-    """Return options that differ between the groups, such as "grpo.beta: 0.0, 0.04"."""
-    first, second = ({name: str(value) for name, value in group[0].options.items()} for group in groups)
+    """Return options that differ between the groups, such as "grpo.beta: 0.0, 0.04".
+
+    If the last stages have different names, their sections are compared: "grpo|mine.beta: 0.0, 0.04".
+    """
+    runs = [group[0] for group in groups]
+    values = [{name: str(value) for name, value in run.options.items()} for run in runs]
+    for stages in zip(*(run.stages[::-1] for run in runs), strict=False):
+        if stages[0] not in runs[1].stages and stages[1] not in runs[0].stages:
+            values = [
+                join_sections(options, stage, other, "|".join(stages))
+                for options, stage, other in zip(values, stages, stages[::-1], strict=True)
+            ]
+    first, second = values
     names = sorted({*first.items()} ^ {*second.items()})
     return [
-        f"{name}: {truncate(first.get(name), 60, str)}, {truncate(second.get(name), 60, str)}"
+        f"{name}: {truncate(first.get(name, 'absent'), 60, str)}, {truncate(second.get(name, 'absent'), 60, str)}"
         for name in dict.fromkeys(name for name, _ in names)
         if name not in ("seed", "output_dir", "resume")
     ]
+
+
+def join_sections(options: dict[str, str], stage: str, other: str, joined: str) -> dict[str, str]:
+    """Rename the section of a stage, and drop that of the other run's stage, which this run does not use."""
+    found = {}
+    for name, value in options.items():
+        section, dot, option = name.partition(".")
+        if section != other or not dot:
+            found[f"{joined}.{option}" if section == stage and dot else name] = value
+    return found
 
 
 def chart(name: str, groups: list[list[Run]]) -> str:

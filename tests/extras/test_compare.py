@@ -17,7 +17,10 @@ from tests.helpers.runs import summary, write_lines
 
 def write_run(folder, seed, stage, accuracy, beta=0.0):
     folder.mkdir()
-    (folder / "config.yaml").write_text(yaml.safe_dump({"seed": seed, "grpo": {"beta": beta}}))
+    sections = {"grpo": {"beta": 0.0, "max_steps": 3}}
+    if stage != "grpo":  # the section of an own stage starts from grpo, and grpo stays in the recipe
+        sections = {"grpo": {"beta": 0.2, "max_steps": 3}, stage: {"beta": beta, "max_steps": 3, "keep": 0.5}}
+    (folder / "config.yaml").write_text(yaml.safe_dump({"seed": seed, **sections}))
     steps = [{"stage": "sft", "step": 0, "loss": 1.0}]
     steps += [{"stage": stage, "step": i, "loss": 2.0, "reward": seed + i} for i in range(3)]
     write_lines(folder / "metrics.jsonl", steps)
@@ -37,7 +40,8 @@ def test_groups_of_seeds_are_compared_in_pairs(tmp_path, monkeypatch, capsys):
     assert rows["eval/accuracy_greedy, step 4"] == means
     assert rows["loss, step 4"][2] == "+0.000 ± 0.000 over 3 seeds: these seeds do not show a difference"
     assert main(["report", *map(str, first), "--against", *map(str, second)]) == 0
-    assert "options that differ: grpo.beta: 0.0, 0.1" in capsys.readouterr().out
+    differing = "options that differ: grpo|mine.beta: 0.0, 0.1; grpo|mine.keep: absent, 0.5\n"
+    assert differing in capsys.readouterr().out
     page = (tmp_path / "comparison.html").read_text()
     assert page.count("<polygon") == 2 * len(rows) and "b0 and 3 more" in page
     assert main(["report", str(first[0]), "--against", str(second[1])]) == 0
