@@ -1,6 +1,6 @@
 """Compare the methods of recipes/methods with GRPO over seeds, on rows of which half can be answered blind.
 
-    python benchmarks/methods.py work --json docs/curves/methods.json    # half an hour on one core
+    python benchmarks/methods.py work --json docs/curves/methods.json    # ten CPU minutes
     python benchmarks/methods.py work --json part.json --seeds 3 --only grpo vppo
 
 `work` keeps all outputs, and finished runs are not repeated. For each seed, SFT runs once, and every method continues
@@ -34,11 +34,12 @@ from benchmarks.sums import call, read_lines  # noqa: E402
 from minivlmrl.extras.compare import difference  # noqa: E402
 
 FOLDER = "recipes/methods"
-STEPS = 150
+STEPS = 100
 COMMON = [
     f"--data.task={FOLDER}/half_blind.py:TASK", "--data.eval_rows=256", "--data.eval_without_images=true",
-    "--num_threads=1", "--state_minutes=0", "--resume=auto", "--log_completions=0", "--sft.max_steps=100",
-    f"--grpo.max_steps={STEPS}", "--eval_steps=75", "--grpo.prompts_per_step=8", "--grpo.micro_batch_size=8",
+    "--eval_on_start=false", "--num_threads=1", "--state_minutes=0", "--resume=auto", "--log_completions=0",
+    "--sft.max_steps=100",
+    f"--grpo.max_steps={STEPS}", "--grpo.prompts_per_step=8", "--grpo.micro_batch_size=8",
     "--grpo.num_iterations=2", "--grpo.learning_rate=6e-4", "--grpo.loss_type=dapo", "--grpo.beta=0",
 ]  # fmt: skip
 NOISY = f"{FOLDER}/noisy_rollout.py:NoisyRollout(steps={STEPS})"
