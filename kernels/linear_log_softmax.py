@@ -16,6 +16,8 @@ Logits are float32 even for bfloat16 hidden states, because bfloat16 rounds 20.0
 bfloat16, but gradients for hidden states and head are summed in float32.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -162,7 +164,7 @@ def _linear_log_softmax(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     blocks = LogitBlocks(hidden, weight, ids, mask, temperature)
     scored = map(blocks.score, blocks.rows)
-    return tuple(map(torch.cat, zip(*scored, strict=True)))  # pyright: ignore[reportReturnType]
+    return cast(tuple[Tensor, Tensor, Tensor, Tensor], tuple(map(torch.cat, zip(*scored, strict=True))))
 
 
 @_linear_log_softmax.register_fake

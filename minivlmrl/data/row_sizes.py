@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 
@@ -55,7 +56,7 @@ class PatchCounter(ImageProcessor):
         return torch.zeros(0, self.patch_dim, dtype=self.dtype), grid
 
     def tokens(self, size: Size, options: dict) -> int:
-        _, grid = self(SimpleNamespace(size=size), **options)  # pyright: ignore[reportArgumentType]
+        _, grid = self(cast(Any, SimpleNamespace(size=size)), **options)
         return self.num_tokens(grid)
 
 

@@ -175,7 +175,7 @@ class World:
     def compute_on_rank_zero(self, work: Callable[[], Value], name: str = "do its part") -> Value:
         """Run `work` on rank 0, and return its picklable result or raise its error on all ranks; all must call this."""
         result = self.run_on_rank_zero(work, name)
-        return self.gather_objects(result)[0]  # pyright: ignore[reportReturnType] (None only if work returned None)
+        return cast(Value, self.gather_objects(result)[0])
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]):
         """Sum gradients over all ranks."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ def num_shards(section: ShardingOptions, num_ranks: int) -> int:
 
 def units(module: nn.Module) -> "list[FSDPModule]":
     """Return all FSDP units in a module."""
-    return [part for part in module.modules() if hasattr(type(part), "unshard")]  # pyright: ignore[reportReturnType]
+    return cast("list[FSDPModule]", [part for part in module.modules() if hasattr(type(part), "unshard")])
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ columns ref_chosen_logps and ref_rejected_logps.
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import torch
 from safetensors.torch import load_file
@@ -104,7 +104,7 @@ class ReferenceLogps(Callback):
                     if name in self.datasets:
                         stored |= compute(trainer, self.datasets[name])
             trainer.world.run_on_rank_zero(lambda: save_tensors(stored, self.file), f"write {self.file}")
-        trainer.reference = StoredReference(stored)  # pyright: ignore[reportAttributeAccessIssue]
+        trainer.reference = cast(Any, StoredReference(stored))
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,7 @@ def initialize(model: VisionLanguageModel, generator: torch.Generator):
     """
     for module in model.modules():
         if isinstance(module, nn.RMSNorm | nn.LayerNorm) or hasattr(module, "resets_itself"):
-            module.reset_parameters()  # pyright: ignore[reportCallIssue]
+            cast(Any, module).reset_parameters()
     for name, parameter in model.named_parameters():
         if name.endswith("embed_tokens.weight"):
             parameter.normal_(0, 0.02, generator=generator)

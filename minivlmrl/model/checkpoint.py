@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,7 +28,7 @@ from minivlmrl.model.build import PATCHES, assign, model_from_config
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import CONTROL_TOKENS, family_of, find_family, hub_name, module_name
-from minivlmrl.model.plain_weights import Weight, base_weights, plain_name, plain_weights
+from minivlmrl.model.plain_weights import PackedLinear, Weight, base_weights, plain_name, plain_weights
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -113,7 +113,7 @@ def _read_weights(
                 check_loaded(weights[name], name, file)
             else:
                 check_loaded(tensor, name, file)
-                like.pack(tensor.to(device), take_shard)  # pyright: ignore[reportOptionalMemberAccess]
+                cast(PackedLinear, like).pack(tensor.to(device), take_shard)
     if missing := expected.keys() - read_names:
         raise UserError(
             f"{folder}: the weight files lack {len(missing)} of the model's {len(expected)} "
@@ -131,7 +131,7 @@ def _read_weights(
 
 def check_loaded(weight: Tensor, name: str, file: Path):
     # a sharded weight is a DTensor
-    local_weight = weight.to_local() if hasattr(weight, "to_local") else weight  # pyright: ignore[reportAttributeAccessIssue]
+    local_weight = cast(Any, weight).to_local() if hasattr(weight, "to_local") else weight
     # the sum is not finite if any value is NaN or infinite
     if not local_weight.sum(dtype=at_least_float32(weight.dtype)).isfinite():
         raise UserError(

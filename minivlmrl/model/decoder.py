@@ -6,7 +6,7 @@ Dimensions: N tokens, H query heads, K key/value heads, D head_dim.
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +108,7 @@ class TextModel(nn.Module):
         for i, layer in enumerate(self.layers[:-1]):
             x = layer(x, cos, sin, attention)
             if i < len(deep):
-                x = x.index_add(0, vision_index, deep[i])  # pyright: ignore[reportArgumentType]
+                x = x.index_add(0, cast(Tensor, vision_index), deep[i])
         return self.norm(self.layers[-1](x, cos, sin, attention, select))
 
 

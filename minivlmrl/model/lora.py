@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -212,7 +213,7 @@ def quantize_layer(model: nn.Module, name: str):
     # lazy import: few recipes use NF4
     from minivlmrl.model.nf4 import NF4Linear
 
-    model.set_submodule(name, NF4Linear(model.get_submodule(name)))  # pyright: ignore[reportArgumentType]
+    model.set_submodule(name, NF4Linear(cast(nn.Linear, model.get_submodule(name))))
 
 
 def init_adapters(model: VisionLanguageModel, seed: int):
@@ -264,5 +265,5 @@ def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
 def add_lora(model: nn.Module, name: str, r: int, scaling: float, dropout: float = 0.0):
     """Replace a linear layer with a zero-initialized LoRALinear, and discard any old adapter."""
     layer = model.get_submodule(name)
-    base = layer.base if isinstance(layer, LoRALinear) else layer
-    model.set_submodule(name, LoRALinear(base, r, scaling, dropout))  # pyright: ignore[reportArgumentType]
+    base = layer.base if isinstance(layer, LoRALinear) else cast(nn.Linear, layer)
+    model.set_submodule(name, LoRALinear(base, r, scaling, dropout))

@@ -1,7 +1,7 @@
 """Compute full weights for checkpoints: gather shards, merge LoRA adapters, unpack NF4 layers."""
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +96,7 @@ def gather_full_tensor(weight: Weight) -> Tensor:
 def gather(tensor: Tensor) -> Tensor:
     """Gather a tensor if it is sharded; all ranks must call this."""
     # look for the method instead of the type, because DTensor is slow to import
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return cast(Any, tensor).full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def is_adapter(name: str) -> bool:

@@ -1,8 +1,10 @@
 """Value models, which predict one number per token: reward models and PPO's critic."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from minivlmrl.config.types import Frozen
@@ -60,11 +62,17 @@ def check_value_model_folder(folder: str | Path):
         )
 
 
-def load_value_model(folder: str | Path, *options) -> ValueModel:
-    """Load a value model; `options` are arguments for load_model."""
+def load_value_model(
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    sharding: Any = None,
+    adapt: Callable[[VisionLanguageModel], None] | None = None,
+) -> ValueModel:
+    """Load a value model; see load_model."""
     check_value_model_folder(folder)
     with unchanged(folder):
-        return add_saved_head(load_model(folder, *options), folder)
+        return add_saved_head(load_model(folder, dtype, device, sharding, adapt), folder)
 
 
 def add_saved_head(backbone: VisionLanguageModel, folder: str | Path) -> ValueModel:

@@ -7,12 +7,13 @@ minivlmrl check RECIPE [--section.name=value ...]
 answer tags and equal rewards. Exit status: 1 if there are problems, else 0.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.loader import next_readable, readable_prompt
+from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
 from minivlmrl.extras.check.evaluation import check_evaluation
@@ -72,11 +73,12 @@ def check(config: RunConfig) -> Iterator[str]:
 class ReadableRows(FileDataset):
     """Dataset that replaces an unreadable row by the next readable one, as data.skip_unreadable does."""
 
-    def __init__(self, rows: FileDataset, *arguments):
+    def __init__(self, rows: FileDataset, processor: Processor, answers: Sequence[str]):
         self.facts = rows.facts
         self.rows = rows
-        self.arguments = arguments  # of readable_prompt
+        self.processor = processor
+        self.answers = answers
 
     def __getitem__(self, index: int) -> Row:
-        row, *_ = next_readable(self.rows, index, lambda row: readable_prompt(row, *self.arguments))
+        row, *_ = next_readable(self.rows, index, lambda row: readable_prompt(row, self.processor, self.answers))
         return row
