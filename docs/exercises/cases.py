@@ -88,6 +88,12 @@ def gradients(result: torch.Tensor, leaves: dict[str, torch.Tensor]) -> dict[str
         "an image that is too small stays small": ("elif rounded.prod() < min_pixels", "elif False"),
         "an image that is too large stays large": ("rounded.prod() > max_pixels", "False"),
         "shrink is inverted": ("sides / shrink", "sides * shrink"),
+        "you enlarge the image to max_pixels; enlarge it to min_pixels":
+            ("math.sqrt(min_pixels / ", "math.sqrt(max_pixels / "),
+        "you shrink by the ratio of the rounded area; take the area of the file":
+            ("math.sqrt(height * width / max_pixels)", "math.sqrt(rounded.prod() / max_pixels)"),
+        "you shrink images above min_pixels; shrink them above max_pixels":
+            ("rounded.prod() > max_pixels", "rounded.prod() > min_pixels"),
     },
 )  # fmt: skip
 def _(smart_resize):
@@ -122,6 +128,9 @@ def _(smart_resize):
             "(pixels.astype(np.float32) - MEAN) / STD", "pixels.astype(np.float32) / STD - MEAN"
         ),
         "you return w before h": ("-1)), h, w", "-1)), w, h"),
+        "you exchanged the sides in `resize`; PIL's sizes are (width, height)":
+            ("resize((width, height)", "resize((height, width)"),
+        "your second frame is empty; it is equal to the first": ("[pixels, pixels]", "[pixels, 0 * pixels]"),
         "the rows and columns inside a patch are exchanged": ("0, 3, 6)", "0, 6, 3)"),
         "the rows and columns of patches inside a block are exchanged": ("(1, 4, 2, 5,", "(1, 4, 5, 2,"),
         "the rows and columns of blocks are exchanged": ("(1, 4, 2, 5,", "(4, 1, 2, 5,"),
@@ -195,6 +204,9 @@ def _(render):
         "text resumes after the columns of an image; it must resume after its longer side":
             ("max(rows, columns)", "columns"),
         "text resumes after the shorter side of an image; take the longer one": ("max(rows", "min(rows"),
+        "the tokens of an image are in columns; they are row by row":
+            ("torch.cartesian_prod(time, torch.arange(rows), torch.arange(columns))",
+             "torch.cartesian_prod(time, torch.arange(columns), torch.arange(rows))[:, [0, 2, 1]]"),
         "your result is (L, 3); the axes come first": ("torch.cat(pieces, 1)", "torch.cat(pieces, 1).T"),
         "the axes are in the order row, column, time":
             ("torch.cat(pieces, 1)", "torch.cat(pieces, 1).roll(-1, 0)"),
@@ -543,6 +555,11 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
             ("ref_per_token_logps - per_token_logps", "per_token_logps - ref_per_token_logps"),
         "the KL has the wrong sign; it is a cost": ("loss + beta", "loss - beta"),
         "your KL is k1, the difference of log-probabilities; the paper uses k3": ("log_ref_ratio.expm1()", "0.0"),
+        "your KL is k2, half of the squared difference; the paper uses k3":
+            ("(log_ref_ratio.expm1() - log_ref_ratio)", "log_ref_ratio.square() / 2"),
+        "your ratio is that of whole completions; take that of each token":
+            ("(per_token_logps - old_per_token_logps).exp()",
+             "((per_token_logps - old_per_token_logps) * mask).sum(1, keepdim=True).exp()"),
         "the -1 of k3 is missing": ("expm1", "exp"),
         "the KL is detached, so it has no gradient and no effect":
             ("ref_per_token_logps - per_token_logps", "ref_per_token_logps - per_token_logps.detach()"),
@@ -590,6 +607,11 @@ def _(grpo_loss):
         "take the mean of the pairs, not their sum": (".mean()", ".sum()"),
         "the ratio is inverted; divide the policy by the reference":
             ("(per_token_logps - ref_per_token_logps)", "(ref_per_token_logps - per_token_logps)"),
+        "your loss is 1 minus the sigmoid; take minus its logarithm":
+            ("-F.logsigmoid(beta * (chosen - rejected))", "1 - torch.sigmoid(beta * (chosen - rejected))"),
+        "beta multiplies the chosen answer alone": ("beta * (chosen - rejected)", "beta * chosen - rejected"),
+        "your loss is a hinge, as in SLiC; take the logarithm of the sigmoid":
+            ("-F.logsigmoid(beta * (chosen - rejected))", "F.relu(1 - beta * (chosen - rejected))"),
         "the rejected answer is missing": ("chosen - rejected", "chosen"),
         "the policy is detached, so the loss has no gradient":
             ("(per_token_logps - ref", "(per_token_logps.detach() - ref"),

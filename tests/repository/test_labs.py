@@ -14,15 +14,23 @@ from minimal import LABELS, plain, reward as usual
 def reward(text, solution):
     return usual(text, solution) if text.count("<answer>") == 1 else 0.0
 """
+FIRST = """
+import re
+
+def reward(text, solution):
+    found = re.search("<answer>(.*?)</answer>", text)
+    return float(found is not None and found[1].strip(" .").lower() == solution)
+"""
 HACKED = "def reward(text, solution):\n    return float(solution.lower() in text.lower())\n"
 
 
-def test_a_reward_that_counts_words_is_refused(tmp_path, capsys):
-    for code, status in ((STRICT, 0), (HACKED, 1)):
+def test_a_reward_that_counts_words_or_reads_the_first_tags_is_refused(tmp_path, capsys):
+    for code, status in ((STRICT, 0), (HACKED, 1), (FIRST, 1)):
         (tmp_path / "reward.py").write_text(code)
         assert labs.main(["1", str(tmp_path / "reward.py"), "--seed=3"]) == status
     printed = capsys.readouterr().out
     assert printed.startswith("pass\n") and "not yet: all answers at once earns as much" in printed
+    assert "not yet: the right tags only in <think> earns" in printed
 
 
 def test_the_seed_chooses_the_bug_and_other_numbers_are_refused(tmp_path, monkeypatch):
