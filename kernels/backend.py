@@ -39,7 +39,7 @@ INTERPRETED = hasattr(tl, "sum") and not isinstance(tl.sum, triton.JITFunction)
 # input dtypes of the Triton kernels, which sum in float32
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-KERNELS = ("decode_attention", "linear_log_softmax", "nf4_unpack")
+KERNELS = ("window_attention", "decode_attention", "selective_log_softmax", "linear_log_softmax", "nf4_unpack")
 rejections: dict[tuple[torch.device, str], str | None] = {}  # why a kernel is rejected, None = correct
 
 

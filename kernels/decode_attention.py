@@ -21,9 +21,9 @@ import math
 import torch
 from torch import Tensor
 
-from minivlmrl.kernels.backend import INTERPRETED, backend_for, tl, triton
+from minivlmrl.kernels.backend import backend_for, tl, triton
+from minivlmrl.kernels.window_attention import TILE_DTYPES
 
-TILE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)[: 3 if INTERPRETED else 2]  # float32 uses torch
 # target number of Triton programs, about one per GPU multiprocessor
 PROGRAMS = 128
 MAX_PARTS = 32  # maximum parts that a key sequence is split into

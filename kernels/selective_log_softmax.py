@@ -1,4 +1,4 @@
-"""Log-probabilities for given tokens, and entropies, from blocks of logits in one pass; see linear_log_softmax.py.
+"""Log-probabilities for given tokens, and entropies, in one pass over the logits.
 
 Derivation. For one row's logits z (V,), chosen token y and temperature T, with top = max_j z_j:
 
@@ -35,20 +35,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minivlmrl.kernels.backend import tl, triton
+from minivlmrl.kernels.backend import at_least_float32, backend_for, tl, triton
 
 # lower limit for (logit - row maximum) in base 2; float32 has no normal numbers below 2^-126, where exp is slow
 FLOOR = -125.0
 LOG2E = 1 / math.log(2)
 
 
-def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor) -> tuple[Tensor, ...]:
+def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | None = None) -> tuple[Tensor, ...]:
     """Compute log-probability, entropy, largest logit and sum of exponentials per token, all (m,).
 
     Args:
         z: (m, V) logits, overwritten.
         ids: (m,) chosen tokens.
-        scratch: (m, V) memory for exponentials.
+        scratch: (m, V) memory for exponentials, None = allocate.
     """
     top = z.amax(-1)
     chosen = (z.gather(-1, ids[:, None])[:, 0] - top) / temperature
@@ -61,7 +61,7 @@ def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor) -> 
 
 
 def differentiate_rows_(
-    d: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, scratch: Tensor
+    d: Tensor, ids: Tensor, saved: list, upstream: list, temperature: float, scratch=None
 ) -> Tensor:
     """Compute the logit gradient (m, V) from d = (logits - row maximum) / temperature.
 
@@ -70,7 +70,7 @@ def differentiate_rows_(
         ids: (m,) chosen tokens.
         saved: entropies, largest logits and sums of exponentials from score_rows_.
         upstream: gradients (m,) for log-probabilities and for entropies; the second may be None.
-        scratch: (m, V) memory for the result.
+        scratch: (m, V) memory for the result, None = allocate.
     """
     (entropies, _, s), (g, e) = saved, upstream
     scale = -1 / (temperature * s)
@@ -226,14 +226,15 @@ def _differentiate_kernel(
 
 
 def score_part_(
-    z: Tensor, ids: Tensor, parts: Tensor, temperature: float, first_id: int = 0, last: bool = True
+    z: Tensor, ids: Tensor, parts: Tensor | None, temperature: float, first_id: int = 0, last: bool = True
 ) -> list[Tensor]:
     """Compute log-probabilities and entropies in Triton, one part of the vocabulary per call.
 
     Args:
         z: (N, width) logits for ids first_id..first_id+width-1.
         ids: (N,) chosen tokens.
-        parts: (4, N) float32, kept between calls: largest logit, sums s and t as in the derivation, chosen logit.
+        parts: (4, N) float32, kept between calls: largest logit, sums s and t as in the derivation, chosen logit. None
+            if z has the whole vocabulary.
         last: whether this is the last part of the vocabulary.
     Returns:
         (N,) float32 tensors: log-probabilities, entropies, largest logits times log2(e) / temperature, sums of
@@ -273,3 +274,47 @@ def differentiate_part_(
                 num_warps=BACKWARD_WARPS, enable_fp_fusion=True,
             )  # fmt: skip
     return out
+
+
+class _SelectiveLogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        if backend_for(z, "selective_log_softmax") == "triton":
+            logps, *saved = score_part_(z, ids, None, temperature)
+        else:
+            logps, *saved = score_rows_(z.to(at_least_float32(z.dtype), copy=True), ids, temperature)
+        ctx.save_for_backward(z, ids, *saved)
+        ctx.temperature = temperature
+        return logps, saved[0]
+
+    @staticmethod
+    def backward(ctx, g: Tensor, e: Tensor) -> tuple[Tensor, None, None]:
+        z, ids, *saved = ctx.saved_tensors
+        upstream = [g.contiguous(), e.contiguous()]
+        if backend_for(z, "selective_log_softmax") == "triton":
+            return differentiate_part_(z, ids, saved, upstream, ctx.temperature, torch.empty_like(z)), None, None
+        d = differences_(z.to(g.dtype, copy=True), saved[1], ctx.temperature)
+        dz = differentiate_rows_(d, ids, saved, upstream, ctx.temperature).to(z.dtype)
+        return dz.masked_fill_(~has_gradient(g, e)[:, None], 0.0), None, None
+
+
+def selective_log_softmax(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Compute log-probabilities for given tokens, and entropies, from logits.
+
+    Args:
+        logits: (..., V), float32, float16, bfloat16, or float64 (torch only).
+        ids: (...) int64 tokens to score.
+        temperature: logit divisor, above 0.
+    Returns:
+        Log-probabilities and entropies under softmax(logits / temperature), both (...), in nats, float32 (float64 for
+        float64 logits), differentiable.
+    Source: TRL's selective_log_softmax and entropy_from_logits, applied to logits / temperature.
+    """
+    if logits.shape[:-1] != ids.shape:
+        raise ValueError(f"logits have the shape {tuple(logits.shape)}, which does not fit ids {tuple(ids.shape)}")
+    if not temperature > 0:
+        raise ValueError(f"the temperature is {temperature}, but it must be greater than 0")
+    logps, entropies = _SelectiveLogSoftmax.apply(
+        logits.reshape(-1, logits.shape[-1]).contiguous(), ids.flatten(), temperature
+    )
+    return logps.view(ids.shape), entropies.view(ids.shape)

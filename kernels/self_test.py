@@ -21,9 +21,14 @@ from minivlmrl.kernels.decode_attention import decode_attention
 from minivlmrl.kernels.float32_matmul import float32_matmul
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
 from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
+from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
+from minivlmrl.kernels.window_attention import Segments, window_attention
 
 # Triton's interpreter multiplies bfloat16 matrices incorrectly
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
+# vision tower heads: dimension 80 in Qwen2.5-VL, 64 or 72 in Qwen3-VL
+WINDOW_HEADS = 2 if INTERPRETED else 16
+WINDOW_HEAD_DIMS = (64, 72, 80, 128)
 # (key heads, query heads per key head, head dimension): Qwen2.5-VL-3B, -7B, Qwen3.5, a 0.5B text model
 DECODERS = ((2, 8, 128), (4, 7, 128), (2, 4, 256), (2, 7, 64))
 TEMPERATURE = 0.7
@@ -54,6 +59,18 @@ def check_float32_matmul(device: str) -> list[float]:
     return errors
 
 
+def check_windows(device: str) -> list[float]:
+    lengths = [64, 64, 48, 16, 12, 4]
+    errors = []
+    for head_dim in WINDOW_HEAD_DIMS:
+        errors += compare(
+            lambda q, k, v: window_attention(q, k, v, Segments(lengths, q.device)),
+            [torch.randn(sum(lengths), WINDOW_HEADS, head_dim).to(DTYPE) for _ in range(3)],
+            device,
+        )
+    return errors
+
+
 def check_decoding(device: str) -> list[float]:
     """Check decoding with padded prompts and a KV cache that is not full."""
     B, G, P, C = 2, 8, 300, 70  # prompts, completions per prompt, prompt tokens, completion tokens
@@ -75,6 +92,15 @@ def check_decoding(device: str) -> list[float]:
         expected = F.scaled_dot_product_attention(q.double()[:, :, None], keys, values, bias, enable_gqa=True)
         errors.append(relative_error(actual, expected[:, :, 0]))
     return errors
+
+
+def check_selective_log_softmax(device: str) -> list[float]:
+    ids = torch.randint(20_000, (32,))
+    return compare(
+        lambda z: torch.cat(selective_log_softmax(z, ids.to(z.device), TEMPERATURE)),
+        [3 * torch.randn(32, 20_000).to(DTYPE)],
+        device,
+    )
 
 
 def check_linear_log_softmax(device: str) -> list[float]:
@@ -104,7 +130,9 @@ def check_nf4(device: str) -> list[float]:
 
 CHECKS = {
     "float32_matmul": check_float32_matmul,
+    "window_attention": check_windows,
     "decode_attention": check_decoding,
+    "selective_log_softmax": check_selective_log_softmax,
     "linear_log_softmax": check_linear_log_softmax,
     "nf4_unpack": check_nf4,
 }

@@ -22,9 +22,11 @@ from typing import Any
 import triton
 
 from minivlmrl.kernels import decode_attention as decoding
-from minivlmrl.kernels import nf4_unpack, selective_log_softmax
+from minivlmrl.kernels import nf4_unpack, selective_log_softmax, window_attention
 
 DTYPES = ("bf16", "fp32")
+# (longest window in tokens, head_dim); Qwen2.5-VL has 16 heads with 80 columns, windows up to 64 tokens
+WINDOWS = [(16, 80), (32, 80), *((64, head_dim) for head_dim in (16, 32, 40, 48, 64, 72, 80, 96, 112, 128))]
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,20 @@ def log_softmax_builds() -> list[Build]:
     return builds
 
 
+def window_builds(dtype: str, longest: int, head_dim: int) -> list[Build]:
+    rows, columns = window_attention.block_sizes(longest, head_dim)
+    sizes = {"H": 16, "D": head_dim, "ROWS": rows, "COLUMNS": columns}
+    about = f"{dtype} {longest}x{head_dim}"
+    given = same(f"*{dtype}", "q", "k", "v") | {"cu_seqlens": "*i32"}
+    given |= same("i32", "q_row", "q_head", "k_row", "k_head", "v_row", "v_head")
+    forward = given | {"out": f"*{dtype}"}
+    backward = given | same(f"*{dtype}", "grad", "grad_q", "grad_k", "grad_v")
+    return [
+        Build(f"window_attention forward {about}", window_attention._forward_kernel, forward, sizes, rows // 16),
+        Build(f"window_attention backward {about}", window_attention._backward_kernel, backward, sizes, rows // 16),
+    ]
+
+
 def decode_builds(dtype: str) -> list[Build]:
     """Return decode attention builds: 3B and 7B with 8 rows per prompt, a single row, wide and narrow heads."""
     given = same(f"*{dtype}", "q", "k", "v", "prompt_bias", "own_k", "own_v", "own_bias")
@@ -106,7 +122,10 @@ def all_builds(arch: int) -> list[Build]:
     builds = [*log_softmax_builds(), *map(nf4_build, DTYPES)]
     if arch < 80:
         return builds
-    return builds + decode_builds("bf16")
+    builds += decode_builds("bf16")
+    for size in WINDOWS:
+        builds += window_builds("bf16", *size)
+    return builds
 
 
 def inspect(build: Build, arch: int) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def test_the_variable_overrides(monkeypatch):
 def test_a_wrong_kernel_is_replaced_with_one_warning(monkeypatch, recwarn, result, reason):
     def error_of(kernel, device):
         assert backend.backend_for(OnGPU(), kernel) == "triton"  # the check runs the kernel itself
-        return Mock(side_effect=[result])() if kernel == "linear_log_softmax" else 0.003
+        return Mock(side_effect=[result])() if kernel == "window_attention" else 0.003
 
     monkeypatch.undo()
     monkeypatch.setattr(backend, "INSTALLED", True)
@@ -116,13 +116,13 @@ def test_a_wrong_kernel_is_replaced_with_one_warning(monkeypatch, recwarn, resul
     monkeypatch.setattr(backend, "rejections", {})
     backend._warn.cache_clear()
     for _ in range(3):
-        assert backend.backend_for(OnGPU(), "linear_log_softmax") == "torch"
+        assert backend.backend_for(OnGPU(), "window_attention") == "torch"
         assert backend.backend_for(OnGPU(), "decode_attention") == "triton"
     [warning] = recwarn
-    message = rf"because linear_log_softmax {reason} on the GPU NVIDIA H100\. `python -m minivlmrl\.kernels\.self_test`"
+    message = rf"because window_attention {reason} on the GPU NVIDIA H100\. `python -m minivlmrl\.kernels\.self_test`"
     assert re.search(message, str(warning.message))
     monkeypatch.setenv("MINIVLMRL_SELF_TEST", "0")
-    assert backend.backend_for(OnGPU(), "linear_log_softmax") == "triton"
+    assert backend.backend_for(OnGPU(), "window_attention") == "triton"
 
 
 def test_a_check_changes_no_random_numbers_and_no_saved_tensors(monkeypatch):
@@ -147,7 +147,7 @@ def test_a_check_changes_no_random_numbers_and_no_saved_tensors(monkeypatch):
 @pytest.mark.skipif(INTERPRETED or not INSTALLED, reason="this is the parent, and Triton must be installed")
 def test_all_kernels_in_the_interpreter():
     """All kernels are tested in one process, because an interpreting process takes a long time to start."""
-    run_interpreted(*KERNELS, "selective_log_softmax", "self_test")
+    run_interpreted(*KERNELS, "self_test")
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_the_model_computes_where_triton_is_not_installed():
 import sys
 sys.modules["triton"] = None
 import torch
-from minivlmrl.kernels import backend, linear_log_softmax, window_attention
+from minivlmrl.kernels import backend, linear_log_softmax, selective_log_softmax, window_attention
 from minivlmrl.model import decoder as qwen2_5_vl
 assert not backend.INSTALLED and not backend.INTERPRETED
 logps, _ = linear_log_softmax.linear_log_softmax(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.long))

@@ -1,4 +1,4 @@
-"""Compare log-probabilities and entropies of a block of logits with float64; test_backend.py interprets the kernels."""
+"""Compare log-probabilities and entropies of logits with float64; test_backend.py interprets the kernels."""
 
 import math
 
@@ -34,16 +34,10 @@ def exact(logits, ids, temperature, upstream):
 
 
 def ours(logits, ids, temperature, upstream):
-    """Return log-probabilities, entropies and the gradient, from Triton's kernels or from PyTorch."""
-    z = logits.detach()
-    if INTERPRETED:
-        logps, *saved = kernel.score_part_(z, ids, torch.empty(4, len(ids)), temperature)
-        return logps, saved[0], kernel.differentiate_part_(z, ids, saved, upstream, temperature, torch.empty_like(z))
-    wide, scratch = (z.to(torch.promote_types(z.dtype, torch.float32), copy=True) for _ in range(2))
-    logps, *saved = kernel.score_rows_(wide, ids, temperature, scratch)
-    d = kernel.differences_(z.to(wide.dtype, copy=True), saved[1], temperature)
-    upstream = [x if x is None else x.to(wide.dtype) for x in upstream]
-    return logps, saved[0], kernel.differentiate_rows_(d, ids, saved, upstream, temperature, scratch).to(z.dtype)
+    z = logits.detach().requires_grad_()
+    scored = kernel.selective_log_softmax(z, ids, temperature)
+    loss = sum((x * weight).sum() for x, weight in zip(scored, upstream, strict=True) if weight is not None)
+    return *(x.detach() for x in scored), torch.autograd.grad(loss, z)[0]
 
 
 def error(actual, expected):
@@ -118,7 +112,7 @@ def test_rows_beyond_32_bit_offsets():
     assert torch.equal(logps, expected[0]) and torch.equal(entropies, expected[1])
     assert torch.equal(gradient, expected[2])
     if INTERPRETED:  # the kernel may also write its gradient over the logits
-        saved = kernel.score_part_(far.detach(), ids, torch.empty(4, 3), 1.0)[1:]
+        saved = kernel.score_part_(far.detach(), ids, None, 1.0)[1:]
         assert torch.equal(kernel.differentiate_part_(far.detach(), ids, saved, upstream, 1.0, far.detach()), gradient)
 
 
@@ -126,7 +120,7 @@ def test_rows_beyond_32_bit_offsets():
 @pytest.mark.parametrize("widths", [[128, 128, 44], [1, 299]], ids=str)
 def test_parts_of_a_row_join_to_the_whole(widths):
     logits, ids, upstream = inputs(4, 300)
-    whole = kernel.score_part_(logits.detach(), ids, torch.empty(4, 4), 0.7)
+    whole = kernel.score_part_(logits.detach(), ids, None, 0.7)
     parts, first = torch.full((4, 4), float("nan")), 0
     gradient = torch.full((4, 300), float("nan"))
     for width in widths:
@@ -136,3 +130,11 @@ def test_parts_of_a_row_join_to_the_whole(widths):
         first += width
     torch.testing.assert_close(torch.stack(out), torch.stack(whole), rtol=1e-6, atol=1e-6)
     assert error(gradient, exact(logits, ids, 0.7, upstream)[2]) < 1e-6
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"logits have the shape \(3, 5\), which does not fit ids \(2,\)"):
+        kernel.selective_log_softmax(torch.zeros(3, 5), torch.zeros(2, dtype=torch.long))
+    for temperature in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match=f"the temperature is {temperature}, but it must be greater than 0"):
+            kernel.selective_log_softmax(torch.zeros(3, 5), torch.zeros(3, dtype=torch.long), temperature)

@@ -45,21 +45,26 @@ class WrongGradient(torch.autograd.Function):
         return wrong_columns(grad)
 
 
-def test_a_wrong_result_or_gradient_is_noticed(monkeypatch):
-    """The check runs on a CPU without Triton, in float32, and compares torch paths instead of kernels."""
-    kernel = "linear_log_softmax"
+@pytest.mark.parametrize("kernel", ["window_attention", "selective_log_softmax", "linear_log_softmax"])
+def test_a_wrong_result_or_gradient_is_noticed(kernel, monkeypatch):
+    """The checks run on a CPU without Triton, in float32, and compare torch paths instead of kernels."""
     monkeypatch.setattr(self_test, "DTYPE", torch.float32)
-    monkeypatch.setattr(self_test, "INTERPRETED", True)  # the check then uses fewer rows
+    monkeypatch.setattr(self_test, "INTERPRETED", True)  # the checks then use fewer rows
     monkeypatch.setenv("MINIVLMRL_KERNELS", "torch")
-    function = self_test.linear_log_softmax
-    wrong_result = lambda *args: [wrong_columns(x) for x in function(*args)]  # noqa: E731
-    wrong_gradient = lambda x, *args: function(WrongGradient.apply(x), *args)  # noqa: E731
-    not_a_number = lambda *args: [x * math.nan for x in function(*args)]  # noqa: E731
+    function = getattr(self_test, kernel)
+
+    def as_list(out):
+        return list(out) if isinstance(out, tuple) else [out]
+
+    wrong_result = lambda *args: [wrong_columns(x) for x in as_list(function(*args))]  # noqa: E731
+    wrong_gradient = lambda x, *args: as_list(function(WrongGradient.apply(x), *args))  # noqa: E731
+    not_a_number = lambda *args: [x * math.nan for x in as_list(function(*args))]  # noqa: E731
     assert self_test.largest_error(kernel, "cpu") < 1e-5
     for broken in (wrong_result, wrong_gradient, not_a_number):
 
         def replaced(x, *args, broken=broken):
-            return broken(x, *args) if x.dtype == torch.float32 else function(x, *args)
+            out = broken(x, *args) if x.dtype == torch.float32 else as_list(function(x, *args))
+            return out[0] if kernel == "window_attention" else out
 
         monkeypatch.setattr(self_test, kernel, replaced)
         assert not self_test.largest_error(kernel, "cpu") <= TOLERANCE
