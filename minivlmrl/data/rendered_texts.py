@@ -3,7 +3,7 @@
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from unicodedata import normalize
 
 from minivlmrl.config.types import Plain
@@ -17,7 +17,7 @@ THOUGHT = re.compile(r"\s*(<think>)?((?!<think>).)*?</think>(\s*<think>((?!<thin
 def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> str | None:
     """Describe the first missing text in a rendered conversation.
 
-    Templates may change whitespace and order, and escape tool call arguments as JSON.
+    Templates may change whitespace, and escape tool call arguments as JSON.
 
     Args:
         history: templates may drop reasoning from the first `history` messages.
@@ -26,42 +26,23 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
         changed", or None.
     """
     compact = _compact(rendered)
-    texts, calls = [], []  # (text, message number, kind) to find in `rendered`
+    start = 0  # texts keep their order
     for number, message in enumerate(messages):
-        texts += [(text, number, "text") for text in _written_texts(message, number < history)]
-        calls += [(value, number, "tool call with") for value in _call_texts(message.get("tool_calls") or [])]
-    missing = [texts[index] for index in _missing_texts([_compact(text) for text, *_ in texts], compact)]
-    missing += [call for call in calls if not any(form in compact for form in _json_forms(call[0]))]
-    if not missing:
-        return None
-    text, number, kind = missing[0]
-    role = messages[number]["role"]
-    return f"message {number} completely: the {kind} {truncate(text, 60)} of the role {role!r} is missing or changed"
+        end = f"of the role {message['role']!r} is missing or changed"
+        for text in _written_texts(message, number < history):
+            place = compact.find(_compact(text), start)
+            if place < 0:
+                return f"message {number} completely: the text {truncate(text, 60)} {end}"
+            start = place + len(_compact(text))
+        for text in _call_texts(message.get("tool_calls") or []):
+            if not any(form in compact for form in _json_forms(text)):
+                return f"message {number} completely: the tool call with {truncate(text, 60)} {end}"
+    return None
 
 
 def _compact(text: str) -> str:
     """Remove whitespace, and normalize text to NFC, as tokenizers do."""
     return "".join(normalize("NFC", text).split())
-
-
-def _missing_texts(texts: Sequence[str], compact: str) -> list[int]:
-    start = 0
-    for text in texts:
-        place = compact.find(text, start)
-        if place < 0:
-            break
-        start = place + len(text)
-    else:
-        return []
-    # longer strings first: they may contain shorter ones
-    missing = []
-    for index, text in sorted(enumerate(texts), key=lambda item: -len(item[1])):
-        before, found, after = compact.partition(text) if text else (compact, " ", "")
-        if not found:
-            missing.append(index)
-        elif text:
-            compact = f"{before} {after}"  # the space prevents matches across the removed text
-    return sorted(missing)
 
 
 def _written_texts(message: dict, is_history: bool) -> Iterator[str]:

@@ -189,7 +189,8 @@ CITY_CALL = [*HI, assistant("") | {"tool_calls": [{"id": "7", "type": "function"
 FIRST_PART = "{{ message.content if message.content is string else message.content[0].text }}"
 LOST = [  # (template, conversation, number of the lost message and its text in the error)
     (with_content("{{ content if message.role != 'system' }}"), SYSTEM_TALK, "0 completely: the text 'Answer in Fren"),
-    (with_content("{{ content if message.role != 'assistant' }}"), SYSTEM_TALK, "2 completely: the text '4'"),
+    # message 2 is '4', which message 3 contains
+    (with_content("{{ content if message.role != 'assistant' }}"), SYSTEM_TALK, "3 completely: the text 'What is 4"),
     (with_content("{{ content | upper }}"), SYSTEM_TALK, "0 completely: the text 'Answer in French.'"),
     (with_content("{{ content | replace('+', '&#43;') }}"), SYSTEM_TALK, "1 completely: the text '  2 + 2?\\n'"),
     (with_content(FIRST_PART), SYSTEM_TALK, "3 completely: the text 'Think.'"),
@@ -205,11 +206,9 @@ NO_THOUGHT = with_content("{{ content.split('</think>')[-1] }}")
 
 
 def test_what_a_template_may_change():
-    """A chat template may change whitespace and order, write tool calls as JSON, and drop earlier thoughts."""
+    """A chat template may change whitespace, write tool calls as JSON, and drop earlier thoughts."""
     for change in ("{{ content | trim }}", "{{ content.split() | join('\n') }}"):
-        reverse = TEXTS.replace("in messages", "in messages | reverse").replace("CONTENT", change)
-        for template in (with_content(change), reverse):
-            ChatTemplate(template, "t").render(SYSTEM_TALK)
+        ChatTemplate(with_content(change), "t").render(SYSTEM_TALK)
     for value in ("arguments", "arguments | tojson", "arguments | tojson | tojson"):
         ChatTemplate(with_calls("name", value), "t").render(CITY_CALL)
     for earlier in (assistant(HM), assistant(f"<think>a</think>\n{HM}"), assistant(HM) | {"reasoning_content": "a"}):
