@@ -1,8 +1,9 @@
-"""Benchmark helpers: timers, the option --toy, and numbers as JSON lines for first_gpu_hour.py."""
+"""Benchmark helpers: timers, runs of a recipe, the option --toy, and numbers as JSON lines for first_gpu_hour.py."""
 
 import argparse
 import datetime
 import json
+import os
 import platform
 import re
 import shlex
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+ROOT = Path(__file__).resolve().parents[1]
 CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -69,8 +71,53 @@ def processor() -> str:
 
 def commit() -> str:
     """Return the repository's commit, "unknown" without git history."""
-    command = ["git", "-C", str(Path(__file__).parents[1]), "describe", "--always", "--dirty"]
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def call(command: list[str]) -> dict:
+    """Run a minivlmrl command on one thread; return CPU seconds, and peak memory over all commands so far."""
+    import resource  # Windows has no such module
+
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", "minivlmrl", *command], cwd=ROOT, env=environment, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"cpu_seconds": round(seconds), "peak_gib": round(after.ru_maxrss / 2**20, 1)}
+
+
+def read_lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def train(recipe: str, model: Path, folder: Path, *options: str) -> dict:
+    """Train a model with one reward, accuracy, unless its folder is complete; return curves and cost."""
+    file = folder / "run.json"
+    if not file.exists():
+        command = ["train", f"recipes/{recipe}.yaml", f"--model.path={model}", f"--output_dir={folder}"]
+        file.write_text(json.dumps(call([*command, "--num_threads=1", *options])))
+    # a stage ends with an evaluation, even after that of the last step
+    last = {(line["stage"], line["step"]): line for line in read_lines(folder / "evaluations.jsonl")}
+    evaluations = [*last.values()]
+    metrics = [line for line in read_lines(folder / "metrics.jsonl") if line["stage"] == "grpo"]
+    return {
+        "at": [f"{line['stage']} {line['step']}" for line in evaluations],
+        "steps": [line["step"] for line in evaluations],
+        **{way: [line[f"eval/accuracy_{way}"] for line in evaluations] for way in ("sampled", "greedy")},
+        "reward": [line["rewards/accuracy/mean"] for line in metrics if "rewards/accuracy/mean" in line],
+        "length": [line["completions/mean_length"] for line in metrics],
+        **json.loads(file.read_text()),
+    }
+
+
+def study_options(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser for a study of a recipe: a model, a folder of all outputs, and the file of the results."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=lambda text: Path(text).resolve())
+    parser.add_argument("work", type=lambda text: Path(text).resolve())
+    parser.add_argument("--json", type=Path, required=True)
+    return parser
 
 
 def run_part(description: str, parts: Mapping[str, Callable]):

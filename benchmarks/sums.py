@@ -6,12 +6,8 @@
 In the control run, rewards are shuffled in every step.
 """
 
-import argparse
 import json
-import os
 import re
-import resource
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -19,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import common  # noqa: E402
+from benchmarks.common import call, read_lines  # noqa: E402
 from recipes import sums  # noqa: E402
 
 RUNS = {
@@ -38,38 +35,6 @@ QUESTIONS = {
     "How many legs does a spider have?": r"[Ee]ight|\b8\b",
     "Who wrote Romeo and Juliet?": "Shakespeare",
 }
-
-
-def call(command: list[str]) -> dict:
-    """Run a minivlmrl command on one thread; return CPU seconds, and peak memory over all commands so far."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", "minivlmrl", *command], cwd=ROOT, env=environment, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"cpu_seconds": round(seconds), "peak_gib": round(after.ru_maxrss / 2**20, 1)}
-
-
-def read_lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-def train(model: Path, work: Path, folder: Path, seed: int, options: list[str]) -> dict:
-    """Train a model unless its folder is complete; return curves and cost."""
-    if not (folder / "run.json").exists():
-        files = [f"--data.{name}_file={work / f'sums_{name}.jsonl'}" for name in ("train", "eval")]
-        command = ["train", "recipes/sums.yaml", f"--model.path={model}", f"--output_dir={folder}", f"--seed={seed}"]
-        cost = call([*command, "--num_threads=1", *files, *options])
-        (folder / "run.json").write_text(json.dumps(cost))
-    evaluations = {line["step"]: line for line in read_lines(folder / "evaluations.jsonl")}
-    metrics = read_lines(folder / "metrics.jsonl")
-    return {
-        "steps": list(evaluations),
-        **{way: [line[f"eval/accuracy_{way}"] for line in evaluations.values()] for way in ("sampled", "greedy")},
-        "reward": [line["rewards/accuracy/mean"] for line in metrics if "rewards/accuracy/mean" in line],
-        "length": [line["completions/mean_length"] for line in metrics],
-        **json.loads((folder / "run.json").read_text()),
-    }
 
 
 def ask(model: Path, work: Path, name: str) -> dict:
@@ -93,13 +58,10 @@ def ask(model: Path, work: Path, name: str) -> dict:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("work", type=Path)
+    parser = common.study_options(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    model, work = options.model.resolve(), options.work.resolve()
+    model, work = options.model, options.work
     sums.main(work)
     rows = [{"problem": problem, "solution": solution} for problem, solution in QUESTIONS.items()]
     (work / "sums_questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -109,7 +71,9 @@ def main():
             if name != "grpo" and seed != options.seeds[0]:
                 continue
             folder = work / f"{name.replace(' ', '_')}_{seed}"
-            run = {"run": name, "seed": seed, **train(model, work, folder, seed, changes)}
+            files = [f"--data.{kind}_file={work / f'sums_{kind}.jsonl'}" for kind in ("train", "eval")]
+            run = common.train("sums", model, folder, f"--seed={seed}", *files, *changes)
+            run |= {"run": name, "seed": seed}
             if name == "grpo":
                 run |= ask(folder / "checkpoint", work, folder.name)
             results["runs"].append(run)
