@@ -49,7 +49,7 @@ def gate(x):
 
 # two completions with the ratios 1.5 and 0.9, and 0.5; padding has the ratio e^5. Bounds 0.8 and 1.28
 RATIO_ROWS, ROW_ADVANTAGES = [[1.5, 0.9], [0.5]], [1.0, -2.0]
-TOTALS = {"tokens": 6, "sequences": 2, "max_completion_length": 4, "epsilon_low": 0.2, "epsilon_high": 0.28}
+TOTALS = {"tokens": 6, "sequences": 5, "max_completion_length": 4, "epsilon_low": 0.2, "epsilon_high": 0.28}
 CLIPPED = -1.28 - 0.9 + 1.6  # the first and the last token are clipped, so only the second has a gradient
 S = 1.35**0.5  # geometric mean of the first completion's ratios
 PHI = 1.35**2 * exp(3 * (1 - 1.35)), 0.5**3 * exp(2 * (1 - 0.5))  # of products of ratios
@@ -57,21 +57,29 @@ TAU = 1.05
 
 
 @pytest.mark.parametrize("options, loss, gradient", [
-    ({"loss_type": "grpo"}, ((-1.28 - 0.9) / 2 + 1.6) / 2, [0, -0.9 / 4, 0]),
+    ({"loss_type": "grpo"}, ((-1.28 - 0.9) / 2 + 1.6) / 5, [0, -0.9 / 10, 0]),  # completions of the step
     ({"loss_type": "dapo"}, CLIPPED / 6, [0, -0.9 / 6, 0]),  # tokens of the step, not of this batch
-    ({"loss_type": "dr_grpo"}, CLIPPED / (2 * 4), [0, -0.9 / 8, 0]),
-    ({"loss_type": "bnpo"}, CLIPPED / 3, [0, -0.9 / 3, 0]),
-    ({"loss_type": "luspo"}, CLIPPED / 2, [0, -0.9 / 2, 0]),
-    ({"loss_type": "rloo"}, (-1.28 + 1.6) / 2, [0, 0, 0]),  # products 1.35 and 0.5
+    ({"loss_type": "dr_grpo"}, CLIPPED / (5 * 4), [0, -0.9 / 20, 0]),
+    ({"loss_type": "bnpo"}, CLIPPED / 3 * 2 / 5, [0, -0.9 / 3 * 2 / 5, 0]),
+    ({"loss_type": "luspo"}, CLIPPED / 5, [0, -0.9 / 5, 0]),
+    ({"loss_type": "rloo"}, (-1.28 + 1.6) / 5, [0, 0, 0]),  # products 1.35 and 0.5
     ({"loss_type": "cispo", "epsilon_high": 1.2}, (1.2 + 0.9 - 1.0) / 6, [-1.2 / 6, -0.9 / 6, 1.0 / 6]),
-    ({"loss_type": "sapo"}, ((-4 * sigmoid(0.5) - 4 * sigmoid(-0.1)) / 2 + 8 / TAU * sigmoid(-0.5 * TAU)) / 2,
-     [-gate(0.5) * 1.5 / 4, -gate(-0.1) * 0.9 / 4, gate(-0.5 * TAU) * 0.5 * 2 / 2]),
+    ({"loss_type": "sapo"}, ((-4 * sigmoid(0.5) - 4 * sigmoid(-0.1)) / 2 + 8 / TAU * sigmoid(-0.5 * TAU)) / 5,
+     [-gate(0.5) * 1.5 / 10, -gate(-0.1) * 0.9 / 10, gate(-0.5 * TAU) * 0.5 * 2 / 5]),
     ({"loss_type": "vespo"}, 2 * (PHI[0] - PHI[1]) / 6, [-PHI[0] / 6, -PHI[0] / 6, 2 * PHI[1] / 6]),
-    ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, (-S + 1.6) / 2, [-S / 4, -S / 4, 0]),
+    ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, (-S + 1.6) / 5, [-S / 10, -S / 10, 0]),
 ])  # fmt: skip
 def test_losses_by_hand(options, loss, gradient):
     found = policy(RATIO_ROWS, ROW_ADVANTAGES, **{**TOTALS, **options})
     assert (found[0], found[1]) == (near(loss), near(*gradient))
+
+
+def test_vespo_bounds_each_log_ratio_and_takes_the_samplers_ratio():
+    """Log-ratios 25 and -20.5 count as 20 and -20, so W is the sampler's ratio."""
+    ratios = [[exp(25), exp(-20.5)]]
+    for sampler, phi in ((1.0, 1.0), (2.0, 4 * exp(-3))):
+        options = {"loss_type": "vespo", "importance_sampling_ratio": tensor([sampler])}
+        assert policy(ratios, [1.0], **options)[0] == near(phi)
 
 
 def test_delta_bounds_the_ratio_of_a_negative_advantage():
@@ -118,6 +126,26 @@ def test_a_completion_at_the_off_policy_threshold_is_kept():
 
 def test_no_tokens_have_an_infinite_entropy_threshold():
     assert grpo_variants.top_entropy_threshold(torch.zeros(0), 0.5).item() == math.inf
+
+
+def test_the_entropy_is_that_of_kept_tokens():
+    """The third quartile of 0.1, 0.2 and 0.3 is 0.25; the last token is padding."""
+    entropies, mask = tensor([0.1, 0.2, 0.3, 0.9]), tensor([1.0, 1.0, 1.0, 0.0])
+    kept = grpo_variants.kept_tokens(entropies, mask, 0.25)
+    assert kept.tolist() == [[0, 0, 1, 0]]
+    step = grpo.LossNormalizer(4, 9)  # four completions in the step, one in this batch
+    assert grpo_variants.mean_entropy(entropies, kept, step).item() == near(0.3 / 4)
+    assert grpo_variants.mean_entropy(entropies, kept, step, 6).item() == near(0.3 / 6)
+
+
+@pytest.mark.parametrize("mode, expected", [
+    ("token_truncate", [3, 0.5, 1]), ("token_mask", [0, 0, 1]), ("sequence_truncate", [1.6]), ("sequence_mask", [1.6]),
+])  # fmt: skip
+def test_the_ratio_of_trainer_and_sampler(mode, expected):
+    """Token ratios are 4, 0.4 and, at a masked token, 9."""
+    old = tensor([log(4), log(0.4), log(9)])
+    found = grpo_variants.rollout_importance_ratio(old, 0 * old, tensor([1.0, 1.0, 0.0]), mode, clip_min=0.5)
+    assert found[0].tolist() == near(*expected) if len(expected) > 1 else found.item() == near(*expected)
 
 
 def test_the_default_correction_masks_rows_over_three():

@@ -70,7 +70,10 @@ def test_metrics_by_hand():
     one = torch.ones(1, 6)
     mask = torch.tensor([[1.0] * 5 + [0.0]])
     fixed = {"old_per_token_logps": 0 * one, "old_values": one, "advantages": advantages, "returns": 2 * one}
-    _, metrics = ppo_loss(ratios.log(), values, mask, **fixed)
+    loss, metrics = ppo_loss(ratios.log(), values, mask, **fixed)
+    assert loss == metrics["policy_loss"] + 0.1 * metrics["value_loss"]
+    half, _ = ppo_loss(ratios.log(), values, mask, **fixed, normalizer=SimpleNamespace(tokens=10))
+    assert half == pytest.approx(loss / 2)
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx({
         "policy_loss": (-1.2 - 0.5 + 1.1 + 0.8 - 1.1) / 5,
         "value_loss": (0.405 + 0.32 + 1.125 + 0.32 + 0.405) / 5,

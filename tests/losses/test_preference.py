@@ -1,6 +1,7 @@
 """Test digits and limits of preference losses; tests/parity compares them with TRL."""
 
 from math import exp, log
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,44 @@ def test_losses_by_hand(loss_type):
     options = {"loss_type": loss_type, "beta": 0.25, "label_smoothing": 0.1}
     loss, _ = losses.dpo_loss(PAIR, PAIR_MASK, ref_per_token_logps=PAIR_REF, **options)
     assert loss.item() == pytest.approx(BY_HAND[loss_type], abs=1e-12)
+
+
+def test_two_pairs_in_a_step_of_four():
+    """Log-ratios are 1 and -1 in the first pair, 3 and 2 in the second; the reference has 0 and 3, 0 and 0 nats."""
+    ref = tensor([[0.0], [3.0]], [[0.0], [0.0]])
+    logps, mask = ref + tensor([[1.0], [-1.0]], [[3.0], [2.0]]), torch.ones(2, 2, 1)
+    given = {"ref_per_token_logps": ref, "beta": 0.5, "normalizer": SimpleNamespace(sequences=8, tokens=10)}
+    expected = {"sigmoid": softplus(-1) + softplus(-0.5), "hinge": 0.5, "sft": -4 / 10 * 4}
+    for name, total in expected.items():
+        assert losses.dpo_loss(logps, mask, loss_type=name, **given)[0].item() == pytest.approx(total / 4), name
+    both, _ = losses.dpo_loss(logps, mask, loss_type=["hinge", "sft"], loss_weights=[2.0, 3.0], **given)
+    assert both.item() == pytest.approx((2 * 0.5 + 3 * expected["sft"]) / 4)
+
+
+def test_aot_sorts():
+    """Policy margins are 1 and -3, those of the reference -2 and 0.5."""
+    logps, ref = tensor([[1.0], [0.0]], [[0.0], [3.0]]), tensor([[0.0], [2.0]], [[0.5], [0.0]])
+    for name, margins in (("aot", (-1, 0.5)), ("aot_unpaired", (1.5, -2))):
+        loss, _ = losses.dpo_loss(logps, torch.ones(2, 2, 1), loss_type=name, ref_per_token_logps=ref, beta=0.5)
+        assert loss.item() == pytest.approx(sum(softplus(-0.5 * margin) for margin in margins) / 2), name
+
+
+def test_wpo_weights_have_no_gradient():
+    """Answers are e and e^-0.5 times as likely as the sum of squared probabilities, on average over their tokens."""
+    logps, squares = PAIR.clone().requires_grad_(), tensor([[-2.0, 0.0], [-1.5, -0.5]])
+    options = {"beta": 0.25, "use_weighting": True, "log_sum_sq_probs": squares}
+    loss, _ = losses.dpo_loss(logps, PAIR_MASK, ref_per_token_logps=PAIR_REF, **options)
+    assert loss.item() == pytest.approx(exp(0.5) * softplus(-Z))
+    assert torch.autograd.grad(loss, logps)[0][0, 0].tolist() == pytest.approx([-exp(0.5) * sigmoid(-Z) * 0.25, 0])
+
+
+def test_divergences_and_rewards_by_hand():
+    scores = [
+        losses.f_score(tensor(log(4)), name).item() for name in ("forward_kl", "js_divergence", "alpha_divergence")
+    ]
+    assert scores == pytest.approx([3 / 4, log(8 / 5), 1])
+    given = {"center_rewards_coefficient": 0.1, "margin": tensor(0.5), "normalizer": SimpleNamespace(sequences=6)}
+    assert losses.reward_loss(tensor(2.0), tensor(1.0), **given)[0].item() == pytest.approx((softplus(-0.5) + 0.9) / 3)
 
 
 def test_a_divergence_that_grows_too_fast_is_bounded():
