@@ -53,11 +53,11 @@ def test_losses_by_hand(loss_type):
 
 
 def test_two_pairs_in_a_step_of_four():
-    """Log-ratios are 1 and -1 in the first pair, 3 and 2 in the second; the reference has 0 and 3, 0 and 0 nats."""
+    """Log-ratios are 2 and -1 in the first pair, 3 and 2 in the second; the reference has 0 and 3, 0 and 0 nats."""
     ref = tensor([[0.0], [3.0]], [[0.0], [0.0]])
-    logps, mask = ref + tensor([[1.0], [-1.0]], [[3.0], [2.0]]), torch.ones(2, 2, 1)
+    logps, mask = ref + tensor([[2.0], [-1.0]], [[3.0], [2.0]]), torch.ones(2, 2, 1)
     given = {"ref_per_token_logps": ref, "beta": 0.5, "normalizer": SimpleNamespace(sequences=8, tokens=10)}
-    expected = {"sigmoid": softplus(-1) + softplus(-0.5), "hinge": 0.5, "sft": -4 / 10 * 4}
+    expected = {"sigmoid": softplus(-1.5) + softplus(-0.5), "hinge": 0.5, "sft": -5 / 10 * 4}
     for name, total in expected.items():
         assert losses.dpo_loss(logps, mask, loss_type=name, **given)[0].item() == pytest.approx(total / 4), name
     both, _ = losses.dpo_loss(logps, mask, loss_type=["hinge", "sft"], loss_weights=[2.0, 3.0], **given)

@@ -132,16 +132,13 @@ def test_what_is_installed_trains_asks_and_checks(python, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["my_loss.py", "test_my_loss.py"])
-def test_the_page_prints_the_mistake_in_a_wrong_loss(file, python, tmp_path):
+def test_the_workflow_on_the_page_is_red_for_its_wrong_loss(python, tmp_path):
     page = (ROOT / "docs" / "numerical_parity.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```(?:python|bash|text)\n([^`]*)```", page)
-    number = next(i for i, block in enumerate(blocks) if block.endswith(f"{file}\n") or f" {file}:" in block)
-    code, command, printed = blocks[number - 1 : number + 2]
-    (tmp_path / "my_loss.py").write_text(blocks[1])
-    (tmp_path / file).write_text(code)
-    status, out = run(python, tmp_path, "-m", *command.splitlines()[-1].removeprefix("python -m ").split())
-    assert status == 1 and all(line in out for line in printed.splitlines()), out
+    code, printed, workflow = (re.findall(rf"```{name}\n([^`]*)```", page)[0] for name in ("python", "text", "yaml"))
+    (tmp_path / "my_loss.py").write_text(code)
+    *_, step = yaml.safe_load(workflow)["jobs"]["loss"]["steps"]
+    status, out = run(python, tmp_path, "-m", *step["run"].split())
+    assert status == 1 and printed in out, out
 
 
 @pytest.mark.slow

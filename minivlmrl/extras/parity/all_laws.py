@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from minivlmrl.errors import UserError
 from minivlmrl.extras.parity.calling import loss_forms
 from minivlmrl.extras.parity.common_laws import COMMON_LAWS
-from minivlmrl.extras.parity.examined import DEFAULTS, OPTIONS, Examined, Finding
+from minivlmrl.extras.parity.examined import DEFAULTS, Examined, Finding
 from minivlmrl.extras.parity.policy_laws import POLICY_LAWS, POLICY_NEEDS, use_its_own_numbers
 from minivlmrl.extras.parity.preference_laws import DPO_LAWS, DPO_NEEDS, SFT_LAWS, recognize_ipo
-from minivlmrl.extras.parity.progress import with_bar
 
 LAWS = {"grpo": POLICY_LAWS, "dpo": DPO_LAWS, "sft": SFT_LAWS}
 NEEDS = POLICY_NEEDS | DPO_NEEDS
@@ -80,7 +79,7 @@ def examine(
     if kind not in LAWS:
         raise UserError(f"kind is {kind!r}, but it must be one of {', '.join(LAWS)}")
     for name in options:
-        if name not in OPTIONS[kind]:
+        if name not in DEFAULTS[kind]:
             known = ", ".join(DEFAULTS[kind])
             raise UserError(f"{name!r} is not an option of the kind {kind}; the options are {known}")
     loss = Examined(loss_forms(my_loss, framework)[0], kind, options, tolerance)
@@ -89,7 +88,7 @@ def examine(
     if kind == "dpo":
         recognize_ipo(loss)
     report = LawReport({})
-    for law in with_bar("laws", [*COMMON_LAWS, *LAWS[kind]]):
+    for law in (*COMMON_LAWS, *LAWS[kind]):
         needs = {needed.__name__ for needed in NEEDS.get(law, ())}
         if needs & set(report.laws_with("broken", "not tested")):
             continue  # skip a test if a test that it requires failed or could not run

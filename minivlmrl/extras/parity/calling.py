@@ -16,6 +16,7 @@ from torch import Tensor
 from minivlmrl.config.loss_forms import takes_batch
 from minivlmrl.errors import UserError, optional_dependency, truncate
 from minivlmrl.extras.parity.binding import bound_forms
+from minivlmrl.extras.parity.recomputed import TERM_OPTIONS, term_options
 from minivlmrl.losses.grpo import LossNormalizer
 
 FRAMEWORKS = ("torch", "jax", "mlx")
@@ -41,8 +42,12 @@ def loss_forms(my_loss: Callable, framework: str = "torch") -> list[Loss]:
 
 
 def with_batch(my_loss: Callable, batch: dict, options: dict) -> Any:
+    """Call f(batch, options), f(batch, **options), f(*both) or f(batch)."""
     parameters = [*inspect.signature(my_loss).parameters.values()]
-    takes_options = len(parameters) > 1 or parameters[0].kind is inspect.Parameter.VAR_POSITIONAL
+    last = parameters[-1]
+    if last.kind is last.VAR_KEYWORD and len(parameters) == 2:
+        return my_loss(batch, **options)
+    takes_options = len(parameters) > 1 or last.kind is last.VAR_POSITIONAL
     return my_loss(batch, options) if takes_options else my_loss(batch)
 
 
@@ -52,8 +57,9 @@ def like_grpo_loss(my_loss: Callable, batch: dict, options: dict) -> Any:
         return with_batch(my_loss, batch, options)
     parameters = inspect.signature(my_loss).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    foreign = TERM_OPTIONS.keys() - term_options(options["loss_type"]).keys()  # of other loss types
     names = [name for name in batch if name.startswith(("old_", "ref_"))]
-    names += [name for name in options if name not in OF_A_CASE]
+    names += [name for name in options if name not in OF_A_CASE and name not in foreign]
     given = {x: batch[x] if x in batch else options[x] for x in names if takes_all or x in parameters}
     if takes_all or "normalizer" in parameters:
         length = options["max_completion_length"]

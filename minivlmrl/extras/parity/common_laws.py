@@ -7,9 +7,10 @@ import torch
 from torch.nn.functional import pad
 
 from minivlmrl.extras.parity.assertions import split_error
-from minivlmrl.extras.parity.examined import MASKS, Examined, Finding, Law, contrast, described, numbers
+from minivlmrl.extras.parity.examined import MASKS, Examined, Finding, Law, described, numbers, smallest
 
 
+@smallest
 def numbers_are_finite(loss: Examined) -> Iterator[Finding]:
     for batch, options in loss.batches():
         value, slope = loss(batch, **options)
@@ -18,7 +19,6 @@ def numbers_are_finite(loss: Examined) -> Iterator[Finding]:
                 f"the loss or its gradient is not a number. Smallest batch: {described(batch, options)}; the loss is "
                 f"{numbers(value)}, and its gradient is {numbers(slope)}"
             )
-            return
 
 
 def changed_by(loss: Examined, vary: Callable, says: str) -> Iterator[Finding]:
@@ -31,23 +31,17 @@ def changed_by(loss: Examined, vary: Callable, says: str) -> Iterator[Finding]:
         value, slope = loss(batch, **options)
         for other_batch, restored, how in vary(batch):
             other_value, other_slope = loss(other_batch, **options)
-            change = ""
-            if loss.differ(restored(other_slope), slope):
-                change = "the gradient changes, but not the loss"
-            if loss.differ(other_value, value):
-                change = "the loss is {} instead of {}".format(*contrast(other_value, value))
-            if change:
-                yield Finding(f"{says}. Smallest batch: {described(batch, options)}; {how}, {change}")
-                return
+            where = f"{described(batch, options)}; {how},"
+            yield from loss.unequal(says, f"{where} the loss is", other_value, value)
+            yield from loss.unequal(says, f"{where} the gradient is", restored(other_slope), slope)
 
 
+@smallest
 def masked_tokens_are_inert(loss: Examined) -> Iterator[Finding]:
     for batch, options in loss.batches():
-        slope = loss.gradient(batch, **options)
-        if loss.differ(slope * (1 - batch["mask"]), torch.zeros_like(slope)):
-            where = described(batch, options)
-            yield Finding(f"masked tokens are trained. Smallest batch: {where}; its gradient is {numbers(slope)}")
-            return
+        of_masked = loss.gradient(batch, **options) * (1 - batch["mask"])
+        where = f"{described(batch, options)}; their gradient is"
+        yield from loss.unequal("masked tokens are trained", where, of_masked, torch.zeros_like(of_masked))
     yield from changed_by(loss, other_masked_tokens, "masked tokens change the loss")
 
 
@@ -59,6 +53,7 @@ def other_masked_tokens(batch: dict) -> Iterator[tuple]:
             yield lower, mask.mul, f"if {name} is 1.7 nats lower at masked tokens"
 
 
+@smallest
 def padding_changes_nothing(loss: Examined) -> Iterator[Finding]:
     yield from changed_by(loss, padded, "padding changes the loss")
 
@@ -69,6 +64,7 @@ def padded(batch: dict) -> Iterator[tuple]:
     yield longer, lambda slope: slope[..., :-3], "with three more columns of padding"
 
 
+@smallest
 def rows_have_no_order(loss: Examined) -> Iterator[Finding]:
     yield from changed_by(loss, in_reverse, "the order of the rows changes the loss")
 
@@ -77,6 +73,7 @@ def in_reverse(batch: dict) -> Iterator[tuple]:
     yield {name: x.flip(0) for name, x in batch.items()}, lambda slope: slope.flip(0), "in reverse order"
 
 
+@smallest
 def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
     """Require the sum or mean of micro-batch gradients to equal the gradient of the whole batch.
 
@@ -100,7 +97,6 @@ def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
             yield Finding(f"{says}. Each micro-batch is averaged by itself, as in BNPO", "note")
         else:
             yield Finding(says)
-        return
 
 
 COMMON_LAWS: tuple[Law, ...] = (

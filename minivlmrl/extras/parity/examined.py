@@ -1,12 +1,15 @@
 """Loss wrapper, test batches and findings for checking properties of a loss (laws)."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from itertools import islice
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from minivlmrl.extras.parity.calling import loss_and_gradient
+from minivlmrl.extras.parity.recomputed import TERM_OPTIONS
 
 SHOWN_NUMBERS = 12  # larger tensors: only the shape is shown
 # masks of test batches, smallest batch first; 0 = masked token, such as padding
@@ -29,12 +32,11 @@ DEFAULTS = {
         "use_bias_correction_kl": False,
         "max_completion_length": 9,
         "whole_step": True,
+        **TERM_OPTIONS,
     },
     "dpo": {"loss_type": ["sigmoid"], "beta": 0.1, "label_smoothing": 0.0},
     "sft": {"loss_type": "nll"},
 }
-OPTIONS = {kind: {*defaults} for kind, defaults in DEFAULTS.items()}
-OPTIONS["grpo"] |= {"delta"}  # TRL's dual clip bound; no default, because most losses have none
 # CISPO's epsilon_high bounds the ratio itself. EXO computes log(label_smoothing), which fails for 0.
 DEFAULTS_OF = {"cispo": {"epsilon_high": 5.0}, "exo_pair": {"label_smoothing": 0.1}}
 
@@ -78,6 +80,16 @@ class Examined:
         allowed = (tolerance or self.tolerance) * b.nan_to_num(0.0).abs().max().clamp(min=1)
         return bool(((a - b).nan_to_num(0.0).abs() > allowed).any())
 
+    def unequal(self, says: str, where: str, found: Tensor, right: Tensor) -> "Iterator[Finding]":
+        """Yield a finding if two tensors differ, with enough digits to show it.
+
+        Args:
+            where: batch and quantity, such as "one token; the loss is".
+        """
+        if self.differ(found, right):
+            wrong_text, right_text = contrast(found, right)
+            yield Finding(f"{says}. Smallest batch: {where} {wrong_text} instead of {right_text}")
+
     def batches(self, masks: Sequence = MASKS) -> Iterator[tuple[dict[str, Tensor], dict]]:
         """Yield random batches with loss options, from small to large; in GRPO, without and with a KL."""
         for mask in masks:
@@ -86,6 +98,16 @@ class Examined:
 
 
 Law = Callable[[Examined], Iterator[Finding]]
+
+
+def smallest(law: Law) -> Law:
+    """Make a law yield only its first finding, which is that of the smallest batch."""
+
+    @wraps(law)
+    def first(loss: Examined) -> Iterator[Finding]:
+        yield from islice(law(loss), 1)
+
+    return first
 
 
 def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[str, Tensor]:

@@ -349,6 +349,7 @@ MISTAKES = [
     *general("the policy is not drawn to the reference, or is even pushed away from it", "KL", "the KL", SIGNED),
     *general("the effective beta changes", "KL", "the KL",
              {"is {c} times as large": lambda s: s.c * s.x} | SCALED | CURVED | BY_TOKEN),
+    *rows("the effective beta changes", "beta", {"beta is {c}": "{c}"}),
     *rows("the effective beta changes", "KL", {
         "the KL is multiplied by beta twice": lambda s: s.beta * s.x,
         "the KL is not multiplied by beta": lambda s: s.x / s.beta,

@@ -137,7 +137,7 @@ def policy(logps: Tensor, case: Case, change: dict) -> Tensor:
 
 
 def policy_term(s: Quantities) -> Tensor:
-    arguments = {name: getattr(s, name, None) for name in TERMS[s.loss_type].__kwdefaults__ or {}}
+    arguments = {name: getattr(s, name) for name in term_options(s.loss_type)}
     inputs = TermInputs(s.per_token_logps, s.log_ratio, s.ratio, s.advantages, s.mask, s.epsilon_low, s.epsilon_high)
     return s.put("terms", TERMS[s.loss_type](inputs, **arguments)[0])
 
@@ -190,6 +190,10 @@ def demonstrations(logps: Tensor, case: Case, change: dict) -> Tensor:
     return averaged(s.put("terms", terms), s)
 
 
+def term_options(loss_type: str) -> dict:
+    """Return the options of a policy term with their defaults, such as sapo_temperature_pos."""
+    return TERMS[loss_type].__kwdefaults__ or {}
+
+
 KINDS = {"grpo": policy, "dpo": preferences, "sft": demonstrations}
-# {option of a policy term: default}, such as sapo_temperature_pos
-TERM_OPTIONS = {name: x for term in TERMS.values() for name, x in (term.__kwdefaults__ or {}).items()}
+TERM_OPTIONS = {name: x for loss_type in TERMS for name, x in term_options(loss_type).items()}

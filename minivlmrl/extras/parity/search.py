@@ -20,7 +20,6 @@ from torch.nn.functional import pad
 
 from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.mistakes import Mistake, possible
-from minivlmrl.extras.parity.progress import with_bar
 from minivlmrl.extras.parity.recomputed import Case, recomputed, with_mistake
 
 PARTS = 4  # maximum number of mistakes in a combination
@@ -216,7 +215,7 @@ class Combination:
 
     def tried(self, mistakes: list[Mistake], case: Case) -> Iterator[Mistake]:
         """Yield mistakes that, with those found before, explain a case."""
-        for row in with_bar("causes", mistakes):
+        for row in mistakes:
             if case.is_explained(composed(self.change, row.change)):
                 yield row
 
@@ -239,7 +238,7 @@ class Combination:
         """Fit the number in each mistake, such as a clip bound; yield mistakes that explain the case."""
         near = []
         usual = gap(case, self.change)
-        for row in with_bar("causes with a number", self.fitted):
+        for row in self.fitted:
 
             def gap_with(number: float, row=row) -> float:
                 return gap(case, composed(self.change, row.with_number(number).change))

@@ -61,7 +61,7 @@ def test_a_loss_that_returns_no_scalar_is_refused(framework):
     for value in (lambda mask: mask, lambda mask: [mask.sum()], lambda mask: {"objective": mask.sum()}):
         with pytest.raises(ValueError, match=r"(?s)my_loss returned .* of shape \(\)") as caught:
             judge(lambda batch, options, value=value: value(batch["mask"]), framework=framework)
-        assert "my_loss got a batch of kind=grpo: per_token_logps (4, 6), mask (4, 6)" in caught.value.__notes__[-1]
+        assert "my_loss got a batch of kind=grpo: per_token_logps (16, 6), mask (16, 6)" in caught.value.__notes__[-1]
 
 
 def test_the_command_refuses_half_a_target_and_what_it_no_longer_checks(capsys):
@@ -76,7 +76,7 @@ def test_the_tolerance_of_the_command(tmp_path, capsys):
     (tmp_path / "my_loss.py").write_text("def loss(batch, options):\n    return batch['per_token_logps'].sum()\n")
     words = [f"{tmp_path}/my_loss.py:loss", "--only", "kind=sft"]
     assert [main(words), main([*words, "--tolerance=inf"])] == [1, 0]
-    assert "all 4 cases of loss_type=nll agree with TRL" in capsys.readouterr().out
+    assert "all 6 cases of loss_type=nll agree with TRL" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -71,8 +71,6 @@ WRONG = {
     "pairs_are_averaged": (partial(dpo, mean=torch.sum), {"kind": "dpo"}),
     "tokens_are_averaged": (lambda batch, _: -row_mean(batch["per_token_logps"], batch["mask"]), {"kind": "sft"}),
 }
-# laws that only yield notes, because some projects break them on purpose
-NOTED = {"empty_completions_are_allowed", "the_kl_has_the_average_of_the_policy_term"}
 
 
 def notes(loss, **options):
@@ -89,7 +87,7 @@ def test_a_loss_that_breaks_one_law_is_told_this_law(law):
 
 
 def test_each_law_has_a_loss_that_breaks_it():
-    assert {law.__name__ for group in (common_laws.COMMON_LAWS, *LAWS.values()) for law in group} == {*WRONG, *NOTED}
+    assert {law.__name__ for group in (common_laws.COMMON_LAWS, *LAWS.values()) for law in group} == {*WRONG}
 
 
 # Mistakes that need no name in mistakes.py, because a law says them: (loss, options, beginnings of the sentences)
@@ -124,19 +122,19 @@ def test_laws_say_what_has_no_name(name):
 
 
 def test_a_constant_of_ones_own_is_no_mistake_of_dr_grpo():
-    assert laws(changed(loss=lambda q: ((q.terms * q.mask).sum(1) / 1000).mean()), loss_type="dr_grpo") == 16
+    assert laws(changed(loss=lambda q: ((q.terms * q.mask).sum(1) / 1000).mean()), loss_type="dr_grpo") == 14
 
 
 @pytest.mark.parametrize("corrected", (False, True))
 @pytest.mark.parametrize("loss_type", AVERAGES)
 def test_our_policy_losses_obey_all_laws(loss_type, corrected):
-    assert laws(grpo_loss, loss_type=loss_type, use_bias_correction_kl=corrected) == 16
+    assert laws(grpo_loss, loss_type=loss_type, use_bias_correction_kl=corrected) == 14
 
 
 @pytest.mark.parametrize("level", ("sequence", "sequence_token"))
 def test_our_gspo_obeys_all_laws(level):
     loss = lambda b, o: my_loss(b, o | {"importance_sampling_level": level})  # noqa: E731
-    assert laws(loss, importance_sampling_level="sequence") == 16
+    assert laws(loss, importance_sampling_level="sequence") == 14
 
 
 @pytest.mark.parametrize(("kind", "loss_type"), [
@@ -147,8 +145,6 @@ def test_our_preference_and_sft_losses_obey_all_laws(kind, loss_type):
 
 
 def losses_with_notes():
-    yield changed(kl=lambda q: (q.logps - q.ref) ** 2 / 2), "the KL's value is biased"
-    yield changed(), "the cosine between the gradients is 0.88"
     yield changed(ratio=lambda q: (q.logps - q.logps.detach()).exp()), "no ratio, which is right for one update"
     yield changed(high=lambda q: q.low), "only one bound: the ratio is clipped at 1.2 instead of 1.28"
     dual = "a dual clip: a token with a negative advantage has no gradient at ratios above 1.5 "
@@ -158,12 +154,9 @@ def losses_with_notes():
     yield changed(term=lambda q: -q.ratio * q.advantages * (q.ratio > 0.5) * (q.ratio < 2)), mask
     clipped = changed(term=lambda q: -q.ratio.clamp(max=q.high).detach() * q.advantages * q.logps)
     yield clipped, "CISPO's gradient, with weights between 0.001 and 5"
-    yield changed(kl=lambda q: (q.logps - q.ref).abs()), "the KL is the mean of |log(pi / pi_ref)|, whose gradient"
     yield changed(loss=lambda q: token_mean(q.terms, q.mask)), "Each micro-batch is averaged by itself, as in BNPO"
-    yield changed(loss=lambda q: ((q.terms * q.mask).sum(1) / q.mask.sum(1)).mean()), "a completion without tokens"
     mean_length = changed(loss=lambda q: (q.terms * q.mask).sum() / q.mask.sum(1).mean())
     yield mean_length, "the tokens have the weights [[0.4, 0.4, 0.4, 0.4, 0], [0.4, 0, 0, 0, 0]]"
-    yield changed(terms=lambda q: q.term + q.beta * q.kl * q.mask.sum(1, keepdim=True)), "the KL has another average"
 
 
 @pytest.mark.parametrize(("loss", "expected"), losses_with_notes())
@@ -192,7 +185,7 @@ def test_label_smoothing_without_an_effect_is_not_tested():
 
     expected = "not tested: label smoothing, because label_smoothing changes nothing"
     assert expected in str(examine(unused, kind="dpo", loss_type="sigmoid"))
-    assert str(judge(unused, kind="dpo", loss_type="sigmoid")).splitlines()[1:] == [expected]
+    assert str(judge(unused, kind="dpo", loss_type="sigmoid")).splitlines()[1].startswith("not read: label_smoothing; ")
 
 
 def test_an_ipo_loss_is_recognized():
@@ -208,11 +201,9 @@ def test_a_loss_with_one_bound_has_no_sentence_about_the_other():
 
 def test_a_report_counts_the_tested_laws_and_shows_different_numbers():
     expected = str(examine(changed(term=maximum, beta=lambda q: 0)))
-    assert expected.startswith("the loss breaks 1 of 12 laws, in 4 ways\n") and "not tested: the KL" in expected
+    assert expected.startswith("the loss breaks 1 of 11 laws, in 4 ways\n") and "not tested: the KL" in expected
     [expected] = examine(partial(dpo, margin=lambda s: s[:, 0] - s[:, 1].roll(1)), kind="dpo").sentences("broken")
     assert expected.endswith("the loss is 0.6748 instead of 0.6745")
-    for text in examine(changed(old=lambda q: q.old.half().double()), loss_type="grpo").sentences("note"):
-        assert "[[1]] in the KL, and [[1]]" not in text
 
 
 def test_the_command_prints_the_smallest_batch(tmp_path, monkeypatch, capsys):
@@ -226,7 +217,10 @@ def test_the_command_prints_the_smallest_batch(tmp_path, monkeypatch, capsys):
     assert command.main(["--laws", "mine.py:right", "--only", "kind=sft"]) == 0
     assert "the loss obeys all 6 laws" in capsys.readouterr().out
     assert command.main(["--laws", "mine.py:wrong", "--only", "kind=sft"]) == 1
-    assert "broken: masked tokens are trained. Smallest batch: mask [[1, 0]]; its gr" in capsys.readouterr().out
+    assert (
+        "broken: masked tokens are trained. Smallest batch: mask [[1, 0]]; their gradient is [[0,"
+        in capsys.readouterr().out
+    )
 
 
 def test_laws_refuse_what_they_do_not_know():

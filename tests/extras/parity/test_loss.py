@@ -380,7 +380,7 @@ def test_a_loss_that_reads_no_loss_type_may_be_any_loss_of_trl():
         return (terms * batch["mask"]).sum() / options["tokens"]
 
     of = "loss_type=dapo importance_sampling_level=token use_bias_correction_kl=False"
-    assert str(judge(dapo)).startswith(f"all 14 cases of {of} agree with TRL in value and gradient\nnote: ")
+    assert str(judge(dapo)).startswith(f"all 24 cases of {of} agree with TRL in value and gradient")
     verdict = judge(partial(dapo, kl=lambda logps, ref: k3(logps - ref)))
     assert verdict.names[0] == f"mistake: {SWAPPED}" and verdict.of == f" of {of}"
 
@@ -405,7 +405,6 @@ def test_numbers_are_shown_if_no_law_is_broken(without_search):
 
     verdict = judge(loss, **PLAIN)
     _, numbers = verdict.names
-    assert verdict.notes[0].startswith("note: the KL has the value of KL(policy || reference)")
     assert "gradients differ, most in row" in numbers and " instead of " in numbers
 
 

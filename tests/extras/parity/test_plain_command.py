@@ -50,6 +50,18 @@ def namespace(batch, options):
     return dapo(batch, vars(SimpleNamespace(**options)))
 
 
+def keywords(batch, **options):
+    return dapo(batch, options)
+
+
+def sapo(batch, options, taus=None):
+    A = batch["advantages"][:, None]
+    taus = taus or (options["sapo_temperature_pos"], options["sapo_temperature_neg"])
+    tau = torch.where(A > 0, *taus)
+    ratio = (batch["per_token_logps"] - batch["old_per_token_logps"]).exp()
+    return row_mean(-4 / tau * (tau * (ratio - 1)).sigmoid() * A, batch["mask"])
+
+
 def nll(batch, _):
     return -(batch["per_token_logps"] * batch["mask"]).sum() / batch["mask"].sum()
 
@@ -69,14 +81,19 @@ def reference_averaged(batch, options):
 
 RIGHT = {
     "DAPO": (dapo, "loss_type=dapo"),
-    "DAPO without a KL": (partial(dapo, kl=None), "no KL: the loss does not read the reference"),
+    "DAPO without a KL": (partial(dapo, kl=None), "no KL: neither beta nor the reference changes the loss"),
+    "own bounds": (lambda b, o: dapo(b, o | {"epsilon_low": 0.2, "epsilon_high": 0.2}, kl=None),
+                   "not read: epsilon_high, epsilon_low; the loss was tested only with its own"),
+    "SAPO": (sapo, "loss_type=sapo"),
+    "own temperatures": (partial(sapo, taus=(1.0, 1.05)), "not read: sapo_temperature_neg, sapo_temperature_pos"),
+    "keywords": (keywords, "loss_type=dapo"),
     "GSPO without a KL": (gspo, "importance_sampling_level=sequence"),
     "options that become attributes": (namespace, "loss_type=dapo"),
     "a mean of each micro-batch": (local, "note: micro-batches change the gradient"),
     "robust DPO": (robust, "loss_type=robust"),
     "IPO": (ipo, "loss_type=ipo"),
     "SFT": (nll, "loss_type=nll"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -95,6 +112,11 @@ WRONG = {
     "a lower bound of 0.8": (partial(dapo, low=0.8), "mistake: epsilon_low is 0.2"),
     "advantages up to 5": (partial(dapo, cap=5.0), "mistake: an advantage is clamped to -5 and 5"),
     "a KL without a gradient": (partial(dapo, kl=lambda d: k3(-d).detach()), "mistake: the KL is detached"),
+    "a KL that never acts": (
+        partial(dapo, kl=lambda d: 0 * d),
+        "mistake: the KL never acts: beta is read, but changes",
+    ),
+    "a fixed weight of the KL": (lambda b, o: dapo(b, o | {"beta": 0.04}), "mistake: beta is 0.04"),
     "k1": (partial(dapo, kl=lambda d: d), "broken law: the KL's expected gradient is 0"),
     "IPO on one side": (partial(ipo, side=torch.relu), "broken law: the loss does not pull the margin back"),
     "a fixed beta": (lambda batch, _: softplus(-0.3 * margins(batch)).mean(), "mistake: beta is 0.3"),
@@ -113,7 +135,7 @@ def test_a_loss_per_token_is_not_averaged():
     def loss(batch, options):
         return batch["per_token_logps"] * batch["advantages"][:, None]
 
-    with pytest.raises(ValueError, match=r"the loss is not averaged: my_loss returned a tensor of shape \(4, 6\)"):
+    with pytest.raises(ValueError, match=r"the loss is not averaged: my_loss returned a tensor of shape \(16, 6\)"):
         judge(loss)
 
 
