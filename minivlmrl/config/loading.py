@@ -151,8 +151,10 @@ def _read_recipe(path: Path) -> dict[str, Plain]:
     if isinstance(values, str):
         raise UserError(f"{path}: the recipe has no names and values; {yaml_cure(path.read_text('utf-8'))}")
     expected = "names and values, one `name: value` per line, such as seed: 7"
-    require(isinstance(values, dict | None), f"{path}: the recipe", values, expected)
-    return values or {}
+    if values is None:
+        raise UserError(f"{path}: the recipe is empty; copy one, such as {recipes_folder() / 'own_data.yaml'}")
+    require(isinstance(values, dict), f"{path}: the recipe", values, expected)
+    return values
 
 
 def _stages(values: dict, where: str | Path) -> list[str]:

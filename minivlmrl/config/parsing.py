@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, Type
 
 import yaml
 from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.types import Code, Finite, Plain
@@ -30,7 +31,7 @@ TypeHint = Any
 
 
 class Loader(yaml.SafeLoader):
-    """YAML loader without duplicate keys, and without aliases, which let a short file fill the memory."""
+    """YAML loader that refuses duplicate keys, aliases (a short file could fill the memory), 010 (8) and 1:30 (90)."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
@@ -47,6 +48,16 @@ class Loader(yaml.SafeLoader):
                 )
             keys.add(str(key.value))
         return node
+
+    def construct_yaml_int(self, node):
+        if re.search(r"^[-+]?0_*\d|:", node.value):
+            plain = "it in quotes" if ":" in node.value else f"{int(node.value)}, or '{node.value}' for a text"
+            problem = f"YAML reads {node.value} as {super().construct_yaml_int(node)}; write {plain}"
+            raise ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_yaml_int(node)
+
+
+Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
 
 
 def parse_yaml(text: str | bytes) -> Any:

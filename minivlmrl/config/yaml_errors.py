@@ -5,7 +5,7 @@ import re
 from minivlmrl.errors import truncate
 
 # a name and a value without ": " between them, as in `seed = 7` or `seed:7`
-NO_COLON = re.compile(r"""\s*([\w.]+)(?:\s*=\s*|:(?![\s/]))([^\s=:/][^=:]*?)\s*(?:#.*)?""")
+NO_COLON = re.compile(r"""\s*([A-Za-z_][\w.]*)(?:\s*=\s*|:(?![\s/]))([^\s=:/][^=:]*?)\s*(?:#.*)?""")
 CURES = {  # {part of a parser's message: what to type}
     "None": "write a name, a colon, a space and a value, as in seed: 7",  # no error, but only one string
     "'\\t'": "use spaces instead of the tab",

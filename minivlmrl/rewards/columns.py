@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Prompt, Row
+from minivlmrl.errors import UserError, user_code
 from minivlmrl.rewards.text import find_answer
 
 Size = tuple[float, float]
@@ -107,5 +108,15 @@ def box_scale(space: str, original: Size, resized: Size) -> Size:
 
 def call_rewards(rewards: Sequence[Callable], columns: dict[str, list]) -> Tensor:
     """Return (n completions, K rewards) float32, NaN = not scored."""
-    values = [reward(**columns) for reward in rewards]
+    values: list[list[float]] = []
+    errors: list[UserError] = []
+    for reward in rewards:
+        try:
+            values.append(reward(**columns))
+        except UserError as error:
+            errors.append(error)
+    for error in errors[1:]:
+        errors[0].add_note(f"{user_code(error)}: {error}".removeprefix(": "))
+    if errors:  # name all rewards that fail
+        raise errors[0]
     return torch.tensor(values, dtype=torch.float32).view(len(rewards), len(columns["completions"])).T

@@ -159,10 +159,10 @@ class Reward:
             else:
                 READS_MESSAGES[self.name] = reads_messages
                 return
-        as_text, as_messages = (f"{type(error).__name__}: {error}" for error in errors)
+        texts = dict.fromkeys(f"{type(error).__name__}: {error}" for error in errors)
         raise RewardFailed(
-            f"{prefix}reward {self.name}, for the completion {truncate(one['completions'][0], 80)}: {as_text}; if "
-            f"prompts and completions are chat messages: {as_messages}"
+            f"{prefix}reward {self.name}, for the completion {truncate(one['completions'][0], 80)}: "
+            f"{'; if prompts and completions are chat messages: '.join(texts)}"
         ) from errors[0]
 
     def _call(self, columns: dict[str, list], callbacks: dict[str, Any], reads_messages: bool | None = None) -> Any:

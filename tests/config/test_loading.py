@@ -44,8 +44,7 @@ def test_a_recipe_goes_over_the_defaults_and_overrides_over_it(write, recipe):
     assert load_config(recipe) == RunConfig(seed=3, grpo=GRPOOptions(num_generations=4))
     config = load_config(recipe, ["--seed=5", "--grpo.beta=0.5", "--grpo.beta=0.25"])
     assert (config.seed, config.grpo.beta, config.grpo.num_generations) == (5, 0.25, 4)
-    for content in ("", "# nothing\n", "{}"):
-        assert load_config(write(content)) == RunConfig()
+    assert load_config(write("{}")) == RunConfig()
     assert load_config(write({"seed": "many"}), ["--seed=5"]).seed == 5
     rewards = write({"rewards": {"format": 0.5, "accuracy": 1.0}})
     assert load_config(rewards, ["--rewards.accuracy=3"]).rewards == {"format": 0.5, "accuracy": 3.0}
@@ -310,6 +309,14 @@ REFUSED = [  # (recipe, overrides, error message)
     # YAML would take the last value
     ("sft: {max_steps: 1}\nsft: {}", [], NO_YAML + " (line 2, 'sft: {}': the key 'sft' occurs twice; remove one of"),
     ("seed: 3\nsft:7\n\ngrpo: 1", [], NO_YAML + " (line 2: write `sft: 7`)"),
+    ("seed: 010", [], NO_YAML + " (line 1, 'seed: 010': YAML reads 010 as 8; write 10, or '010' for a text)"),
+    ("seed: 1:30", [], NO_YAML + " (line 1, 'seed: 1:30': YAML reads 1:30 as 90; write it in quotes)"),
+    (
+        {},
+        ["--seed=010"],
+        "command line: quote the value of seed: the text is not valid YAML (line 1, '010': YAML reads",
+    ),
+    ("# seed: 7\n", ["--grpo.beta=1"], "FOLDER/recipe.yaml: the recipe is empty; copy one, such as"),
     ("grpo:\n\tbeta: 1", [], NO_YAML + " (line 2, 'beta: 1': use spaces instead of the tab)"),
     ("data: {prompt_template: {problem} Yes}", [], NO_YAML),
     # overrides must not replace a recipe that is not read

@@ -103,14 +103,26 @@ def test_unclear_columns_are_a_question_whose_commands_work(convert, tmp_path, n
 
 
 @pytest.mark.parametrize(("row", "options", "message"), [
-    ({"image": "cat.jpg", "label": "cat"}, [], "no column is known as the question; name one of image, label"),
-    ({"prompt": "What?", "level": 3}, [], "no column is known as the answer; name one of prompt, level"),
+    ({"image": "cat.jpg", "frage": "Was?", "an": [1]}, [], "'problem': question, 'solution': row['an']"),
+    ({"prompt": "What?", "level": 3}, [], "no column is known as the answer; name one of level"),
     ({"conversations": [{"from": "alien", "value": "?"}, TALK[1]]}, [], "its role must be one of human, gpt"),
 ])  # fmt: skip
 def test_what_fits_no_layout_prints_a_function(convert, tmp_path, row, options, message):
     write_lines(tmp_path / "rows.jsonl", [row])
     rows, printed = convert("rows.jsonl", *options)
     assert rows is None and message in printed and "def read(row):" in printed
+
+
+def test_columns_with_unknown_names_are_chosen_by_printed_commands(convert, tmp_path):
+    write_lines(tmp_path / "rows.jsonl", [{"image": "cat.jpg", "frage": "Was?", "antwort": "Katze"}])
+    command = ["rows.jsonl"]
+    for known in (0, 1):  # the question is asked for first, and then the answer
+        rows, printed = convert(*command)
+        assert rows is None
+        command = shlex.split(re.findall("^  minivlmrl convert (.*)", printed, re.MULTILINE)[0])
+        assert len(json.loads(command[1].removeprefix("--columns="))) == known + 1
+    [row] = convert(*command)[0]
+    assert text_of(row.messages[0]) == "Was?" and row.columns["solution"] == "Katze"
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -130,6 +142,16 @@ def test_pictures_that_cannot_be_opened_or_shown_are_left_out(convert, tmp_path)
     write_parquet(tmp_path / "rows.parquet", [ASKED | {"image": "images/1.jpg", "decoded_image": {"bytes": content}}])
     [row], printed = convert("rows.parquet")
     assert row.images[0].size == (60, 40) and "left out, because another column is used: image\n" in printed
+
+
+def test_pictures_are_not_written_through_a_link(convert, tmp_path):
+    """A folder that somebody sent may have links to folders outside."""
+    content = (tmp_path / "cat.jpg").read_bytes()
+    write_parquet(tmp_path / "rows.parquet", [ASKED | {"image": {"bytes": content}}])
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "rows_converted_pictures").symlink_to(tmp_path / "outside")
+    rows, printed = convert("rows.parquet")
+    assert rows is None and "rows_converted_pictures is a link" in printed and not any((tmp_path / "outside").iterdir())
 
 
 def test_a_solution_beside_its_demonstration_stays_the_truth(convert, tmp_path):

@@ -79,6 +79,9 @@ def test_truncated_probabilities_of_a_recipe_are_not_used_unless_they_are_typed(
         assert plain != evaluate(several, "--recipe=plain.yaml", "--sampling.repetition_penalty=9.0")
     evaluate("--rows=1", "--out=new/folder/out.jsonl")
     assert (tmp_path / "new/folder/out.summary.json").is_file()
+    for name in ("run.1", "run.2"):
+        evaluate("--rows=1", f"--out={name}")
+        assert (tmp_path / f"{name}.summary.json").is_file()
 
 
 @pytest.mark.parametrize("base", [None, "", "/gone/base"])

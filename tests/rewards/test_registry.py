@@ -17,6 +17,7 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.rewards import registry as file
+from minivlmrl.rewards.columns import call_rewards
 from minivlmrl.run.signals import StopSignals
 from tests.helpers.links import ROOT
 from tests.helpers.runs import metrics, write_lines
@@ -95,6 +96,23 @@ def test_the_form_of_a_call_is_decided_once(monkeypatch):
     with pytest.raises(file.RewardFailed, match="for the completion '\"cat\"': AttributeError"):
         ask(monkeypatch, json_answer, [right, '"cat"'], solution=["cat"] * 2)
     assert ask(monkeypatch, json_answer, [right], solution=["cat"]) == [1]
+
+
+def test_an_error_hides_no_error_of_another_reward(monkeypatch):
+    def fails(completions, **columns):
+        return [1 / len(text[:0]) for text in completions]
+
+    def right(completions, **columns):
+        return [1.0] * len(completions)
+
+    rewards = []
+    for name, function in (("first", fails), ("right", right), ("second", fails)):
+        monkeypatch.delitem(file.READS_MESSAGES, name, raising=False)
+        rewards.append(file.Reward(name, function))
+    assert call_rewards(rewards[1:2], {"completions": ["a", "b"]}).tolist() == [[1], [1]]
+    with pytest.raises(file.RewardFailed, match=r"^reward first, .*: ZeroDivisionError: division by zero") as caught:
+        call_rewards(rewards, {"completions": ["a", "b"]})
+    assert [note.partition(",")[0] for note in caught.value.__notes__] == ["reward second"]
 
 
 def test_a_function_that_fails_in_both_forms_names_both_errors(monkeypatch):

@@ -223,6 +223,7 @@ def test_only_the_adapter_is_saved_until_the_end(run, plain, own, lively, rows, 
 def test_saved_weights_have_a_card_that_a_user_may_keep(run, plain, checkpoint, own, rows):
     """The card names base, recipe, data and results; without its mark, it is the user's, also after a resume."""
     options = [*own, "--adapter.r=2", "--stages=[sft]", f"--data.eval_file={rows}", "--data.eval_rows=2"]
+    options.append("--state_steps=1")
     folder = run(*options, "--sft.max_steps=1") / "checkpoint"
     card = (folder / "README.md").read_text()
     results = summary(folder.parent)["after_sft"]

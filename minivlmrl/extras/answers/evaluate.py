@@ -250,7 +250,7 @@ def by_value(lines: list[dict], names: Sequence[str], column: str | None) -> dic
 
 
 def summary_file(out: Path) -> Path:
-    return out.with_suffix(".summary.json")
+    return out.with_name(f"{out.name.removesuffix('.jsonl')}.summary.json")
 
 
 def write_summary(summary: dict, out: Path):

@@ -164,6 +164,8 @@ def save_pictures(value, out: Path, folder: Path):
         return value
     with open_image(content) as image:
         file = out.with_name(f"{out.stem}_pictures") / f"{sha256(content).hexdigest()[:16]}.{str(image.format).lower()}"
+    if file.parent.is_symlink():
+        raise UserError(f"{file.parent} is a link, and no files outside this folder are written; remove it")
     file.parent.mkdir(exist_ok=True)
     write_file(file, content)
     return file.relative_to(folder).as_posix() if file.is_relative_to(folder) else str(file.resolve())

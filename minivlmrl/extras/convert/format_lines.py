@@ -9,8 +9,11 @@ def format_lines(row: dict, layout: Layout, own: dict[str, str]) -> list[str]:
     Args:
         own: {our name: column of the file}, as the user named them.
     """
-    question = layout.question or "COLUMN OF THE QUESTION"
-    truth = layout.answer or "COLUMN OF THE ANSWER"
+    names = [name for name in row if name != layout.picture]
+    if not layout.question and len(names) < 2:
+        return []
+    question = layout.question or names[0]
+    truth = layout.answer or names[-1]
     picture = ""
     if layout.picture:
         picture = (

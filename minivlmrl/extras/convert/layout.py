@@ -68,17 +68,18 @@ def find_columns(layout: Layout, rows: list[dict], decided: Collection[str], fol
         layout.picture = choose("picture", there, values, "image") if there else pictures[0]
     layout.left_out = [name for name in pictures if name != layout.picture]
     layout.question = next((name for name in QUESTIONS if name in decided), None)
+    rest = {name: value for name, value in free.items() if name not in pictures}
     is_pair = "chosen" in values or any(name.startswith("rejected") for name in values)
     questions = [name for name in QUESTIONS if name in free]
     if has_question:
         layout.left_out += questions
     # two whole conversations need no question, as in TRL
     elif layout.question is None and (questions or not isinstance(values.get("chosen"), list)):
-        layout.question = choose("question", questions, values, "problem")
+        layout.question = choose("question", questions, rest, "problem")
     if "solution" in decided:
         layout.answer = "solution"
     elif not is_pair:
-        layout.answer = find_answer(values, free, layout.question)
+        layout.answer = find_answer(values, rest, layout.question)
     layout.parts = [name for name in free if PARTS.fullmatch(name)]
     if layout.parts:
         raise Unclear(
@@ -107,7 +108,8 @@ def choose(role: str, names: list[str], values: dict[str, Plain], ours: str) -> 
         other = ", or give all rows one question with --question='What is it?'" if role == "question" else ""
         raise Unclear(
             f"no column is known as the {role}; name one of {', '.join(values):.200} with "
-            f"--columns='{{COLUMN: {ours}}}'{other}"
+            f"--columns='{{COLUMN: {ours}}}'{other}",
+            [{name: ours} for name, value in values.items() if isinstance(value, str | int | float)][:6],
         )
     shown = " and ".join(f"{name} ({truncate(values[name], 60)})" for name in names)
     raise Unclear(f"{len(names)} columns could be the {role}: {shown}", [{name: ours} for name in names])
@@ -139,7 +141,7 @@ def find_answer(values: dict[str, Plain], free: dict[str, Plain], question: str 
         )
     if not names and "completion" in values:
         return None
-    return choose("answer", names, values, "solution")
+    return choose("answer", names, {name: value for name, value in free.items() if name != question}, "solution")
 
 
 def last_answer(turns: Plain) -> str | None:
