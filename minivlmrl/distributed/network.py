@@ -5,6 +5,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -96,6 +98,33 @@ def end_process(message: str):
     """Print a message and exit: Python exceptions cannot interrupt gloo or NCCL."""
     print(message, file=sys.stderr, flush=True)
     os._exit(2)
+
+
+@contextmanager
+def ending_with_dead_hosts(seconds: float) -> Iterator[None]:
+    """Make process groups created in a `with` block raise an error if a host dies.
+
+    On Linux, connections close if the other host has not answered for `seconds`. Long computations are safe, because
+    the operating system answers TCP keep-alive probes.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    before = set(os.listdir("/proc/self/fd"))
+    yield
+    pause = max(1, round(seconds / 4))
+    options = {
+        socket.TCP_KEEPIDLE: pause,  # seconds without data before a keep-alive probe
+        socket.TCP_KEEPINTVL: pause,
+        socket.TCP_KEEPCNT: 3,
+        socket.TCP_USER_TIMEOUT: round(1000 * seconds),  # milliseconds until unacknowledged data closes a connection
+    }
+    for number in set(os.listdir("/proc/self/fd")) - before:
+        # skip file descriptors that are not TCP sockets
+        with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as x:
+            x.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in options.items():
+                x.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def describe(problem: str, hosts: list[str], rank: int) -> str:

@@ -225,7 +225,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
         torch.cuda.set_device(device)
     store = None
     if size > 1 or sharded:
-        from minivlmrl.distributed.network import attempt_store, connect
+        from minivlmrl.distributed.network import attempt_store, connect, ending_with_dead_hosts
 
         # on a single host, use loopback, because gloo may find no other interface in a container
         if local_size == size and sys.platform == "linux":
@@ -235,8 +235,10 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
         connect(store, rank, size, device, time_limit)
         if size > 1:
             global barrier_group
-            # this group has all ranks, so new_group never returns NON_GROUP_MEMBER
-            barrier_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=longest_wait(max_wait)))
+            with ending_with_dead_hosts(timeout):
+                # this group has all ranks, so new_group never returns NON_GROUP_MEMBER
+                group = dist.new_group(backend="gloo", timeout=longest_wait(max_wait))
+            barrier_group = cast(dist.ProcessGroup, group)
     return World(rank, size, device, timeout=timeout, max_wait=max_wait, store=store)
 
 

@@ -1,8 +1,10 @@
 """Test that a run ends at its start, and names the hosts, if the network does not work."""
 
+import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from minivlmrl.distributed import network, process_group
-from tests.helpers.children import exit_code, fork
+from tests.helpers.children import exit_code, fork, fork_ranks
 from tests.helpers.pretend_cuda import CUDA, PretendCuda
 
 CPU = torch.device("cpu")
@@ -88,6 +90,24 @@ def test_a_store_that_cannot_be_reached_is_named(monkeypatch, rank, expected):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with pytest.raises(ValueError, match=f"rank {rank} on .* {expected.format(f'127.0.0.1:{port}')}"):
         network.attempt_store(timedelta(seconds=1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these options of connections")
+def test_a_wait_without_a_limit_ends_with_a_dead_host():
+    """The kernel probes a silent host after a quarter of the timeout, and later ends the connection."""
+    names = socket.SO_KEEPALIVE, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT
+
+    def begin(world):
+        found = []
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(OSError), socket.fromfd(int(number), socket.AF_INET, socket.SOCK_STREAM) as x:
+                x.getpeername()
+                levels = [socket.SOL_SOCKET] + [socket.IPPROTO_TCP] * 4
+                found.append([x.getsockopt(*pair) for pair in zip(levels, names, strict=True)])
+        assert [1, 3, 3, 3, 12000] in found, found
+        world.barrier()
+
+    assert fork_ranks(2, begin, 12) == [0, 0]
 
 
 @pytest.fixture
