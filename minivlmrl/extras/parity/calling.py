@@ -57,6 +57,7 @@ def like_grpo_loss(my_loss: Callable, batch: dict, options: dict) -> Any:
         return with_batch(my_loss, batch, options)
     parameters = inspect.signature(my_loss).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    options = dict(options)  # names that are passed on are not asked for one by one
     foreign = TERM_OPTIONS.keys() - term_options(options["loss_type"]).keys()  # of other loss types
     names = [name for name in batch if name.startswith(("old_", "ref_"))]
     names += [name for name in options if name not in OF_A_CASE and name not in foreign]

@@ -54,6 +54,16 @@ def keywords(batch, **options):
     return dapo(batch, options)
 
 
+def of_recipe(logps, advantages, mask, *, old_per_token_logps, **options):
+    batch = {
+        "per_token_logps": logps,
+        "advantages": advantages,
+        "mask": mask,
+        "old_per_token_logps": old_per_token_logps,
+    }
+    return dapo(batch, options | {"tokens": options["normalizer"].tokens}, kl=None), {}
+
+
 def sapo(batch, options, taus=None):
     A = batch["advantages"][:, None]
     taus = taus or (options["sapo_temperature_pos"], options["sapo_temperature_neg"])
@@ -86,6 +96,7 @@ RIGHT = {
                    "not read: epsilon_high, epsilon_low; the loss was tested only with its own"),
     "SAPO": (sapo, "loss_type=sapo"),
     "own temperatures": (partial(sapo, taus=(1.0, 1.05)), "not read: sapo_temperature_neg, sapo_temperature_pos"),
+    "arguments of a recipe": (of_recipe, "no KL: neither beta nor the reference changes the loss"),
     "keywords": (keywords, "loss_type=dapo"),
     "GSPO without a KL": (gspo, "importance_sampling_level=sequence"),
     "options that become attributes": (namespace, "loss_type=dapo"),
