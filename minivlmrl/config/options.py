@@ -20,6 +20,7 @@ from minivlmrl.config.types import (
     Part,
     RecipePath,
     RewardName,
+    VisualPart,
     Weights,
 )
 from minivlmrl.errors import UserError
@@ -58,7 +59,7 @@ class ModelOptions:
 
 @dataclass
 class LoRAOptions:
-    """LoRA adapters; the base model is frozen."""
+    """LoRA adapters; the base model is frozen, except modules_to_save."""
 
     # PEFT adapter folder to continue training from; r, alpha and target must match it
     path: FilePath | None = None
@@ -69,6 +70,8 @@ class LoRAOptions:
     # layers to adapt: language (the decoder), vision, merger, a part specific to the model family (see docs/memory.md),
     # or a regular expression for layer names
     target: list[str] = field(default_factory=lambda: ["language"])
+    # parts to train in full, such as a new vision tower or merger
+    modules_to_save: list[VisualPart] = field(default_factory=list)
     # nf4 stores frozen weights in 4 bits (QLoRA): all linear decoder layers, and other layers with adapters
     quantize: Literal["nf4"] | None = None
 

@@ -12,7 +12,8 @@ RewardName = NewType("RewardName", str)  # reward name, or "file.py:name"; see r
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 # the merger projects vision tower outputs to decoder embeddings
-Part = Literal["vision", "merger", "language", "embeddings"]
+VisualPart = Literal["vision", "merger"]
+Part = Literal[VisualPart, "language", "embeddings"]
 Frozen = NewType("Frozen", str)  # model part or layer range
 LAYERS = re.compile(r"(layers|visual\.blocks)\.(\d+)(?:-(\d+))?")  # layers such as "layers.0-11" and "visual.blocks.7"
 BoxSpace = Literal["original", "resized", "thousandths", "unit"]

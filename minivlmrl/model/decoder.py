@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from minivlmrl.config.types import Part
 from minivlmrl.kernels.dense_attention import gather_rows
 from minivlmrl.kernels.rms_norm import RMSNorm
 from minivlmrl.model.attention import Attention, GroupAttention
@@ -26,6 +27,7 @@ class VisionLanguageModel(nn.Module):
     sharding: Any = None  # Sharding from distributed/fsdp.py, None = all weights on all ranks
     folder: Path | None = None  # folder from which the weights were loaded
     save_dtype: torch.dtype | None = None  # checkpoint dtype, None = current dtype
+    modules_to_save: Sequence[Part] = ()  # parts that a model with adapters trains in full
 
     def __init__(
         self,

@@ -30,19 +30,27 @@ from minivlmrl.model.plain_weights import (
     PackedLinear,
     ReplacedLinear,
     gather_full_tensor,
-    is_adapter,
     packed_layers,
     part_of,
 )
 
 
 def inject_adapters(model: VisionLanguageModel, options: LoRAOptions):
-    """Freeze a model and add LoRALinear layers with zero weights; if r = 0, unfreeze the model instead."""
+    """Freeze a model and add LoRALinear layers with zero weights; if r = 0, unfreeze the model instead.
+
+    select_trained unfreezes options.modules_to_save.
+    """
     model.requires_grad_(not options.r)
     if not options.r:
         return
+    model.modules_to_save = options.modules_to_save
     # two adapter.target entries may match the same layer
     for name in dict.fromkeys(chain(*(target_layers(model, target) for target in options.target))):
+        if part_of(name) in options.modules_to_save:
+            raise UserError(
+                f"adapter.target selects {name}, but modules_to_save trains the part {part_of(name)} in full; leave "
+                "this part out of one of the two"
+            )
         add_lora(model, name, options.r, options.alpha / options.r, options.dropout)
     if options.quantize:
         quantize_base(model)
@@ -188,14 +196,11 @@ def drop(p: float, seed: int, x: Tensor) -> Tensor:
     return x * torch.empty_like(x).bernoulli_(1 - p, generator=generator) / (1 - p)
 
 
-def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
-    return [p for name, p in model.named_parameters() if is_adapter(name)]
-
-
-def copy_adapter_layout(model: nn.Module, other: nn.Module):
+def copy_adapter_layout(model: VisionLanguageModel, other: VisionLanguageModel):
     """Add adapters with the same layers, r, scaling, dropout and quantization as in `other`."""
     for name, layer in adapters(other).items():
         add_lora(model, name, layer.r, layer.scaling, layer.dropout)
+    model.modules_to_save = other.modules_to_save
     for name in packed_layers(other):
         quantize_layer(model, name)
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from os.path import isabs, isdir
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.config.parsing import build
-from minivlmrl.config.types import FilePath
+from minivlmrl.config.types import FilePath, VisualPart
 from minivlmrl.errors import UserError, error_context, require, truncate
 from minivlmrl.files import save_tensors, unchanged
 from minivlmrl.json_files import read_json, write_json
@@ -20,7 +20,7 @@ from minivlmrl.model.checkpoint import check_loaded, read_tensors
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import hub_name, module_name
 from minivlmrl.model.lora import LoRALinear, adapters, add_lora, set_parameters
-from minivlmrl.model.plain_weights import PackedLinear, gather_full_tensor, is_adapter
+from minivlmrl.model.plain_weights import PackedLinear, gather_full_tensor, is_adapter, part_of
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 # paths of the adapter inside a PEFT folder, a checkpoint, and a run folder
@@ -29,7 +29,7 @@ TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weigh
 MERGE = "Merge the adapter into its base model with PEFT, and load the merged model."
 # settings in adapter_config.json that change results, but are not supported
 UNSUPPORTED = (
-    "use_dora", "use_qalora", "bias", "lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication",
+    "use_dora", "use_qalora", "bias", "lora_bias", "fan_in_fan_out", "layer_replication",
     "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
 )  # fmt: skip
 
@@ -46,16 +46,23 @@ class PeftConfig:
 
 
 def load_adapter(model: VisionLanguageModel, folder: str | Path):
-    """Add adapters from a PEFT folder, and freeze all other parameters."""
+    """Add adapters and modules_to_save from a PEFT folder, and freeze all other parameters."""
     shapes, weights = _read(model.requires_grad_(False), folder)
+    model.modules_to_save = _parts(weights)
     for name, shape in shapes.items():
         add_lora(model, name, *shape)
     set_parameters(model, weights)
 
 
 def load_adapter_weights(model: VisionLanguageModel, folder: str | Path):
-    """Load weights from a PEFT folder into existing adapters."""
+    """Load weights from a PEFT folder into existing adapters, and into modules_to_save."""
     folder_shapes, weights = _read(model, folder)
+    parts = _parts(weights)
+    if parts != sorted(model.modules_to_save):
+        raise UserError(
+            f"adapter.path: {folder} has all weights of the parts [{', '.join(parts)}], but adapter.modules_to_save is "
+            f"[{', '.join(model.modules_to_save)}]. Set adapter.modules_to_save to [{', '.join(parts)}]."
+        )
     model_shapes = {name: (layer.r, layer.scaling) for name, layer in adapters(model).items()}
     found, expected = (
         {name: f"r {r} and scaling {scaling:g}" for name, (r, scaling) in shapes.items()}
@@ -105,11 +112,14 @@ def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) 
     config = _read_config(folder / CONFIG)
     with error_context(folder / WEIGHTS):
         shapes = {}
+        whole = []  # names of tensors in modules_to_save
         for name, tensor in read_tensors(folder / WEIGHTS):
             match = TENSOR.fullmatch(name)
             if match and match[2] == "lora_A":
                 require(tensor.dim() == 2, name, tuple(tensor.shape), "the shape of a matrix")
                 shapes[hub_name(match[1])] = len(tensor)
+            elif not match:
+                whole.append(_whole_name(name))
         ranks = set(shapes.values())
         if len(ranks) != 1 or config.alpha_pattern:
             raise UserError(
@@ -119,9 +129,24 @@ def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) 
             )
     [r] = ranks
     alpha = config.lora_alpha * (math.sqrt(r) if config.use_rslora else 1)
-    return LoRAOptions(
-        FilePath(str(folder)), r, alpha, target=["|".join(map(re.escape, sorted(shapes)))], quantize=quantize
-    )
+    target = ["|".join(map(re.escape, sorted(shapes)))]
+    return LoRAOptions(FilePath(str(folder)), r, alpha, target=target, modules_to_save=_parts(whole), quantize=quantize)
+
+
+def _whole_name(name: str) -> str:
+    """Return the parameter name of a tensor in modules_to_save."""
+    parameter = hub_name(name.removeprefix(PREFIX))
+    if not parameter.startswith("visual."):
+        raise UserError(
+            f"the tensor {name:.80} is not a lora_A or lora_B of a linear layer, or of the vision tower or merger. "
+            f"{MERGE}"
+        )
+    return parameter
+
+
+def _parts(names: Iterable[str]) -> list[VisualPart]:
+    """Return the parts of parameters in modules_to_save."""
+    return sorted({"merger" if part_of(name) == "merger" else "vision" for name in names if not is_adapter(name)})
 
 
 def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, tuple[int, float]], dict[str, Tensor]]:
@@ -137,7 +162,10 @@ def _read(model: VisionLanguageModel, folder: str | Path) -> tuple[dict[str, tup
                 check_loaded(tensor, name, file)
                 match = TENSOR.fullmatch(name)
                 if not match:
-                    raise UserError(f"the tensor {name:.80} is not a lora_A or lora_B of a linear layer. {MERGE}")
+                    name = _whole_name(name)
+                    _check_whole(model, name, tensor)
+                    weights[name] = tensor
+                    continue
                 layer_name, kind = match.groups()
                 layer_name = hub_name(layer_name)  # layer names depend on the transformers release
                 layer_pairs.setdefault(layer_name, {})[kind] = tensor
@@ -189,17 +217,31 @@ def _check_shape(
     return r, next(matching, config.lora_alpha) / divisor
 
 
+def _check_whole(model: VisionLanguageModel, name: str, tensor: Tensor):
+    """Check the shape of a tensor in modules_to_save."""
+    parameter = dict(model.named_parameters()).get(name)
+    shape = None if parameter is None else tuple(parameter.shape)
+    if shape != tuple(tensor.shape):
+        raise UserError(
+            f"the tensor {name} has the shape {tuple(tensor.shape)}, but this model's shape is {shape}. Load the "
+            "adapter's own base model."
+        )
+
+
 def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Callable[[Path], None]:
-    """Gather adapters on all ranks, and return a function to write a PEFT folder on one rank.
+    """Gather adapters and modules_to_save on all ranks, and return a function to write a PEFT folder on one rank.
 
     Args:
         base: base model for adapter_config.json, a folder or repository.
     """
     layers = {module_name(name): layer for name, layer in adapters(model).items()}
+    whole = [name for name, _ in model.named_parameters() if part_of(name) in model.modules_to_save]
     tensors = {
-        f"{PREFIX}{module_name(name)}.weight": gather_full_tensor(parameter).cpu().contiguous()
+        f"{PREFIX}{module_name(name)}{'.weight' if is_adapter(name) else ''}": (
+            gather_full_tensor(parameter).cpu().contiguous()
+        )
         for name, parameter in model.named_parameters()
-        if is_adapter(name)
+        if is_adapter(name) or name in whole
     }
     ranks = {name: layer.r for name, layer in layers.items()}
     # PEFT computes scaling = alpha / r, so rsLoRA adapters are saved as plain LoRA with another alpha
@@ -212,6 +254,7 @@ def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Calla
         "inference_mode": True,
         "base_model_name_or_path": base,
         "target_modules": sorted(layers),
+        "modules_to_save": sorted({module_name(name).rpartition(".")[0] for name in whole}) or None,
         "r": r,
         "lora_alpha": alpha,
         "lora_dropout": max(layer.dropout for layer in layers.values()),

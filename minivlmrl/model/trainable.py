@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from minivlmrl.config.types import LAYERS, Frozen
+from minivlmrl.config.types import LAYERS, Frozen, Part
 from minivlmrl.errors import UserError, pluralize, require
 from minivlmrl.model.plain_weights import has_adapters, is_adapter, part_of
 
@@ -12,8 +12,8 @@ from minivlmrl.model.plain_weights import has_adapters, is_adapter, part_of
 def select_trained(model: nn.Module, freeze: Sequence[Frozen]):
     """Set requires_grad of all parameters.
 
-    Adapters are trained if the model has any, otherwise all parameters that are not frozen. A value model trains its
-    value head, but not its LM head.
+    A model with adapters trains only these and its modules_to_save. A value model trains its value head, but not its
+    LM head.
 
     Args:
         freeze: frozen model parts and layers.
@@ -29,13 +29,14 @@ def select_trained(model: nn.Module, freeze: Sequence[Frozen]):
         require(first <= last < count, "model.freeze", match[0], expected)
         frozen_layers += [f"{kind}{number}." for number in range(first, last + 1)]
     adapted = has_adapters(model)
+    in_full: Sequence[Part] = getattr(getattr(model, "backbone", model), "modules_to_save", ())
     for name, parameter in model.named_parameters():
         inner_name = name.removeprefix("backbone.")  # value models put "backbone." before names
         is_frozen = name != "score.weight" and (
             name == "backbone.lm_head.weight"
             or part_of(inner_name) in freeze
             or inner_name.startswith(tuple(frozen_layers))
-            or (adapted and not is_adapter(name))
+            or (adapted and not is_adapter(name) and part_of(inner_name) not in in_full)
         )
         parameter.requires_grad_(not is_frozen)
     if not trained_parameters(model):

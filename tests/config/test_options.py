@@ -139,6 +139,7 @@ OUTPUTS = [
     ("max_epochs", 0.5, SFT, METRICS),
     ("model.config", "{home}/tied.json", SFT, METRICS),
     ("adapter.quantize", "nf4", [*SFT, "--adapter.r=4"], METRICS),
+    ("adapter.modules_to_save", ["merger"], [*SFT, "--adapter.r=4"], METRICS),
     ("data.files", "{sft: {home}/other.jsonl}", OWN, METRICS),
     ("data.train", "[{file: {home}/other.jsonl}]", SEVERAL, METRICS),
     ("data.format", f"{__file__}:upper", OWN, METRICS),

@@ -236,9 +236,9 @@ def test_a_rollout_of_a_sharded_model_uses_16_bit_copies_of_adapters(alone, monk
         fsdp.Sharding(ShardingOptions(enabled=True), ONE, dtype, compute_dtype=compute_dtype).shard(model)
         for gather_weights, expected in ((True, torch.bfloat16), (False, torch.float32)):
             with rollout_weights(model, gather_weights) as run:
-                assert {p.dtype for p in lora.adapter_parameters(run)} == {expected}
+                assert {p.dtype for p in tiny.adapter_parameters(run)} == {expected}
                 per_token_logps(run, batch(model.config))
-        assert {p.dtype for p in lora.adapter_parameters(model)} == {torch.float32}
+        assert {p.dtype for p in tiny.adapter_parameters(model)} == {torch.float32}
 
 
 def test_torch_versions_that_cannot_shard_bytes_are_refused(alone, monkeypatch):

@@ -25,13 +25,14 @@ NOT_EVALUATED = {"data.eval_rows": 0}
 CASES = [
     ("eval_steps", 2, [FILES, NOT_EVALUATED, SHORT], [{}, FILES | {"data.eval_file": "rows.jsonl"}]),
     ("model.freeze", ["vision"], [ADAPTER],
-     [{}, ADAPTER | {"adapter.target": ["language", "vision"]}, ADAPTER | {"adapter.target": [".*"]}]),
+     [{}, *({**ADAPTER, **more} for more in ({"adapter.target": ["language", "vision"]}, {"adapter.target": [".*"]},
+                                             {"adapter.modules_to_save": ["vision"]}))]),
     ("save_steps", 2, [SHORT], [{}]),
     ("best_metric", "eval/accuracy_greedy", [FILES, NOT_EVALUATED], [{}]),
     ("save", "adapter", [{}, ADAPTER],
      [ADAPTER | more for more in (SAVED, {"best_metric": "eval/accuracy_greedy"}, {"stages": ["sft", "grpo"]})]),
     *((f"adapter.{name}", value, [{}], [ADAPTER]) for name, value in {
-        "alpha": 8.0, "dropout": 0.1, "target": ["vision"], "quantize": "nf4",
+        "alpha": 8.0, "dropout": 0.1, "target": ["vision"], "modules_to_save": ["vision"], "quantize": "nf4",
     }.items()),
     *((f"data.{name}", value, [{}], [FILES]) for name, value in {
         "image_root": "folder", "format": "my_format.py:read", "columns": {"label": "solution"},

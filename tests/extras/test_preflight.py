@@ -268,6 +268,9 @@ def test_options_without_effect_are_reported():
     (["--model.dtype=bfloat16", "--grpo.learning_rate=1e-6"],
      "model.dtype is bfloat16 and grpo.learning_rate is 1e-06, so updates of weights over 0.0005 are lost, because",
      ["model.dtype=float32", "optimizer.name=adamw_8bit", "adapter.r=16", "grpo.learning_rate=1e-4"]),
+    (["--model.dtype=bfloat16", "--grpo.learning_rate=1e-6", "--adapter.r=16", "--adapter.modules_to_save=[merger]"],
+     "model.dtype is bfloat16 and grpo.learning_rate is 1e-06, so updates of weights over 0.0005 are lost, because",
+     ["model.dtype=float32", "adapter.modules_to_save=[]"]),
 ])  # fmt: skip
 def test_a_mistake_is_reported_until_it_is_cured(options, expected, cures):
     [line] = notes(*options)

@@ -13,7 +13,7 @@ from minivlmrl.generation import cuda_graphs
 from minivlmrl.generation.generate import sample_by_uniforms
 from minivlmrl.kernels import backend, decode_attention
 from minivlmrl.model.families.registry import FAMILIES
-from minivlmrl.model.lora import adapter_parameters, init_adapters, inject_adapters, quantize_base
+from minivlmrl.model.lora import init_adapters, inject_adapters, quantize_base
 from tests.helpers import tiny
 from tests.helpers.draws import STOP, options, prompts, sample
 from tests.helpers.pretend_cuda import CUDA, PretendCuda, pretend
@@ -62,7 +62,7 @@ def test_other_models_and_layers(change):
     if change in ADAPTED:
         inject_adapters(model, LoRAOptions(r=4, target=[ADAPTED[change]]))
         init_adapters(model, 0)
-        for parameter in adapter_parameters(model):
+        for parameter in tiny.adapter_parameters(model):
             torch.nn.init.normal_(parameter.data, std=0.2)
     if change == "4 bits":
         quantize_base(model)

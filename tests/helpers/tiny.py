@@ -12,6 +12,7 @@ from minivlmrl.model import packing
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import find_family
+from minivlmrl.model.plain_weights import is_adapter
 from minivlmrl.tasks import shapes
 
 # config.json for whole runs, as small as the architecture allows
@@ -189,6 +190,10 @@ def write_video(
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
+
+
+def adapter_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [p for name, p in model.named_parameters() if is_adapter(name)]
 
 
 def completion(generator: torch.Generator, length: int) -> torch.Tensor:

@@ -6,7 +6,8 @@ import torch
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import recompute_blocks
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import adapter_parameters, adapters, drop, dropout
+from minivlmrl.model.lora import adapters, drop, dropout
+from tests.helpers import tiny
 from tests.model.test_lora import adapted, check_peft, loss
 from tests.model.test_trainable import ADAPTERS
 
@@ -42,7 +43,7 @@ def test_recomputed_blocks_have_the_same_masks():
     for each in (plain, model):
         with dropout(each, 0.3, "0"):
             value = loss(each)
-            results.append([value, *torch.autograd.grad(value, adapter_parameters(each))])
+            results.append([value, *torch.autograd.grad(value, tiny.adapter_parameters(each))])
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 

@@ -99,16 +99,16 @@ def test_a_rollout_on_a_gpu_uses_16_bit_copies(as_on_a_gpu, quantized):
     model = adapted(dtype=torch.bfloat16)
     if quantized:
         lora.quantize_base(model)
-    originals = lora.adapter_parameters(model)
+    originals = tiny.adapter_parameters(model)
     expected = model(batch(model)).detach().double()
     with pytest.raises(KeyError), rollout_weights(model, True) as used:
-        copies = lora.adapter_parameters(used)
+        copies = tiny.adapter_parameters(used)
         assert all(torch.equal(a, b.bfloat16()) for a, b in zip(copies, originals, strict=True))
         difference = used(batch(model)).double() - expected
         assert 0 < difference.norm() < 0.1 * expected.norm()
-        assert all(a is b for a, b in zip(copies, lora.adapter_parameters(used), strict=True))
+        assert all(a is b for a, b in zip(copies, tiny.adapter_parameters(used), strict=True))
         raise KeyError
-    assert all(a is b for a, b in zip(originals, lora.adapter_parameters(model), strict=True))
+    assert all(a is b for a, b in zip(originals, tiny.adapter_parameters(model), strict=True))
     assert torch.equal(model(batch(model)).double(), expected)
 
 

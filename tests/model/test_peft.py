@@ -58,6 +58,30 @@ def test_adapters_go_from_peft_to_us_and_back(tmp_path, number, model_type):
     assert worst_difference(theirs, ours, prompts()) < ROUNDING[model_type]
 
 
+@pytest.mark.parametrize(("number", "model_type"), enumerate(CLASSES))
+def test_modules_to_save_go_from_peft_to_us_and_back(tmp_path, number, model_type):
+    theirs, ours = base(tmp_path, model_type, tied=number % 2 == 1), load_model(tmp_path / "base")
+    module = ("model.visual", "visual.merger")[number % 2]
+    config = peft.LoraConfig(r=4, target_modules=r".*layers.*_proj", modules_to_save=[module])
+    theirs = peft.get_peft_model(theirs, config).eval()
+    for name, parameter in theirs.named_parameters():
+        if "modules_to_save" in name or "lora_B" in name:
+            parameter.data.mul_(0.7).add_(0.03)
+    theirs.save_pretrained(tmp_path / "adapter")
+    assert worst_difference(theirs, ours, prompts()) > 1e-2
+    peft_files.load_adapter(ours, tmp_path / "adapter")
+    assert worst_difference(theirs, ours, prompts()) < ROUNDING[model_type]
+    parts = ["merger"] if number % 2 else ["merger", "vision"]
+    assert peft_files.adapter_options(tmp_path / "adapter").modules_to_save == ours.modules_to_save == parts
+    for name, parameter in ours.named_parameters():
+        if name.startswith("visual.merger"):
+            parameter.data.mul_(1.2)
+    peft_files.gather_adapter(ours)(tmp_path / "again")
+    again = CLASSES[model_type].from_pretrained(tmp_path / "base", attn_implementation="eager").eval()
+    again = peft.PeftModel.from_pretrained(again, tmp_path / "again").eval()
+    assert worst_difference(again, ours, prompts()) < ROUNDING[model_type]
+
+
 def test_an_adapter_that_is_replaced_while_it_is_read_is_refused(saved, monkeypatch):
     original = peft_files._read_config
 
@@ -87,7 +111,6 @@ def saved(tmp_path):
 @pytest.mark.parametrize(("change", "expected"), [
     ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
     ({"use_dora": True}, "use_dora is True, which is not supported"),
-    ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
     ({"alpha_pattern": {"(a+)+$": 8}}, r"alpha_pattern is '\(a\+\)\+\$', but it must be a layer name or the end of a"),
     ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern.q_proj is 0"),
 ])  # fmt: skip
@@ -106,10 +129,12 @@ A = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weig
     (lambda t: t.update({A.replace("q_proj", "p_proj"): t.pop(A)}), "p_proj is not a linear layer|has the shapes"),
     *[(lambda t, name=name: t.update({f"base_model.model.{name}": t[A].clone()}), f"{cause}.*{MERGE}")
       for name, cause in {
-          "lm_head.base_layer.weight": "lm_head.base_layer.weight is not a lora_A or lora_B",
+          "lm_head.weight": "lm_head.weight is not a lora_A or lora_B of a linear layer, or of the vision tower",
           "lm_head.lora_A.weight": "layer lm_head is not a linear layer of this model, or is the head",
           "model.language_model.embed_tokens.lora_A.weight": "layer model.embed_tokens is not a linear layer",
       }.items()],
+    (lambda t: t.update({"base_model.model.model.visual.merger.mlp.9.bias": t[A].clone()}),
+     r"visual.merger.mlp.9.bias has the shape .*, but this model's shape is None. Load the adapter's own base model"),
     (lambda t: t.clear(), "the file does not contain any tensors"),
     (lambda t: t.update({A: t[A][0, 0].clone()}), r"'lora_A': \(\).*, but this model needs"),
     (lambda t: t.update({A: t[A] * torch.nan}), r"lora_A.weight contains NaN or infinite values"),

@@ -16,6 +16,7 @@ from tests.model.test_lora import adapted
 
 ALL = "[language, vision, merger]"
 ADAPTERS = ["--adapter.r=4", f"--adapter.target={ALL}"]
+WHOLE = "--adapter.modules_to_save=[vision, merger]"
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -72,10 +73,32 @@ def test_a_stage_trains_only_adapters_and_heads(stage, name, model):
     assert {p.data_ptr() for p in others if p.dim() > 1 and len(p) > 1} <= base
 
 
+@pytest.mark.parametrize("name", STAGES)
+def test_a_tower_and_adapters_of_the_decoder_are_trained_together(stage, name):
+    run = stage(name, "--adapter.r=4", WHOLE)
+    before = snapshot(run.trainer.trained)
+    run.go(2)
+    moved = {key for key, p in run.trainer.trained.named_parameters() if not torch.equal(p, before[key])}
+    moved = {key.removeprefix("backbone.").removeprefix("policy.") for key in moved}
+    kinds = {"visual" if key.startswith("visual.") else key.rpartition(".")[2] for key in moved}
+    assert kinds - {"weight", "lora_A"} == {"visual", "lora_B"}
+    heads = {"score.weight", "critic.weight"}
+    assert {key for key in moved if key.endswith(".weight") and not key.startswith("visual.")} <= heads
+    assert {key for key, _ in run.model.named_parameters() if key.startswith("visual.")} <= moved
+
+
+def test_a_part_is_not_trained_in_full_and_by_adapters(stage):
+    with pytest.raises(
+        ValueError, match=r"adapter.target selects visual\.\S+, but modules_to_save trains the part vis"
+    ):
+        stage("sft", *ADAPTERS, WHOLE)
+
+
+@pytest.mark.parametrize("options", [ADAPTERS, ["--adapter.r=4", WHOLE]], ids=["adapters", "tower"])
 @pytest.mark.parametrize(("name", "size"), [("grpo", 2), ("grpo", 4), ("dpo", 4), ("ppo", 4)])
-def test_the_reference_is_the_base_without_a_copy(stage, name, size):
+def test_the_reference_is_the_base_without_a_copy(stage, name, size, options):
     """If a rollout is one micro-batch, its prefill graph exists before the reference model scores completions."""
-    run = stage(name, *ADAPTERS, REFERENCED[name], f"--{name}.micro_batch_size={size}")
+    run = stage(name, *options, REFERENCED[name], f"--{name}.micro_batch_size={size}")
     [first, *_], plain = run.next(), stage(name).model
     with torch.no_grad():
         logps = first.group.pad(
@@ -92,8 +115,9 @@ def test_the_reference_is_the_base_without_a_copy(stage, name, size):
     torch.testing.assert_close(second.ref_per_token_logps, second.group.pad(expected), rtol=1e-12, atol=1e-12)
 
 
-def test_a_run_continues_from_an_adapter(run, plain, own, checkpoint, home):
-    given = [*own, "--adapter.r=4", "--adapter.alpha=7"]
+@pytest.mark.parametrize("whole", [[], [WHOLE]], ids=["adapters", "tower"])
+def test_a_run_continues_from_an_adapter(run, plain, own, checkpoint, home, whole):
+    given = [*own, "--adapter.r=4", "--adapter.alpha=7", *whole]
     folder = run("--stages=[sft]", *given, name="first") / "checkpoint"
     start = load_model(checkpoint)
     peft.load_adapter(start, folder / "adapter")
@@ -112,6 +136,7 @@ def test_a_run_continues_from_an_adapter(run, plain, own, checkpoint, home):
 @pytest.mark.parametrize(("option", "expected"), [
     ("r=2", r"layer model\.\S+, .* has r 4 and scaling 8, but the recipe has r 2 and scaling 16. Change"),
     ("alpha=5", "has r 4 and scaling 8, but the recipe has r 4 and scaling 1.25."),
+    ("modules_to_save=[merger]", r"\S+ has all weights of the parts \[\], but adapter.modules_to_save"),
     ("target=merger", r"layer model\.\S+, .* but the recipe has no adapter|layer visual.merger.* has no adapter"),
 ])  # fmt: skip
 def test_an_adapter_with_other_settings_is_refused(tmp_path, home, checkpoint, option, expected):

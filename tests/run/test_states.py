@@ -168,7 +168,7 @@ KILLS = {  # case: (stages, options, kills); the first five cases are fast
         ("between the rename and the cleanup", 4), ("while resuming", 1), ("in backward", 3), ("before the rename", 1),
         ("in the cleanup", 2),
     ]),
-    "dpo": ("dpo", [*DROPOUT, "--optimizer.name=torch.optim:NAdam"], [
+    "dpo": ("dpo", [*DROPOUT, "--adapter.modules_to_save=[merger]", "--optimizer.name=torch.optim:NAdam"], [
         ("when metrics are written", 3), ("in backward", 3),
     ]),
     "a second stage": ("sft, grpo", ["--sft.max_steps=2", "--grpo.max_steps=8"], [("in the optimizer", 8)]),

@@ -46,10 +46,11 @@ def run_rules(config: RunConfig) -> list[Rule]:
           for option, always in (("eval_steps", "a run evaluates"), ("save_steps", "weights are saved"))),
         ("data.image_root data.format data.columns data.skip_unreadable data.image data.video data.max_prompt_tokens",
          "data.task generates all rows, so no file is read", data.task),
-        ("adapter.alpha adapter.dropout adapter.target adapter.quantize save",
+        ("adapter.alpha adapter.dropout adapter.target adapter.modules_to_save adapter.quantize save",
          "there is no adapter unless adapter.r > 0", adapter.r == 0),
         ("model.freeze", "a base with adapters is frozen anyway, and these parts have no adapters",
-         adapter.r and {*config.model.freeze} <= PARTS - {*adapter.target} and {*adapter.target} <= PARTS),
+         adapter.r and {*config.model.freeze} <= PARTS - {*adapter.target, *adapter.modules_to_save}
+         and {*adapter.target} <= PARTS),
         ("save", "nothing is saved before the end unless save_steps, best_metric or several stages are set",
          adapter.r and not config.save_steps and config.best_metric is None and len(config.stages) < 2),
         ("sharding.replicas sharding.cpu_offload sharding.once_per_step",

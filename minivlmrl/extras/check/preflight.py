@@ -243,7 +243,8 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
             )
     dtype = DTYPES[config.model.dtype]
     # 16-bit weights lose small updates; adamw_8bit keeps the rounding error
-    rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and not config.adapter.r
+    trains_weights = not config.adapter.r or config.adapter.modules_to_save
+    rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and trains_weights
     for stage in config.stage_names:
         rows = datasets.get(stage)
         if find_trainer(stage, config).needs == "labels" and isinstance(rows, FileDataset):

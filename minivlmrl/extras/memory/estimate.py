@@ -36,7 +36,7 @@ from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import find_family
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import adapter_parameters, dropout, inject_adapters
+from minivlmrl.model.lora import dropout, inject_adapters
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.trainable import select_trained, trained_parameters
 from minivlmrl.model.value_head import ValueModel
@@ -433,7 +433,6 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
     config, models = question.config, question.models
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
-    adapters = bytes_of(adapter_parameters(policy))
     optimizer = build_optimizer(models, question.options, config.optimizer)
     begin_state(optimizer, trained_parameters(models))
     moments = sum(bytes_of(state.values()) for state in optimizer.state.values())
@@ -449,7 +448,7 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
         else:  # with FSDP, the reference is a separate copy in the compute dtype
             items["reference"] = computed_bytes(policy, question.dtype)
     if not question.trainer.trains_policy:  # with adapters, policy and reward model share base weights
-        items["policy"] = adapters or weights
+        items["policy"] = bytes_of(trained_parameters(policy)) if config.adapter.r else weights
     if question.trainer.samples_completions and "reward_model" in config.rewards:
         path = config.reward_model.path
         judge = question.estimator if path is None else MemoryEstimator.from_folder(path)
@@ -465,6 +464,6 @@ def peak_bytes(phases: dict[str, dict]) -> float:
 def state_bytes(question: MemoryQuestion) -> int:
     """Return the bytes of a saved training state."""
     items = persistent_items(question)
-    items["weights"] = bytes_of(adapter_parameters(question.models.policy)) or items["weights"]
+    items["weights"] = bytes_of(trained_parameters(question.models.policy))  # a state lacks frozen weights
     saved = ("weights", "optimizer", "critic", "reference", "policy")
     return sum(items.get(name, 0) for name in saved)

@@ -30,7 +30,7 @@ from minivlmrl.extras.memory.largest_batch import try_largest_batches
 from minivlmrl.extras.memory.out_of_memory import cures
 from minivlmrl.kernels.dense_attention import is_before_ampere
 from minivlmrl.model.checkpoint import DTYPES
-from minivlmrl.model.lora import adapter_parameters
+from minivlmrl.model.trainable import trained_parameters
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.states import NUM_KEPT_STATES
 from minivlmrl.run.trainer_state import TrainerState
@@ -169,8 +169,7 @@ def written_bytes(question: MemoryQuestion) -> dict[str, float]:
         sizes["training states"] = (NUM_KEPT_STATES + 1) * state_bytes(question)
     dtype = config.model.save_dtype or estimator.config.torch_dtype
     weights = estimator.parameters * DTYPES[dtype].itemsize
-    adapter = bytes_of(adapter_parameters(question.models.policy))
-    saved = adapter if config.save == "adapter" else weights
+    saved = bytes_of(trained_parameters(question.models.policy)) if config.save == "adapter" else weights
     folder = Path(config.output_dir)
     sizes["weights"] = weights
     if config.save_steps or (folder / "checkpoint").is_dir():
