@@ -23,17 +23,15 @@ two seeds of GRPO and one of more SFT met it. The recipe now has one schedule of
 criterion stays, and seeds 0, 1, 2, ... of both arms are run, alternating, as many as the time allows.
 """
 
-import argparse
 import json
 import shutil
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import common  # noqa: E402
-from benchmarks.sums import call, read_lines  # noqa: E402
 from minivlmrl.data.tokenizer import load_tokenizer  # noqa: E402
 from minivlmrl.distributed.saving import save_model  # noqa: E402
 from minivlmrl.model.build import random_model  # noqa: E402
@@ -63,53 +61,39 @@ def write_random_decoder(model: Path, folder: Path):
         save_model(folder, *random_model(model / "config.json", tokenizer, 0))
 
 
-def train(model: Path, work: Path, name: str, seed: int) -> dict:
-    """Train and evaluate a model unless its folder is complete; return curves, answers and cost."""
+def run(model: Path, work: Path, name: str, seed: int) -> dict:
+    """Train a model and answer look_eval.jsonl unless its folder is complete; return curves, answers and cost."""
     folder = work / f"{name.replace(' ', '_')}_{seed}"
-    answers = folder / "answers.jsonl"
-    if not (folder / "run.json").exists():
-        files = [f"--data.{kind}_file={work / f'look_{kind}.jsonl'}" for kind in ("train", "eval")]
-        files.append(f"--data.files={{sft: {work / 'look_demonstrations.jsonl'}}}")
-        command = ["train", "recipes/look.yaml", f"--model.path={model}", f"--output_dir={folder}", f"--seed={seed}"]
-        command += ["--num_threads=1", "--state_minutes=5", "--resume=auto", *files, *RUNS[name]]
-        cost = call(command)
-        checkpoint = folder / "checkpoint"
-        rows = ["--data", str(work / "look_eval.jsonl"), "--out", str(answers)]
-        call(["evaluate", "--model", str(checkpoint), *rows, "--num_threads=1"])
-        if name != "sft":
-            shutil.rmtree(checkpoint)  # 2.5 GB
-        (folder / "run.json").write_text(json.dumps({**cost, "command": " ".join(command)}))
+    rows, answers = work / "look_eval.jsonl", folder / "answers.jsonl"
+    files = [f"--data.{kind}_file={work / f'look_{kind}.jsonl'}" for kind in ("train", "eval")]
+    files.append(f"--data.files={{sft: {work / 'look_demonstrations.jsonl'}}}")
+    options = [f"--seed={seed}", "--state_minutes=5", "--resume=auto", *files, *RUNS[name]]
+    curves = common.train("look", model, folder, *options)
+    if not answers.with_suffix(".summary.json").exists():  # `evaluate` writes its summary last
+        command = ["evaluate", f"--model={folder / 'checkpoint'}", f"--data={rows}", f"--out={answers}"]
+        common.call([*command, "--num_threads=1"])
+    if name != "sft":
+        shutil.rmtree(folder / "checkpoint", ignore_errors=True)  # 2.5 GB
     right = defaultdict(str)
-    for row, line in zip(read_lines(work / "look_eval.jsonl"), read_lines(answers), strict=True):
+    for row, line in zip(common.read_lines(rows), common.read_lines(answers), strict=True):
         right[row["kind"]] += f"{line['answers'][0]['rewards']['accuracy']:.0f}"
-    evaluations = read_lines(folder / "evaluations.jsonl")
-    return {
-        "run": name,
-        "seed": seed,
-        "steps": [line["step"] for line in evaluations],
-        **{way: [line[f"eval/accuracy_{way}"] for line in evaluations] for way in ("sampled", "greedy")},
-        "reward": [line["rewards/accuracy/mean"] for line in read_lines(folder / "metrics.jsonl") if "grpo" in name],
-        "right": right,
-        **json.loads((folder / "run.json").read_text()),
-    }
+    return {"run": name, "seed": seed, "right": right, **curves}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("work", type=Path)
+    parser = common.study_options(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    model, work = options.model.resolve(), options.work.resolve()
+    work = options.work
     look.main(work)
     starts = dict.fromkeys(RUNS, work / "sft_0/checkpoint")
-    starts |= {"sft": model, "random decoder": work / "random_decoder"}
-    write_random_decoder(model, starts["random decoder"])
-    results = {**common.provenance(), "runs": []}
+    starts |= {"sft": options.model, "random decoder": work / "random_decoder"}
+    write_random_decoder(options.model, starts["random decoder"])
+    sums = Counter(row["solution"] for row in common.read_lines(work / "look_eval.jsonl") if row["kind"] == "sum")
+    results = {**common.provenance(), "most_frequent_sum": max(sums.values()) / sums.total(), "runs": []}
     seeded = [(name, seed) for seed in options.seeds for name in SEEDED]
     for name, seed in [("sft", 0), *seeded, ("shuffled rewards", 0), ("random decoder", 0)]:
-        results["runs"].append(train(starts[name], work, name, seed))
+        results["runs"].append(run(starts[name], work, name, seed))
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
