@@ -11,8 +11,10 @@ import argparse
 import json
 import sys
 import time
-from itertools import product
+from collections.abc import Iterable
+from itertools import product, takewhile
 from math import comb
+from operator import sub
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,7 +148,7 @@ CLAIMS = {
 # -------------------------------------------------------------------- a model with countable answers
 
 PREFIXES = [prefix for n in range(LENGTH) for prefix in product(range(1, VOCABULARY), repeat=n)]
-ANSWERS = [answer for n in range(LENGTH + 1) for answer in product(range(1, VOCABULARY), repeat=n)]
+ANSWERS = [*PREFIXES, *product(range(1, VOCABULARY), repeat=LENGTH)]
 TOKENS = torch.tensor([[*answer, *[END] * (LENGTH - len(answer))] for answer in ANSWERS])  # (S, T)
 LENGTHS = torch.tensor([min(len(answer) + 1, LENGTH) for answer in ANSWERS])  # tokens with the end token
 MASK = (torch.arange(LENGTH) < LENGTHS[:, None]).double()  # (S, T)
@@ -161,8 +163,7 @@ class Policy(nn.Module):
     def __init__(self, seed: int, width: int = 32):
         super().__init__()
         torch.manual_seed(seed)
-        padded = torch.tensor([[*prefix, *[END] * (LENGTH - len(prefix))] for prefix in PREFIXES])
-        self.features = F.one_hot(padded, VOCABULARY).flatten(1).double()
+        self.features = F.one_hot(TOKENS[: len(PREFIXES)], VOCABULARY).flatten(1).double()
         self.prompts = nn.Embedding(PROMPTS, width)
         self.prefix = nn.Linear(LENGTH * VOCABULARY, width)
         self.hidden = nn.Linear(width, width)
@@ -186,22 +187,20 @@ class Policy(nn.Module):
         """Return the probabilities of all answers: (P, S)."""
         return self().sum(-1).exp()
 
-
-def copy_of(policy: Policy) -> Policy:
-    twin = Policy(0)
-    twin.load_state_dict(policy.state_dict())
-    return twin
+    def right(self) -> Tensor:
+        """Return the probabilities of a right answer: (P,)."""
+        return (self.answers() * RIGHT).sum(1)
 
 
-def optimize(policy: Policy, loss, steps: int, rate: float = 1e-2, until=lambda: False) -> int:
-    """Run Adam on loss() and return the number of steps."""
-    optimizer = torch.optim.Adam(policy.parameters(), rate)
-    for step in range(steps):
-        if until():
-            return step
+def optimize(policy: Policy, losses: Iterable[Tensor]) -> int:
+    """Run Adam on losses, each computed after the step before; return their number."""
+    optimizer = torch.optim.Adam(policy.parameters(), 1e-2)
+    steps = 0
+    for loss in losses:
         optimizer.zero_grad()
-        loss().backward()
+        loss.backward()
         optimizer.step()
+        steps += 1
     return steps
 
 
@@ -210,60 +209,57 @@ def begin(seed: int, prompts=slice(None), share: float = 0.5, steps: int = 60) -
     policy = Policy(seed)
     odds = torch.where(RIGHT == 1, share / RIGHT.sum(1, True), (1 - share) / (1 - RIGHT).sum(1, True))
     shown = torch.multinomial(odds, 8)[prompts]
-    optimize(policy, lambda: -policy().sum(-1)[prompts].gather(1, shown).mean(), steps)
+    optimize(policy, (-policy().sum(-1)[prompts].gather(1, shown).mean() for _ in range(steps)))
     return policy
 
 
-def grpo(policy: Policy, prompts: int = 16, group: int = 16, steps: int = 200, reuse: int = 1, keep=None, weigh=None,
-         rewards=None, pool=range(PROMPTS), until=lambda: False, low=0.2, high=0.2):  # fmt: skip
-    """Train with GRPO.
+def grpo(policy: Policy, prompts: int = 16, group: int = 16, rollouts=range(200), reuse: int = 1, keep=(-OFF, OFF),
+         weigh=None, rewards=None, pool=range(PROMPTS), low=0.2, high=0.2) -> int:  # fmt: skip
+    """Train with GRPO, and return the number of optimizer steps.
 
     Args:
+        rollouts: yields once for each rollout.
         reuse: optimizer steps on a rollout.
-        keep: advantages -> advantages, None = all.
+        keep: bounds of advantages.
         weigh: (token entropies, mask) -> token weights, None = 1.
         rewards: right answers -> rewards, None = the same.
         pool: prompts to draw from.
         low, high: clip ratios of negative advantages at 1 - low, of positive ones at 1 + high.
     """
-    batch = {}
 
-    def loss() -> Tensor:
-        if batch.get("left", 0) == 0:
+    def losses():
+        for _ in rollouts:
             rows = torch.tensor(pool)[torch.randint(len(pool), (prompts,))]
             drawn = torch.multinomial(policy.answers().detach()[rows], group, replacement=True)
             scores = RIGHT[rows].gather(1, drawn).flatten()
-            advantages = group_advantages(rewards(scores) if rewards else scores, group)
-            batch.update(rows=rows, drawn=drawn, left=reuse, old=None)
-            batch["advantages"] = keep(advantages) if keep else advantages
-        rows, drawn = batch["rows"][:, None], batch["drawn"]
-        table = policy.next_tokens()
-        mask = MASK[drawn].flatten(0, 1)
-        places = rows[..., None] * len(PREFIXES) + PLACES[drawn]
-        picked = table.flatten().gather(0, (places * VOCABULARY + TOKENS[drawn]).flatten())
-        logps = picked.view_as(mask) * mask
-        batch["old"] = logps.detach() if batch["old"] is None else batch["old"]
-        batch["left"] -= 1
-        entropy = -(table.exp() * table).detach().sum(-1).flatten()[places].view_as(mask)
-        weights = weigh(entropy, mask) if weigh else None
-        signed = (batch["advantages"].clamp(max=0), low, OFF), (batch["advantages"].clamp(min=0), 0.0, high)
-        losses = [
-            grpo_loss(logps, advantages, mask, epsilon_low=below, epsilon_high=above, old_per_token_logps=batch["old"],
-                      token_weights=weights)[0]
-            for advantages, below, above in signed
-        ]  # fmt: skip
-        return sum(losses)
+            advantages = group_advantages(rewards(scores) if rewards else scores, group).clamp(*keep)
+            mask = MASK[drawn].flatten(0, 1)
+            # (advantages, epsilon_low, epsilon_high); grpo_loss refuses an epsilon_low above epsilon_high
+            signed = (advantages.clamp(max=0), low, OFF), (advantages.clamp(min=0), 0.0, high)
+            places = rows[:, None, None] * len(PREFIXES) + PLACES[drawn]
+            old = None
+            for _ in range(reuse):
+                table = policy.next_tokens()
+                picked = table.flatten().gather(0, (places * VOCABULARY + TOKENS[drawn]).flatten())
+                logps = picked.view_as(mask) * mask
+                old = logps.detach() if old is None else old
+                entropy = -(table.exp() * table).detach().sum(-1).flatten()[places].view_as(mask)
+                options = {"old_per_token_logps": old, "token_weights": weigh(entropy, mask) if weigh else None}
+                yield sum(
+                    grpo_loss(logps, part, mask, epsilon_low=below, epsilon_high=above, **options)[0]
+                    for part, below, above in signed
+                )
 
-    return optimize(policy, loss, steps * reuse, until=until)
+    return optimize(policy, losses())
 
 
 def success(policy: Policy, prompts=slice(None)) -> float:
-    return (policy.answers() * RIGHT).sum(1)[prompts].mean().item()
+    return policy.right()[prompts].mean().item()
 
 
-def pass_at(policy: Policy, k: int) -> float:
-    """Return the probability of a right answer among k, averaged over prompts."""
-    return (1 - (1 - (policy.answers() * RIGHT).sum(1)) ** k).mean().item()
+def pass_at(policy: Policy, *counts: int) -> list[float]:
+    """Return the probability of a right answer among k, averaged over prompts, for each k."""
+    return [(1 - (1 - policy.right()) ** k).mean().item() for k in counts]
 
 
 def entropy_of(policy: Policy) -> float:
@@ -272,9 +268,26 @@ def entropy_of(policy: Policy) -> float:
 
 
 def gradient(policy: Policy, value: Tensor) -> Tensor:
-    found = torch.autograd.grad(value, [*policy.parameters()], retain_graph=True, allow_unused=True)
-    pairs = zip(found, policy.parameters(), strict=True)
-    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs])
+    parameters = [*policy.parameters()]
+    found = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True, materialize_grads=True)
+    return torch.cat([g.flatten() for g in found])
+
+
+def over_seeds(arms: dict, measure) -> dict[str, list]:
+    """Return {arm: [measure(seed, arm's value), one per seed]}."""
+    return {name: [measure(seed, value) for seed in range(SEEDS)] for name, value in arms.items()}
+
+
+def trained(measure, arms: dict) -> dict[str, list]:
+    """Measure policies of all seeds after `grpo` with an arm's options, None = before training."""
+
+    def run(seed: int, options: dict | None):
+        policy = begin(seed)
+        if options is not None:
+            grpo(policy, **options)
+        return measure(policy)
+
+    return over_seeds(arms, run)
 
 
 # ------------------------------------------------------------------------------- one function a claim
@@ -284,12 +297,10 @@ def kl() -> tuple[dict, bool]:
     policy, reference = Policy(0), Policy(1)
     logps, ref = policy(), reference().detach()
     odds = policy.answers().detach()[..., None]  # (P, S, 1)
-    tables = policy.next_tokens(), reference.next_tokens().detach()
-    of_prefix = (tables[0].exp() * (tables[0] - tables[1])).sum(-1)[:, PLACES] * MASK
-    exact = {
-        "tokens": gradient(policy, (odds * of_prefix).sum()),
-        "strings": gradient(policy, (policy.answers() * (logps - ref).sum(-1)).sum()),
-    }
+    table = policy.next_tokens()
+    of_prefix = (table.exp() * (table - reference.next_tokens().detach())).sum(-1)[:, PLACES] * MASK
+    exact = {"tokens": odds * of_prefix, "strings": policy.answers() * (logps - ref).sum(-1)}
+    exact = {target: gradient(policy, value.sum()) for target, value in exact.items()}
     ratio = (logps - logps.detach()).exp()
     terms = {name: kl_term(logps, ref, name) * MASK for name in ("k1", "k2", "k3")}
     losses = {f"{name} in the loss": term for name, term in terms.items()}
@@ -302,11 +313,15 @@ def kl() -> tuple[dict, bool]:
         target: {name: ((g - right).norm() / right.norm()).item() for name, g in found.items()}
         for target, right in exact.items()
     }
-    k1 = found["k1 in the loss"].norm() / exact["tokens"].norm()
     tokens, strings = errors["tokens"], errors["strings"]
-    is_right = [tokens[f"{name} in the loss"] < 1e-9 for name in ("k3 times the ratio",)]
-    is_right += [tokens["k1 in the reward"] < 1e-9, strings["k1 in the reward, string"] < 1e-9, k1 < 1e-9]
-    return {"size of k1 in the loss": k1.item(), **errors}, all(is_right) and tokens["k3 in the loss"] > 0.01
+    k1 = (found["k1 in the loss"].norm() / exact["tokens"].norm()).item()
+    zeros = (
+        k1,
+        tokens["k3 times the ratio in the loss"],
+        tokens["k1 in the reward"],
+        strings["k1 in the reward, string"],
+    )
+    return {"size of k1 in the loss": k1, **errors}, max(zeros) < 1e-9 and tokens["k3 in the loss"] > 0.01
 
 
 def length() -> tuple[dict, bool]:
@@ -314,19 +329,18 @@ def length() -> tuple[dict, bool]:
     for seed in range(20):
         policy = Policy(seed)
         odds = policy.answers()
-        means = []
-        for kind in (RIGHT, 1 - RIGHT):
-            means.append(gradient(policy, ((odds * kind * LENGTHS).sum(1) / (odds * kind).sum(1)).mean()))
-        advantages = RIGHT - (odds * RIGHT).sum(1, True)
-        for name, divisor in (("1/length", LENGTHS.double()), ("constant", float(LENGTH))):
-            step = gradient(policy, (odds.detach() * advantages.detach() * policy().sum(-1) / divisor).sum())
+        kinds = odds * RIGHT, odds * (1 - RIGHT)
+        means = [gradient(policy, ((kind * LENGTHS).sum(1) / kind.sum(1)).mean()) for kind in kinds]
+        weights = (odds * (RIGHT - policy.right()[:, None])).detach()
+        for name, divisor in (("1/length", LENGTHS), ("constant", LENGTH)):
+            step = gradient(policy, (weights * policy().sum(-1) / divisor).sum())
             slopes[name].append([(mean @ step / step.norm()).item() for mean in means])
-    pairs = list(zip(slopes["1/length"], slopes["constant"], strict=True))
-    shorter, longer = (sum((a[i] < b[i]) == (i == 0) for a, b in pairs) for i in (0, 1))
-    found = {name: torch.tensor(values).mean(0).tolist() for name, values in slopes.items()}
-    return {"mean slope of right, wrong": found, "right shorter": shorter, "wrong longer": longer}, (
-        shorter == longer == 20
-    )
+    slopes = {name: torch.tensor(values) for name, values in slopes.items()}  # (seeds, 2)
+    change = slopes["1/length"] - slopes["constant"]
+    shorter, longer = (change[:, 0] < 0).sum().item(), (change[:, 1] > 0).sum().item()
+    found = {name: values.mean(0).tolist() for name, values in slopes.items()}
+    numbers = {"mean slope of right, wrong": found, "right shorter": shorter, "wrong longer": longer}
+    return numbers, shorter == longer == 20
 
 
 def deviation() -> tuple[dict, bool]:
@@ -356,38 +370,19 @@ def gspo() -> tuple[dict, bool]:
         mean = moment(1 / n) ** n
         found["product"][n] = {"mean": 1.0, "variance": moment(2) ** n - 1}
         found["geometric mean"][n] = {"mean": mean, "variance": moment(2 / n) ** n - mean**2}
-    rises = found["product"][64]["variance"] > 10 * found["product"][1]["variance"]
-    return found, rises and found["geometric mean"][64]["variance"] < found["geometric mean"][1]["variance"]
-
-
-def over_seeds(run) -> list:
-    return [run(seed) for seed in range(SEEDS)]
-
-
-def after(seed: int, measure, **options):
-    """Train the start model of a seed with GRPO, and measure it."""
-    policy = begin(seed)
-    grpo(policy, **options)
-    return measure(policy)
+    product, geometric = ([values[n]["variance"] for n in (1, 64)] for values in found.values())
+    return found, product[1] > 10 * product[0] and geometric[1] < geometric[0]
 
 
 def two() -> tuple[dict, bool]:
-    found = {
-        f"{prompts} x {group}": over_seeds(lambda seed, p=prompts, g=group: after(seed, success, prompts=p, group=g))
-        for prompts, group in ((128, 2), (16, 16))
-    }
-    gaps = [a - b for a, b in zip(*found.values(), strict=True)]
-    return {**found, "mean difference": sum(gaps) / SEEDS}, abs(sum(gaps) / SEEDS) <= 0.03
-
-
-def both_passes(policy: Policy) -> tuple[float, float]:
-    return pass_at(policy, 1), pass_at(policy, 256)
+    found = trained(success, {"128 x 2": {"prompts": 128, "group": 2}, "16 x 16": {}})
+    gap = sum(map(sub, *found.values())) / SEEDS
+    return {**found, "mean difference": gap}, abs(gap) <= 0.03
 
 
 def negatives() -> tuple[dict, bool]:
-    found = {"start": over_seeds(lambda seed: both_passes(begin(seed)))}
-    for name, keep in (("negatives", lambda a: a.clamp(max=0)), ("positives", lambda a: a.clamp(min=0))):
-        found[name] = over_seeds(lambda seed, keep=keep: after(seed, both_passes, keep=keep))
+    arms = {"start": None, "negatives": {"keep": (-OFF, 0)}, "positives": {"keep": (0, OFF)}}
+    found = trained(lambda policy: pass_at(policy, 1, 256), arms)
     holds = [
         negative[0] > start[0] and negative[1] > start[1] - 0.01 and positive[1] < start[1] - 0.01
         for start, negative, positive in zip(*found.values(), strict=True)
@@ -396,20 +391,15 @@ def negatives() -> tuple[dict, bool]:
 
 
 def clip() -> tuple[dict, bool]:
-    options = {"reuse": 4, "steps": 100, "rewards": lambda scores: torch.randint(2, scores.shape).double()}
-    found = {
-        name: over_seeds(lambda seed, low=low, high=high: after(seed, entropy_of, low=low, high=high, **options))
-        for name, low, high in (("above alone", 1.0, 0.2), ("below alone", 0.2, OFF), ("none", 1.0, OFF))
-    }  # fmt: skip
-    signs = [above < none < below for above, below, none in zip(*found.values(), strict=True)]
-    return {"start": over_seeds(lambda seed: entropy_of(begin(seed))), **found}, all(signs)
+    shared = {"reuse": 4, "rollouts": range(100), "rewards": lambda scores: torch.randint(2, scores.shape).double()}
+    bounds = {"above alone": (1.0, 0.2), "below alone": (0.2, OFF), "none": (1.0, OFF)}
+    arms = {name: shared | {"low": low, "high": high} for name, (low, high) in bounds.items()}
+    found = trained(entropy_of, {"start": None, **arms})
+    return found, all(above < none < below for _, above, below, none in zip(*found.values(), strict=True))
 
 
 def pass_at_k() -> tuple[dict, bool | None]:
-    def curve(policy: Policy) -> list[float]:
-        return [pass_at(policy, 2**power) for power in range(9)]
-
-    found = {"start": over_seeds(lambda seed: curve(begin(seed))), "grpo": over_seeds(lambda seed: after(seed, curve))}
+    found = trained(lambda policy: pass_at(policy, *(2**power for power in range(9))), {"start": None, "grpo": {}})
     pairs = list(zip(*found.values(), strict=True))
     if all(min(a[-1], b[-1]) > 0.999 for a, b in pairs):
         return found, None  # every prompt is solved within 256 answers, before and after
@@ -424,17 +414,13 @@ def dpo() -> tuple[dict, bool]:
         prefix = (TOKENS[chosen][..., :-1] == TOKENS[:, :-1]).all(-1).double()  # (P, S)
         rejected = torch.multinomial((1 - RIGHT) * (prefix if are_alike else 1), 1)
 
-        def margins() -> Tensor:
-            return policy().sum(-1) - start
+        def gains() -> list[Tensor]:
+            return [(policy().sum(-1) - start).gather(1, answers) for answers in (chosen, rejected)]
 
-        def loss() -> Tensor:
-            gains = margins()
-            return -F.logsigmoid(0.1 * (gains.gather(1, chosen) - gains.gather(1, rejected))).mean()
+        optimize(policy, (-F.logsigmoid(0.1 * sub(*gains())).mean() for _ in range(100)))
+        return [gain.mean().item() for gain in gains()]
 
-        optimize(policy, loss, 100)
-        return [margins().gather(1, answers).mean().item() for answers in (chosen, rejected)]
-
-    found = {name: over_seeds(lambda seed, a=a: change(seed, a)) for name, a in (("alike", True), ("others", False))}
+    found = over_seeds({"alike": True, "others": False}, change)
     pairs = zip(*found.values(), strict=True)
     return found, all(max(alike) < 0 and alike[0] < other[0] for alike, other in pairs)
 
@@ -444,7 +430,7 @@ def entropy_tokens() -> tuple[dict, bool]:
         return (entropy >= entropy[mask == 1].quantile(0.8)).double()
 
     weights = {"all": None, "top fifth": is_top, "others": lambda entropy, mask: 1 - is_top(entropy, mask)}
-    found = {name: over_seeds(lambda seed, w=weigh: after(seed, success, weigh=w)) for name, weigh in weights.items()}
+    found = trained(success, {name: {"weigh": weigh} for name, weigh in weights.items()})
     everything, top, others = (sum(values) / SEEDS for values in found.values())
     return found, top >= everything - 0.03 and others < top
 
@@ -456,19 +442,16 @@ def forgetting() -> tuple[dict, bool]:
         policy = begin(seed, old, share=1.0, steps=300)
         start, known = policy.answers().detach(), success(policy, old)
         shown = torch.multinomial(RIGHT, 1)
-
-        def is_learned() -> bool:
-            return success(policy, new) >= 0.9
-
+        left = takewhile(lambda _: success(policy, new) < 0.9, range(2000))
         if with_rewards:
-            steps = grpo(policy, steps=2000, pool=new, until=is_learned)
+            steps = grpo(policy, rollouts=left, pool=new)
         else:
-            steps = optimize(policy, lambda: -policy().sum(-1).gather(1, shown)[new].mean(), 2000, until=is_learned)
+            steps = optimize(policy, (-policy().sum(-1).gather(1, shown)[new].mean() for _ in left))
         divergence = (start * (start.log() - policy.answers().log())).sum(1)[new].mean().item()
         return {"steps": steps, "success": success(policy, new), "forgotten": known - success(policy, old),
                 "kl": divergence}  # fmt: skip
 
-    found = {name: over_seeds(lambda seed, a=a: learn(seed, a)) for name, a in (("grpo", True), ("sft", False))}
+    found = over_seeds({"grpo": True, "sft": False}, learn)
     pairs = zip(*found.values(), strict=True)
     return found, all(a["forgotten"] < b["forgotten"] and a["kl"] < b["kl"] for a, b in pairs)
 
@@ -481,8 +464,7 @@ def precision() -> tuple[dict, bool]:
         other = (halves[0] + halves[1] + policy.head.bias).log_softmax(-1)
         return (policy.next_tokens() - other).double().square().mean().sqrt().item()
 
-    dtypes = torch.bfloat16, torch.float16, torch.float32
-    found = {str(dtype)[6:]: over_seeds(lambda seed, d=dtype: mismatch(seed, d)) for dtype in dtypes}
+    found = over_seeds({name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}, mismatch)
     return found, all(a > b > c for a, b, c in zip(*found.values(), strict=True))
 
 
