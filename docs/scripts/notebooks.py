@@ -1,7 +1,7 @@
 """Run the notebooks in docs/, and store their cell outputs: python -m docs.scripts.notebooks [docs/NAME.ipynb]
 
 A notebook also stores a hash of the code in minimal.py that made its outputs, and test_docs.py fails if the code is
-another one. Slow tests there compare all outputs, except for times.
+another one. Slow tests there compare all outputs, which have no times.
 """
 
 import ast
@@ -21,6 +21,8 @@ import PIL.Image
 
 import minimal
 
+# not stored: lines of times, and the rest of a line from a time on
+TIMES = re.compile(r"^(?:speed|training)\b.*\n| \(?\d+\.\d+ s\b.*", re.MULTILINE)
 NOTEBOOKS = sorted(Path(__file__).parents[1].glob("*.ipynb"))
 
 
@@ -73,8 +75,8 @@ def run_cell(source: str, space: dict) -> list[dict]:
     outputs = []
     if printed.getvalue():
         text = re.sub(r"[^\n]*\r", "", printed.getvalue())  # as a terminal shows it
-        lines = text.replace(f"{Path.cwd()}/", "").splitlines(keepends=True)  # paths without the temporary folder
-        outputs.append({"name": "stdout", "output_type": "stream", "text": lines})
+        text = TIMES.sub("", text.replace(f"{Path.cwd()}/", ""))  # paths without the temporary folder
+        outputs.append({"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)})
     if value is not None:
         data = {"text/plain": pprint.pformat(value, width=100, sort_dicts=False).splitlines(keepends=True)}
         if isinstance(value, PIL.Image.Image):
