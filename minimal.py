@@ -588,9 +588,9 @@ def sft_loss(per_token_logps, mask, *, num_tokens=None) -> Tensor:
     return -(per_token_logps * mask).sum() / num_tokens
 
 
-# ---- Rows -> losses. The generators `grpo`, `dpo` and `sft` yield a loss and a metric per row:
-# `train` calls backward, which frees activations, before the next row, and `report` prints metrics.
-# `grpo` samples all groups first, as DAPO needs all rewards. `options` come from `read_options`.
+# ---- Rows -> losses. The generators `grpo`, `dpo` and `sft` yield a loss and a metric per row, and
+# `train` calls backward, which frees activations, before the next. `grpo` samples all groups first,
+# as DAPO needs all rewards. `read_options` returns options; options.reward(text, solution): a float
 
 
 def grpo(model, reference, rows, options):

@@ -50,7 +50,7 @@ def attacks(solution: str, draw: random.Random) -> dict[str, str]:
 
 
 def check_reward(path: str, seed: int, options: Namespace) -> Iterator[str]:
-    """Compare rewards of right answers, in several spellings, with rewards of attacks."""
+    """Compare rewards, reward(text, solution) -> float, of right answers in several spellings with those of attacks."""
     reward = runpy.run_path(path)["reward"]
     draw = random.Random(seed)
     for solution in draw.sample(minimal.LABELS, 6):
