@@ -121,7 +121,7 @@ def check_nf4(device: str) -> list[float]:
     offset = torch.tensor(0.5)
     inputs = [x.to(device) for x in (packed, scale_indices, group_scales, offset)]
     tables = scale_table.to(device), values.to(device)
-    actual = nf4_unpack(*inputs, tables, DTYPE)  # pyright: ignore[reportCallIssue]
+    actual = nf4_unpack(*inputs, tables=tables, dtype=DTYPE)
     scales = scale_table.double()[scale_indices.int()] * group_scales[torch.arange(num_blocks) // GROUP] + offset
     nibbles = torch.stack([packed >> 4, packed & 15], 1).flatten().int()
     expected = values.double()[nibbles] * scales.repeat_interleave(BLOCK)

@@ -20,6 +20,7 @@ calls to scaled_dot_product_attention.
 
 import math
 from itertools import groupby
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -213,7 +214,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
         from torch.nn.attention.varlen import varlen_attn
 
         starts, longest = segments.cu_seqlens, segments.longest
-        return varlen_attn(q, k, v, starts, starts, longest, longest)  # pyright: ignore[reportReturnType]
+        return cast(Tensor, varlen_attn(q, k, v, starts, starts, longest, longest))
     if segments.order is not None:
         q, k, v = (Reorder.apply(x, segments.order, segments.inverse) for x in (q, k, v))
     lengths, tokens = zip(*segments.runs, strict=True)

@@ -234,7 +234,8 @@ class Reader:
         return read
 
     def _read_sequence(self, hint: TypeHint, value: Plain, name: str) -> list | tuple:
-        origin, inside = typing.get_origin(hint), typing.get_args(hint)
+        origin = typing.get_origin(hint)
+        inside = typing.get_args(hint)
         if origin is list and isinstance(value, str) and not self.json:
             value = [value]  # a string is a list with one item, as in --dpo.loss_type=ipo
         # JSON and YAML have no tuples, so accept lists
@@ -252,7 +253,8 @@ class Reader:
             return f"unknown key {key}; write {name} in the section {parent}"
         names = {field.name: f"{prefix}{field.name}" for field in dataclasses.fields(section)}
         known = f"; known keys are {', '.join(names)}"
-        inner, nested = prefix, {key: value}
+        inner = prefix
+        nested = {key: value}
         answer = ""
         while isinstance(nested, dict) and nested:  # follow nested keys, such as verl's actor_rollout_ref.rollout.n
             name, nested = next(iter(nested.items()))

@@ -178,7 +178,8 @@ def check_messages(messages: list[dict]):
     """Raise UserError for a message without role or content, or with unknown parts."""
     for number, message in enumerate(messages):
         fields = message if isinstance(message, dict) else {}
-        content, calls = fields.get("content"), fields.get("tool_calls") or []
+        content = fields.get("content")
+        calls = fields.get("tool_calls") or []
         are_calls = isinstance(calls, list) and all(
             isinstance(call, dict) and isinstance(call.get("function", call), dict) for call in calls
         )

@@ -118,7 +118,8 @@ def shown_parts(
     parts = shown_parts_of(messages)
     kinds = [part_kind(part) for part in parts]
     check_counts(kinds, {"image": len(images), "video": len(videos)})
-    remaining_images, remaining_videos = iter(images), iter(videos)
+    remaining_images = iter(images)
+    remaining_videos = iter(videos)
     # decode one image at a time, because all images together could fill the memory
     for kind, part in zip(kinds, parts, strict=True):
         options = {key: part[key] for key in part.keys() - PART_KEYS if part[key] is not None}

@@ -205,7 +205,8 @@ def check_call(call: dict, turn_name: str):
     function = call.get("function", call)
     if function is not call:
         check_keys(function, ("name", "arguments"), f"the function of {name}")
-    called, arguments = function.get("name"), function.get("arguments")
+    called = function.get("name")
+    arguments = function.get("arguments")
     # chat templates do not escape quotes in function names
     is_plain = isinstance(called, str) and json.dumps(called, ensure_ascii=False) == f'"{called}"'
     require(

@@ -148,7 +148,8 @@ def listed_tokens(folder: Path) -> list[AddedToken]:
     config, special, added = (read_json(folder / name) if (folder / name).is_file() else {} for name in TOKEN_FILES)
     listed = config.get("added_tokens_decoder")
     if listed is None:
-        listed, config = dict(enumerate(added)), config | special
+        listed = dict(enumerate(added))
+        config = config | special
     try:
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         named = [config[name] for name in SPECIAL_FIELDS if config.get(name) is not None]

@@ -90,7 +90,8 @@ class Sharding:
             recompute_blocks(model)
         blocks = [self.make_unit(block, self.precision) for block in model.blocks()]
         n = len(model.visual.blocks)
-        vision_blocks, layers = blocks[:n], blocks[n:]
+        vision_blocks = blocks[:n]
+        layers = blocks[n:]
         untied = []
         if model.lm_head.weight is not model.model.embed_tokens.weight:
             untied = [self.make_unit(x, self.precision) for x in (model.model.embed_tokens, model.lm_head)]

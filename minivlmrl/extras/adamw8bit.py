@@ -40,7 +40,8 @@ class AdamW8bit(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter] = self.state.get(parameter) or empty_state(parameter)
                 num_steps = state["step"].add_(1).item()
-                weight, gradient = _rows(parameter), _rows(parameter.grad)
+                weight = _rows(parameter)
+                gradient = _rows(parameter.grad)
                 moments = {name: _rows(value) for name, value in state.items() if name != "step"}
                 num_rows = max(1, PIECE // weight.shape[1])
                 for start in range(0, len(weight), num_rows):

@@ -149,8 +149,10 @@ def chart(name: str, groups: list[list[Run]]) -> str:
         values = [[last_value(run, name, step) for run in group] for step in steps]
         bands.append([(step, min(v), fmean(v), max(v)) for step, v in zip(steps, values, strict=True)])
     points = [point for band in bands for point in band]
-    first, last = min(point[0] for point in points), max(point[0] for point in points)
-    low, high = min(point[1] for point in points), max(point[3] for point in points)
+    first = min(point[0] for point in points)
+    last = max(point[0] for point in points)
+    low = min(point[1] for point in points)
+    high = max(point[3] for point in points)
 
     def at(step: int, value: float) -> str:
         x = 40 + (WIDTH - 50) * (step - first) / max(1, last - first)

@@ -157,7 +157,8 @@ def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Pro
     """Yield (prompt, problem) if tokens or patches differ from the data file."""
     answers: dict[int, list[list[int]]] = {}  # token ids of all answers, by id(prompt)
     for part in parts_of(group):
-        prompt, row = part.prompt, part.prompt.row
+        prompt = part.prompt
+        row = part.prompt.row
         ids = group.input_ids[part.span].tolist()
         if row is None or not row.messages:
             continue  # prompts from environments have no messages to compare with their tokens

@@ -31,7 +31,8 @@ def read_table() -> dict[str, list[Answer]]:
     answers = defaultdict(list)
     with Path(__file__).with_name("names.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            names, options = row["theirs"].split(), row["ours"].split()
+            names = row["theirs"].split()
+            options = row["ours"].split()
             for number, name in enumerate(names):
                 ours = options[number : number + 1] if len(options) == len(names) else options
                 ours = [option.replace("*", name) for option in ours]
@@ -46,7 +47,8 @@ def answer(section: str, key: str, dashes: str, options: Sequence[str]) -> str:
         section: path with a trailing dot, such as "grpo.", or "".
         dashes: "--" on the command line, else "".
     """
-    name, table = key.replace("-", "_"), read_table()
+    name = key.replace("-", "_")
+    table = read_table()
     rows = table.get(section + name) or table.get(name, [])
     if not rows and not section:  # perhaps a removed option, written without its section
         removed = [found[0] for full, found in table.items() if full.endswith(f".{name}")]

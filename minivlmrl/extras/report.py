@@ -141,7 +141,8 @@ def join_stages(runs: list[dict]):
 
 def collect_run(folder: Path) -> dict:
     """Collect what the page shows about a run."""
-    config_file, summary_file = file_inside(folder, RUN_CONFIG), file_inside(folder, SUMMARY)
+    config_file = file_inside(folder, RUN_CONFIG)
+    summary_file = file_inside(folder, SUMMARY)
     with error_context(config_file):
         config = config_file.read_text("utf-8") if config_file.is_file() else None
     summary = read_json(summary_file) if summary_file.is_file() else {}

@@ -76,7 +76,8 @@ class InputCheck(TrainerCallback):
             return
         shown = []
         for kind, (pixels, _, token) in MEDIA.items():
-            ids, number = kwargs.get("input_ids"), getattr(model.config, token, None)
+            ids = kwargs.get("input_ids")
+            number = getattr(model.config, token, None)
             if isinstance(kwargs.get(pixels), Tensor):
                 shown.append(kind)
             elif ids is not None and number is not None and (ids == number).any():

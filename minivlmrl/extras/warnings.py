@@ -55,7 +55,8 @@ class WarningRules:
     """Derive warnings from the metrics of the last 10 steps."""
 
     def __init__(self, trainer: Trainer, optimizer: Optimizer, evaluated: dict[str, float]):
-        self.trainer, self.optimizer = trainer, optimizer
+        self.trainer = trainer
+        self.optimizer = optimizer
         self.config = trainer.config
         self.goals = [name for name, weight in self.config.rewards.items() if weight > 0]
         self.evaluated = evaluated  # metrics from the last evaluation before the stage

@@ -150,7 +150,8 @@ def clipped(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, 
     Args:
         delta: upper bound on the unclipped ratio, greater than 1 + epsilon_high (INTELLECT-2, arXiv 2505.07291).
     """
-    ratio, advantages = inputs.ratio, inputs.advantages
+    ratio = inputs.ratio
+    advantages = inputs.advantages
     low = 1 - inputs.epsilon_low
     high = 1 + inputs.epsilon_high
     at_low = (ratio < low) & (advantages < 0)

@@ -38,7 +38,8 @@ def cispo_term(inputs: TermInputs) -> tuple[Tensor, dict]:
 
     Source: MiniMax-M1 eq. 4 (arXiv 2506.13585).
     """
-    ratio, advantages = inputs.ratio, inputs.advantages
+    ratio = inputs.ratio
+    advantages = inputs.advantages
     weight = ratio.clamp(max=inputs.epsilon_high).detach()
     is_clipped = (ratio > inputs.epsilon_high) & (advantages > 0)
     return -weight * advantages * inputs.logps, {"cispo_clip_ratio": is_clipped}
@@ -53,7 +54,8 @@ def sapo_term(
 
     Source: SAPO eq. 5 and 6 (arXiv 2511.20347).
     """
-    ratio, advantages = inputs.ratio, inputs.advantages
+    ratio = inputs.ratio
+    advantages = inputs.advantages
     tau = torch.where(advantages > 0, sapo_temperature_pos, sapo_temperature_neg)
     return -(torch.sigmoid(tau * (ratio - 1)) * 4 / tau) * advantages, {}
 

@@ -194,7 +194,8 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
         tokenizer = load_tokenizer(folder / "tokenizer.json")
         with error_context(f"{folder}/config.json"):
             for name, field in PATCHES.items():
-                value, expected = getattr(config.vision_config, field), getattr(images, name)
+                value = getattr(config.vision_config, field)
+                expected = getattr(images, name)
                 require(value == expected, f"vision_config.{field}", value, f"{expected} as in {image_file.name}")
             require(
                 config.vocab_size >= len(tokenizer),  # more embedding rows than tokens are allowed
@@ -204,7 +205,8 @@ def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels
                 f"model.resize_token_embeddings({len(tokenizer)}) in transformers, and save the model again",
             )
             for name in ("image_token_id", "video_token_id"):
-                value, expected = getattr(config, name), tokenizer.special_tokens[CONTROL_TOKENS[name]]
+                value = getattr(config, name)
+                expected = tokenizer.special_tokens[CONTROL_TOKENS[name]]
                 require(value == expected, name, value, f"{expected} as in tokenizer.json")
         template = ChatTemplate.from_folder(folder, tokenizer.special_tokens, family.template)
         tokenizer.files |= carried_files(folder)
@@ -221,7 +223,8 @@ def check_same_inputs(folder: str | Path, policy: VisionLanguageModel, processor
     folder = find_folder(folder)
     config = read_config(folder)
     for name in (*INPUT_FIELDS, *more_fields):
-        value, expected = attrgetter(name)(config), attrgetter(name)(policy.config)
+        value = attrgetter(name)(config)
+        expected = attrgetter(name)(policy.config)
         require(value == expected, f"{folder}/config.json: {name}", value, f"{expected!r}, as in the policy")
     ids = processor.tokenizer.backend.get_vocab()
     other_ids = load_tokenizer(folder / "tokenizer.json").backend.get_vocab()

@@ -122,7 +122,8 @@ def _section(config: dict, where: str, *names: str) -> dict:
 def _check(model_config: ModelConfig):
     """Raise UserError if sizes in a ModelConfig contradict each other."""
     vision = model_config.vision_config
-    num_layers, num_heads = model_config.num_hidden_layers, model_config.num_attention_heads
+    num_layers = model_config.num_hidden_layers
+    num_heads = model_config.num_attention_heads
     num_key_heads = model_config.num_key_value_heads
     has_head_dim = "head_dim" in vars(model_config)  # default head_dim: hidden_size / num_attention_heads
     section = list(model_config.mrope_section)

@@ -64,7 +64,8 @@ class LoRALinear(ReplacedLinear):
         self.base = base
         self.shape = base.weight.shape
         self.out_features, self.in_features = self.shape
-        self.r, self.scaling = r, scaling
+        self.r = r
+        self.scaling = scaling
         self.dropout = dropout
         dtype = at_least_float32(base.weight.dtype)
         self.lora_A = nn.Parameter(base.weight.new_zeros(r, self.in_features, dtype=dtype))
@@ -169,7 +170,8 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
         yield [copy for layer in layers for copy in (layer.lora_A, layer.lora_B)]
     finally:
         for layer, A, B in originals:
-            layer.lora_A, layer.lora_B = A, B
+            layer.lora_A = A
+            layer.lora_B = B
 
 
 @torch.no_grad()

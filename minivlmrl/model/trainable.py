@@ -24,7 +24,8 @@ def select_trained(model: nn.Module, freeze: Sequence[Frozen]):
     for match in filter(None, map(LAYERS.fullmatch, freeze)):
         kind = {"layers": "model.layers.", "visual.blocks": "visual.blocks."}[match[1]]
         count = len({name.partition(kind)[2].partition(".")[0] for name, _ in model.named_parameters() if kind in name})
-        first, last = int(match[2]), int(match[3] or match[2])
+        first = int(match[2])
+        last = int(match[3] or match[2])
         expected = f"a range within 0-{count - 1}, because the model has {pluralize(count, 'such layer')}"
         require(first <= last < count, "model.freeze", match[0], expected)
         frozen_layers += [f"{kind}{number}." for number in range(first, last + 1)]

@@ -16,7 +16,8 @@ def model_card(config: RunConfig, results: dict[str, dict[str, float]]) -> bytes
         results: {evaluation: {metric: value}}.
     """
     base = config.model.path
-    values, defaults = asdict(config), asdict(type(config)())
+    values = asdict(config)
+    defaults = asdict(type(config)())
     values["resume"] = None
     recipe = {}  # options that differ from their defaults
     for name, value in values.items():

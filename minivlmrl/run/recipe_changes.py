@@ -98,14 +98,16 @@ def changes(old: TrainerState, new: TrainerState, saved: Path | None) -> Iterato
     stage = new.stages[old.stage]
     batch_sizes = [f"{stage}.{name}" for name in BATCH_SIZE_OPTIONS] if old.rows else []
     for name in sorted(old.recipe.keys() | new.recipe.keys()):
-        before, now = old.recipe.get(name), new.recipe.get(name)
+        before = old.recipe.get(name)
+        now = new.recipe.get(name)
         if before != now:
             text = f"{name} was {truncate(before, 80)} and is now {truncate(now, 80)}"
             if name in WEIGHTS:
                 text += ", but weights that are in the state stay as they are"
             yield Change(text, name in batch_sizes or is_about_rows(name), name in BEST_OPTIONS)
     for kind, words in FILE_KINDS.items():
-        before, now = getattr(old.files, kind), getattr(new.files, kind)
+        before = getattr(old.files, kind)
+        now = getattr(new.files, kind)
         for name in sorted(before.keys() & now.keys()):  # a file that only one run names counts as a changed option
             if before[name] != now[name]:
                 text = f"changed since {saved} was saved: {words} {name}"

@@ -143,7 +143,9 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
         if change.resets_best:
             state.best = None
     ended_at = state.step if state.step == state.recipe.get(f"{state.stages[state.stage]}.max_steps") else None
-    state.recipe, state.files, state.stages = new.recipe, new.files, new.stages
+    state.recipe = new.recipe
+    state.files = new.files
+    state.stages = new.stages
     return Resumed(folder, state, saved, stamps, ended_at)
 
 

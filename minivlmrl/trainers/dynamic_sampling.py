@@ -20,7 +20,8 @@ def sample_until_groups_differ(trainer: Any, rows: Sequence[Row]) -> Rollout:
     Args:
         trainer: GRPOTrainer.
     """
-    options, world = trainer.options, trainer.world
+    options = trainer.options
+    world = trainer.world
     count = len(rows) * world.size
     groups = []
     num_batches = 0

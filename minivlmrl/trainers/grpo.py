@@ -288,7 +288,8 @@ class GRPOTrainer(RolloutTrainer):
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
         options = self.options
         logps, entropies = self.logps(batch.group)
-        padded_logps, padded_entropies = batch.group.pad(logps), batch.group.pad(entropies)
+        padded_logps = batch.group.pad(logps)
+        padded_entropies = batch.group.pad(entropies)
         if self.is_builtin:
             arguments = {"token_weights": self.token_weights(batch, padded_entropies)}
             if options.loss_type == "vespo" and batch.importance_sampling_ratio is not None:

@@ -117,7 +117,8 @@ def call(tools: dict[str, Callable], name: str, inside: str):
         written = read_parameters(inside, tools) or parse_json(inside, json.loads)
         if not isinstance(written, dict) or not isinstance(written.get("name"), str):
             raise UserError('a tool call must have the form {"name": ..., "arguments": {...}}')
-        name, arguments = written["name"], written.get("arguments", {})
+        name = written["name"]
+        arguments = written.get("arguments", {})
         if name not in tools:
             raise UserError(f"there is no tool {name!r}; the tools are {', '.join(tools)}")
     values = vars(build(arguments_of(tools[name]), arguments, name))
@@ -199,9 +200,13 @@ def render_answers(answers: list[list[dict]], opening: Sequence[str] = ()) -> li
         opening: start of the next assistant turn, from turn_opening(). If `opening` is empty, tool results stay in the
             current assistant turn, in <result> tags.
     """
-    text, start, end = "<result>{}</result>", "", ""
+    text = "<result>{}</result>"
+    start = ""
+    end = ""
     if opening:
-        text, start, end = "{}", "\n<tool_response>\n", "\n</tool_response>"
+        text = "{}"
+        start = "\n<tool_response>\n"
+        end = "\n</tool_response>"
     pieces = []
     for parts in answers:
         pieces.append(start)

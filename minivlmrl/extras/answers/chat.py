@@ -107,7 +107,9 @@ class Stream:
     """Show an answer while it is sampled."""
 
     def __init__(self, tokenizer: Tokenizer, hidden: Collection[int], show: Callable[[str], object]):
-        self.tokenizer, self.hidden, self.show = tokenizer, hidden, show
+        self.tokenizer = tokenizer
+        self.hidden = hidden
+        self.show = show
         # a character may span several tokens
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 

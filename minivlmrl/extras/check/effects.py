@@ -34,7 +34,8 @@ def rules(config: RunConfig) -> list[Rule]:
 
 def run_rules(config: RunConfig) -> list[Rule]:
     """Return rules about data, evaluations, weights and stages."""
-    adapter, data = config.adapter, config.data
+    adapter = config.adapter
+    data = config.data
     return [
         ("eval_steps eval_on_start best_metric data.eval_rows data.eval_without_images data.eval_rewards",
          "there are no rows to evaluate unless data.eval_file or data.task is set",
@@ -133,7 +134,8 @@ def grpo_rules(grpo: GRPOOptions) -> list[Rule]:
 
 def sampling_rules(config: RunConfig) -> list[Rule]:
     """Return rules about the sections ppo and sampling."""
-    ppo, sampling = config.ppo, config.sampling
+    ppo = config.ppo
+    sampling = config.sampling
     return [
         ("ppo.critic_path", "the critic is a head on the policy unless critic is separate",
          ppo.critic != "separate"),

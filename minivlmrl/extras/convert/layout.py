@@ -166,7 +166,8 @@ def convert_row(row: dict, layout: Layout, question: str | None) -> dict:
     columns = {name: value for name, value in row.items() if value is not None and name not in layout.left_out}
     answer = columns.pop(layout.answer, None) if layout.answer else None
     if layout.answer and layout.answer == layout.question:
-        columns[layout.question], answer = answer, last_answer(answer)
+        columns[layout.question] = answer
+        answer = last_answer(answer)
     if question:
         columns["problem"] = question
     elif layout.question:

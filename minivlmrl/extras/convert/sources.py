@@ -100,7 +100,8 @@ def read_cells(path: Path) -> Rows:
         start = 1  # line where the current row starts
         try:
             for cells in reader:
-                where, start = f"{path}:{start}", reader.line_num + 1
+                where = f"{path}:{start}"
+                start = reader.line_num + 1
                 with error_context(where):
                     if names and cells:
                         check_cells(names, cells, separator)

@@ -65,7 +65,8 @@ class Qwen3_5Config(Qwen3VLConfig):
             types,
             f"a list of {self.num_hidden_layers} layer types with at least one full_attention",
         )
-        num_values, num_keys = self.linear_num_value_heads, self.linear_num_key_heads
+        num_values = self.linear_num_value_heads
+        num_keys = self.linear_num_key_heads
         name = "linear_num_key_heads"
         require(num_values % num_keys == 0, name, num_keys, f"a divisor of linear_num_value_heads ({num_values})")
 
@@ -140,8 +141,10 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, model_config: Qwen3_5Config, index: int):
         super().__init__()
         self.index = index
-        self.k_heads, self.v_heads = model_config.linear_num_key_heads, model_config.linear_num_value_heads
-        self.k_dim, self.v_dim = model_config.linear_key_head_dim, model_config.linear_value_head_dim
+        self.k_heads = model_config.linear_num_key_heads
+        self.v_heads = model_config.linear_num_value_heads
+        self.k_dim = model_config.linear_key_head_dim
+        self.v_dim = model_config.linear_value_head_dim
         key_width = self.k_heads * self.k_dim
         value_width = self.v_heads * self.v_dim
         self.sizes = [key_width, key_width, value_width]  # widths of q, k and v

@@ -289,7 +289,8 @@ def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
     Returns:
         {phase: {item: bytes}}, such as {"train": {"weights": 1e9, "gradients": 1e9}}
     """
-    sampling, options = question.config.sampling, question.options
+    sampling = question.config.sampling
+    options = question.options
     phases: dict[str, dict[str, float]] = {}
     if question.held_out:
         items = rollout_items(question, evaluation_sampling(sampling), evaluation_batch(question))
@@ -320,7 +321,8 @@ def answers_batch(question: MemoryQuestion, rows: Sequence[RowSize], prompts: in
 
 def sampling_batch(question: MemoryQuestion) -> BatchShape:
     """Return the largest batch of prompts that a rollout samples at once."""
-    options, sampling = question.options, question.config.sampling
+    options = question.options
+    sampling = question.config.sampling
     steps = getattr(options, "steps_per_generation", 1)
     prompts = math.ceil(options.prompts_per_step * steps / question.gpus)
     completions = [sampling.max_new_tokens] * options.num_generations
@@ -375,7 +377,9 @@ def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
 
 def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: BatchShape) -> dict[str, float]:
     """Return {item: bytes} while sampling."""
-    config, estimator, dtype = question.config, question.estimator, question.dtype
+    config = question.config
+    estimator = question.estimator
+    dtype = question.dtype
     policy = question.models.policy
     by_layer = config.uses_fsdp and not config.rollout.gather_weights
     gathered = gathered_bytes(question, policy)
@@ -398,7 +402,8 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
 
 def score_items(question: MemoryQuestion, work: BatchShape, train: bool = False) -> dict[str, float]:
     """Return {item: bytes} while log-probabilities are computed, with a backward pass if `train`."""
-    models, estimator = question.models, question.estimator
+    models = question.models
+    estimator = question.estimator
     rows = work.prompts * work.num_generations * work.completion_tokens
     return {
         "gathered": sum(gathered_bytes(question, backbone) for backbone in models.backbones),
@@ -409,7 +414,8 @@ def score_items(question: MemoryQuestion, work: BatchShape, train: bool = False)
 
 def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     """Return {item: bytes} in forward and backward passes, without what every phase needs."""
-    config, models = question.config, question.models
+    config = question.config
+    models = question.models
     trained = trained_parameters(models)
     scored = score_items(question, work, train=True)
     gradients = bytes_of(trained) * question.share
@@ -430,7 +436,8 @@ def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
 
 def persistent_items(question: MemoryQuestion) -> dict[str, int]:
     """Return {item: bytes} for weights, optimizer state and other memory used in every phase, before sharding."""
-    config, models = question.config, question.models
+    config = question.config
+    models = question.models
     policy = models.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
     optimizer = build_optimizer(models, question.options, config.optimizer)

@@ -45,7 +45,8 @@ def try_largest_batches(
     Args:
         optimizer_bytes: bytes to reserve on this GPU for optimizer state that does not exist yet.
     """
-    config, world = trainer.config, trainer.world
+    config = trainer.config
+    world = trainer.world
     rows = datasets[trainer.stage]
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         with error_phase("load"):

@@ -112,7 +112,8 @@ def heaviest_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = 
 
 def refusal(question: MemoryQuestion, available: float) -> str:
     """Explain that a stage does not fit: phase, largest row, and options to change."""
-    stage, gpus = question.stage, question.gpus
+    stage = question.stage
+    gpus = question.gpus
     phases = estimate_phases(question)
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     ways = cures(question.config, stage, cause(phase, phases[phase]), gpus)
@@ -148,7 +149,8 @@ def cause(phase: str, items: dict[str, float]) -> str:
 def fitting_pixels(question: MemoryQuestion, available: float) -> int:
     """Return the largest data.max_pixels that fits into memory, 0 if none does."""
     vision = question.estimator.config.vision_config
-    fits, too_large = 0, max(row.image_tokens // row.frames for row in (*question.rows, *question.held_out))
+    fits = 0
+    too_large = max(row.image_tokens // row.frames for row in (*question.rows, *question.held_out))
     for _ in range(5):
         tokens = (fits + too_large) // 2  # tokens per image or pair of frames
         rows, held_out = (
@@ -162,7 +164,8 @@ def fitting_pixels(question: MemoryQuestion, available: float) -> int:
 
 def written_bytes(question: MemoryQuestion) -> dict[str, float]:
     """Return the maximum disk space of states and weights, {name: bytes}."""
-    config, estimator = question.config, question.estimator
+    config = question.config
+    estimator = question.estimator
     sizes = {}
     if config.state_steps or config.state_minutes:
         # the newest state is written before the oldest is deleted

@@ -31,7 +31,8 @@ class OutOfMemoryReport(Callback):
     trainer: Trainer | None = None
 
     def on_setup(self, config: RunConfig, world: World):
-        self.config, self.gpus = config, world.size
+        self.config = config
+        self.gpus = world.size
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.state = log.state
@@ -46,7 +47,8 @@ class OutOfMemoryReport(Callback):
     def describe(self, error: Exception) -> str:
         """Return phase, longest row and the first option to change."""
         phase = getattr(error, "phase", "step")
-        stage, where = None, ""
+        stage = None
+        where = ""
         if self.state is not None and self.state.stage < len(self.state.stages):
             stage = self.state.stages[self.state.stage]
             where = f"{stage} step {self.state.step}, "
@@ -95,7 +97,8 @@ CURES = {
 
 def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[str]:
     """Return options, such as --adapter.r=16, that reduce memory in a phase."""
-    model, adapter = config.model, config.adapter
+    model = config.model
+    adapter = config.adapter
     has_full_base = adapter.r and adapter.quantize is None
     is_float32 = model.dtype == "float32" and not model.compute_dtype
     # adapters do not work on frozen layers, or if sync_ref_model updates a reference loaded from a folder
@@ -121,7 +124,8 @@ def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[s
 def smaller_sampling_batch(config: RunConfig, phase: str) -> str:
     """Return an option that samples fewer completions at once, or ""."""
     sampling = evaluation_sampling(config.sampling) if phase == "evaluation" else config.sampling
-    tokens, smallest = sampling.max_batch_tokens, 2 * sampling.max_new_tokens
+    tokens = sampling.max_batch_tokens
+    smallest = 2 * sampling.max_new_tokens
     lower = max(16384, smallest) if tokens is None else tokens // 2
     return f"--sampling.max_batch_tokens={lower}" if lower >= smallest else ""
 
