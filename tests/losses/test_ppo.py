@@ -1,7 +1,7 @@
 """Compare PPO's loss and advantages with arithmetic by hand and with TRL 1.12.0, the last version with PPOTrainer."""
 
 import json
-from math import log
+from math import exp, log
 from types import SimpleNamespace
 
 import pytest
@@ -82,6 +82,14 @@ def test_metrics_by_hand():
         "clip_ratio/value": 2 / 5,
         "ratio": (1.5 + 0.5 + 1.1 + 0.5 + 1.1) / 5,
     })  # fmt: skip
+
+
+def test_the_score_is_a_reward_of_the_last_token():
+    """The reference has 0.5 nats less for the first token; the third is padding."""
+    logps, ref, mask = torch.tensor([[[-1.0, -1, -1]], [[-1.5, -1, 5]], [[1, 1, 0]]])
+    for estimator, kl in (("k1", 0.5), ("k3", exp(-0.5) - 0.5)):
+        found = token_rewards(torch.tensor([2.0]), logps, ref, mask, 0.1, estimator)
+        assert found.flatten().tolist() == pytest.approx([-0.1 * kl, 2, 0])
 
 
 @pytest.mark.parametrize(("mask", "whitened"), [

@@ -23,12 +23,16 @@ NEEDS = POLICY_NEEDS | DPO_NEEDS
 
 @dataclass
 class LawReport:
+    """Findings of all tested laws."""
+
     findings: dict[str, list[Finding]]  # {tested property: violations and notes}
 
     def sentences(self, kind: str) -> list[str]:
+        """List what findings of a kind say, such as "broken"."""
         return [finding.says for found in self.findings.values() for finding in found if finding.kind == kind]
 
     def laws_with(self, *kinds: str) -> list[str]:
+        """List the names of laws with a finding of these kinds."""
         return [law for law, found in self.findings.items() if any(finding.kind in kinds for finding in found)]
 
     def broken_laws(self) -> list[str]:

@@ -82,11 +82,13 @@ class Method:
 
 
 def load_method(cls: type, name: str) -> Callable:
+    """Return a static method, or a method whose trainer is built when it is called."""
     is_static = isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
     return getattr(cls, name) if is_static else Method(cls, name)
 
 
 def function_of(my_loss: Callable) -> Callable:
+    """Return the function whose arguments are bound: a method, or a class's forward."""
     if isinstance(my_loss, Method):
         return getattr(my_loss.cls, my_loss.name)
     return getattr(my_loss, "forward", my_loss) if isinstance(my_loss, type) else my_loss

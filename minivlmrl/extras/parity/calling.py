@@ -103,6 +103,7 @@ def loss_and_gradient(loss: Loss, batch: dict[str, Tensor], options: dict) -> tu
 
 
 def from_jax(loss: Loss) -> Loss:
+    """Wrap a JAX loss, which gets float64 arrays."""
     with optional_dependency("jax", INSTALL.format("jax")):
         import jax
 
@@ -114,6 +115,7 @@ def from_jax(loss: Loss) -> Loss:
 
 
 def from_mlx(loss: Loss) -> Loss:
+    """Wrap an MLX loss, which gets float64 arrays."""
     with optional_dependency("mlx", INSTALL.format("mlx")):
         import mlx.core as mx
 

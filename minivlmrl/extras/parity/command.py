@@ -18,6 +18,7 @@ from minivlmrl.extras.parity.loss import judge
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line; refuse targets without a function."""
     p = argparse.ArgumentParser("minivlmrl parity", description="Check a loss, and name its mistakes.")
     p.add_argument("target", help="FILE.py:FUNCTION, FILE.py:CLASS or FILE.py:CLASS.METHOD")
     p.add_argument(
@@ -39,6 +40,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Check a loss, print the verdict, and return the exit status."""
     options = parse(arguments)
     only = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in options.only)}
     framework = options.framework

@@ -12,6 +12,7 @@ from minivlmrl.extras.parity.examined import MASKS, Examined, Finding, Law, desc
 
 @smallest
 def numbers_are_finite(loss: Examined) -> Iterator[Finding]:
+    """Require a finite loss and gradient in all batches."""
     for batch, options in loss.batches():
         value, slope = loss(batch, **options)
         if not (value.isfinite() and slope.isfinite().all()):
@@ -38,6 +39,7 @@ def changed_by(loss: Examined, vary: Callable, says: str) -> Iterator[Finding]:
 
 @smallest
 def masked_tokens_are_inert(loss: Examined) -> Iterator[Finding]:
+    """Require that masked tokens have no gradient, and no effect on others."""
     for batch, options in loss.batches():
         of_masked = loss.gradient(batch, **options) * (1 - batch["mask"])
         where = f"{described(batch, options)}; their gradient is"
@@ -46,6 +48,7 @@ def masked_tokens_are_inert(loss: Examined) -> Iterator[Finding]:
 
 
 def other_masked_tokens(batch: dict) -> Iterator[tuple]:
+    """Lower log-probabilities of masked tokens, one tensor at a time."""
     mask = batch["mask"]
     for name in ("per_token_logps", "old_per_token_logps", "ref_per_token_logps"):
         if name in batch:
@@ -55,10 +58,12 @@ def other_masked_tokens(batch: dict) -> Iterator[tuple]:
 
 @smallest
 def padding_changes_nothing(loss: Examined) -> Iterator[Finding]:
+    """Require the same loss and gradient with more padding."""
     yield from changed_by(loss, padded, "padding changes the loss")
 
 
 def padded(batch: dict) -> Iterator[tuple]:
+    """Append three masked columns."""
     values = {name: 0.0 if name == "mask" else -0.9 for name, x in batch.items() if x.dim() > 1}
     longer = batch | {name: pad(batch[name], (0, 3), value=value) for name, value in values.items()}
     yield longer, lambda slope: slope[..., :-3], "with three more columns of padding"
@@ -66,10 +71,12 @@ def padded(batch: dict) -> Iterator[tuple]:
 
 @smallest
 def rows_have_no_order(loss: Examined) -> Iterator[Finding]:
+    """Require the same loss and gradient if rows are reversed."""
     yield from changed_by(loss, in_reverse, "the order of the rows changes the loss")
 
 
 def in_reverse(batch: dict) -> Iterator[tuple]:
+    """Reverse the order of the rows."""
     yield {name: x.flip(0) for name, x in batch.items()}, lambda slope: slope.flip(0), "in reverse order"
 
 

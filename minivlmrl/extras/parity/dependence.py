@@ -111,9 +111,11 @@ class Forward:
         return pad(logps, (before, 0))
 
     def add(self, says: str, where: str):
+        """Record a fault at a token position."""
         self.faults.setdefault(says, []).append(where)
 
     def sentences(self) -> list[str]:
+        """Describe each kind of fault, with its count and first position."""
         return [f"{says} ({pluralize(len(where), 'time')}; first: {where[0]})" for says, where in self.faults.items()]
 
     def allowed_moves(self, place: Place, says: str, *inputs: Tensor) -> list[Place]:

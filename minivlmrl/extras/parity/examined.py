@@ -69,6 +69,7 @@ class Examined:
         return loss_and_gradient(self.my_loss, batch, options)
 
     def gradient(self, batch: dict[str, Tensor], **options) -> Tensor:
+        """Return only the gradient."""
         return self(batch, **options)[1]
 
     def differ(self, a: Tensor, b: Tensor, tolerance: float | None = None) -> bool:

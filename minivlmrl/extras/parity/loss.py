@@ -21,12 +21,14 @@ from minivlmrl.extras.parity.reads import NUMBERS, NUMBERS_OF, asked_options, ki
 from minivlmrl.extras.parity.recomputed import Case, recomputed, term_options
 from minivlmrl.extras.parity.search import NO_NAME, case_of, examples, find_names, rows_of
 from minivlmrl.extras.parity.vectors import read_cases, read_options
+from minivlmrl.losses.preference import DPO_LOSSES
 
 SHOWN = 4  # number of differing cases to print
 TRIED = 3  # number of TRL losses, closest first, in which causes are searched
 SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options that select a loss in TRL
 # {loss_type: option that a right loss of this type reads}
 READ_BY = {"dapo": "tokens", "cispo": "epsilon_high", "robust": "label_smoothing", "exo_pair": "label_smoothing"}
+RARE = {"cispo", "sapo", "vespo", *DPO_LOSSES} - {"sigmoid", "ipo"}  # losses that few projects have
 # {word in a function's name: TRL loss that it must be}
 NAMED = {name: {"loss_type": name} for name in ("dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")}
 NAMED |= {"drgrpo": NAMED["dr_grpo"], "gspo": {"importance_sampling_level": "sequence"}}
@@ -137,6 +139,8 @@ def named_by(my_loss, kind: str | None) -> dict:
 
 @dataclass
 class Comparison:
+    """User's loss and TRL's in one test case."""
+
     case: Case  # user's loss and gradient
     constant: float  # loss minus TRL's loss
     loss_error: float
@@ -218,10 +222,12 @@ class Judged:
         return f"{name} changed", options | others, batch, value, gradient.view_as(batch["mask"])
 
     def laws(self, only: dict) -> LawReport:
+        """Check laws of a loss with these options."""
         known = {name: x for name, x in only.items() if name in DEFAULTS[self.kind]}
         return examine(self.loss, self.kind, self.tolerance, **known)
 
     def verdict(self) -> Verdict:
+        """Judge the loss by its closest loss of TRL."""
         results = [self.results[i] for i in self.closest.cases]
         first = results[0].case.options
         varied = [name for name in first if any(result.case.options.get(name) != first[name] for result in results)]
@@ -230,19 +236,18 @@ class Judged:
             [result.says(varied) for result in results if result.error > self.tolerance],
             f" of {self.closest}" if self.closest.only else "",
         )
-        report = None
-        if not verdict.differences:
-            report = self.laws(self.only | self.closest.only)
-        else:
+        only = self.only | self.closest.only
+        if verdict.differences:
             verdict.kinds, verdict.names = self.causes(results)
-        if NO_NAME in verdict.names or {*verdict.kinds} == {"design"}:
             own_length = self.closest.only.get("loss_type") == "dr_grpo" and "max_completion_length" not in self.read
-            report = self.laws(self.only | ({"loss_type": "dr_grpo"} if own_length else {}))
-        if report and NO_NAME in verdict.names and not report.broken_laws():
-            verdict.names = [*verdict.names, *examples([result.case for result in results])]
-        if report:
+            only = self.only | ({"loss_type": "dr_grpo"} if own_length else {})
+        has_no_name = NO_NAME in verdict.names
+        if has_no_name or "mistake" not in verdict.kinds:
+            report = self.laws(only)
             verdict.broken = report.sentences("broken")
             verdict.notes = [f"note: {says}" for says in report.sentences("note")]
+            if has_no_name and not verdict.broken:
+                verdict.names = [*verdict.names, *examples([result.case for result in results])]
         if self.has_idle_kl:
             verdict.kinds = [*verdict.kinds, "mistake"]
             verdict.names = [*verdict.names, "mistake: the KL never acts: beta is read, but changes nothing"]
@@ -255,11 +260,10 @@ class Judged:
 
     def unread(self, results: list[Comparison]) -> list[str]:
         """List numbers in TRL's loss that the user's loss does not read."""
-        names = {str(result.case.options["loss_type"]) for result in results}
-        loss_type = results[0].case.options["loss_type"]
-        loss_type = loss_type if isinstance(loss_type, str) else loss_type[0]
-        numbers = NUMBERS_OF.get(loss_type, ()) if len(names) == 1 and self.kind != "sft" else ()
-        return sorted({*numbers} - self.read)
+        loss_types = {result.case.loss_type for result in results}
+        if len(loss_types) > 1:  # the loss reads loss_type
+            return []
+        return sorted({*NUMBERS_OF.get(loss_types.pop(), ())} - self.read)
 
     def causes(self, results: list[Comparison]) -> tuple[list[str], list[str]]:
         """Find causes of differences from TRL's closest loss, or else from one of the next."""
@@ -313,28 +317,20 @@ class CloseLoss:
 
 def closest_losses(results: list[Comparison], settings: list[str], tolerance: float) -> list[CloseLoss]:
     """Sort TRL's losses by agreement with the user's loss, best first."""
-    is_wrong = [result.error > tolerance for result in results]
     groups = defaultdict(list)
     for i, result in enumerate(results):
-        values = (result.case.options.get(name) for name in settings)
-        groups[tuple(x[0] if isinstance(x, list) else x for x in values)].append(i)
+        options = result.case.options | {"loss_type": result.case.loss_type}
+        groups[tuple(options.get(name) for name in settings)].append(i)
     close = []
     for values, group in groups.items():
-        share = statistics.mean(is_wrong[i] for i in group)
-        # different directions, and scales that vary from case to case
-        gap = 1 - statistics.mean(results[i].cosine for i in group)
-        if results[0].case.options["kind"] == "grpo":
-            gap += 0.1 * min(1.0, statistics.pstdev(results[i].scale for i in group))
         only = dict(zip(settings, values, strict=True))
-        name = only.get("loss_type")
-        if name in READ_BY and READ_BY[name] not in results[0].case.read:
-            gap += 0.2
-        kind = results[0].case.options["kind"]
-        if name in ("cispo", "sapo", "vespo") or (kind == "dpo" and name not in ("sigmoid", "ipo")):
-            gap += 0.3  # rarer losses
-        if only.get("importance_sampling_level") == "sequence":
-            gap += 0.3
-        close.append(CloseLoss(only, group, share, gap))
+        ours = [results[i] for i in group]
+        share = statistics.mean(result.error > tolerance for result in ours)
+        # different directions, and scales that vary from case to case
+        gap = 1 - statistics.mean(result.cosine for result in ours)
+        if ours[0].case.options["kind"] == "grpo":
+            gap += 0.1 * min(1.0, statistics.pstdev(result.scale for result in ours))
+        close.append(CloseLoss(only, group, share, gap + rarity(only, ours[0].case)))
 
     def difference(loss: CloseLoss) -> tuple:
         # test cases with beta=0 all have use_bias_correction_kl=True and would favor it: average over both values
@@ -346,6 +342,19 @@ def closest_losses(results: list[Comparison], settings: list[str], tolerance: fl
         return loss.share > 0, round(statistics.mean(both), 2), not is_usual, is_corrected, -len(loss.cases)
 
     return sorted(close, key=difference)
+
+
+def rarity(only: dict, case: Case) -> float:
+    """Return a penalty for losses that are rarely meant, or whose option the user's loss does not read."""
+    name = only.get("loss_type")
+    penalty = 0.0
+    if name in RARE:
+        penalty += 0.3
+    if name in READ_BY and READ_BY[name] not in case.read:
+        penalty += 0.2
+    if only.get("importance_sampling_level") == "sequence":
+        penalty += 0.3
+    return penalty
 
 
 def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor]]:

@@ -22,6 +22,8 @@ from minivlmrl.losses.preference import DPO_LOSSES
 
 @dataclass(eq=False)
 class Mistake:
+    """Mistake or design, and how to simulate it in TRL's loss."""
+
     says: str
     change: dict  # {quantity: wrong value, or function}
     effect: str  # on training
@@ -49,11 +51,13 @@ class Mistake:
         return replace(self, says=f"{self.says}, only in {place}", change=change, is_clip=False)
 
     def with_number(self, number: float) -> "Mistake":
+        """Put a fitted number into the sentence and the change."""
         change = {name: with_number(x, number) for name, x in self.change.items()}
         return replace(self, says=self.says.replace("{c}", f"{number:.5g}"), change=change, number=number)
 
 
 def with_number(wrong: Any, number: float) -> Any:
+    """Put a fitted number into one change: as s.c, or instead of "{c}"."""
     if not callable(wrong):
         return number if wrong == "{c}" else wrong
 
@@ -81,6 +85,7 @@ def cispo(bounded: Callable) -> Callable:
 
 
 def normalized_again(s, correction: int, epsilon: float) -> Tensor:
+    """Normalize advantages of the micro-batch to mean 0 and standard deviation 1."""
     return (s.x - s.x.mean()) / (s.x.std(correction=correction) + epsilon)
 
 

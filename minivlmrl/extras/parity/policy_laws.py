@@ -41,6 +41,7 @@ def asked_type(loss: Examined) -> str | None:
 
 
 def one_token(ratio: float = 1.0, advantage: float = 1.0, ref: float = LOGP, logp: float = LOGP) -> dict[str, Tensor]:
+    """Return a batch with one token."""
     logps = {"per_token_logps": logp, "old_per_token_logps": logp - math.log(ratio), "ref_per_token_logps": ref}
     batch = {name: torch.full((1, 1), x, dtype=torch.float64) for name, x in logps.items()}
     return batch | {"mask": torch.ones(1, 1).double(), "advantages": torch.tensor([advantage]).double()}
@@ -53,6 +54,7 @@ def of_one_token(loss: Examined, beta: float = 0.0, **token: float) -> tuple[flo
 
 
 def on_policy(batch: dict[str, Tensor], advantages: Tensor) -> dict[str, Tensor]:
+    """Return the batch with all ratios 1, and with these advantages."""
     return batch | {"old_per_token_logps": batch["per_token_logps"], "advantages": advantages.double()}
 
 
@@ -101,6 +103,7 @@ def tokens_follow_their_advantage(loss: Examined) -> Iterator[Finding]:
 
 @smallest
 def one_token_has_the_gradient_of_its_advantage(loss: Examined) -> Iterator[Finding]:
+    """Require the gradient -advantage at ratio 1."""
     for advantage in (1.0, -0.5):
         slope = loss.gradient(one_token(advantage=advantage), beta=0.0, max_completion_length=1)
         where = f"one token, advantage {advantage:g}, ratio 1; the gradient is"

@@ -64,6 +64,7 @@ def only_log_ratios_count(loss: Examined) -> Iterator[Finding]:
 
 @smallest
 def answers_have_opposite_gradients(loss: Examined) -> Iterator[Finding]:
+    """Require that losses of the margin move both answers alike."""
     if loss.loss_type not in OF_THE_MARGIN:
         return
     for log_ratios in (USUAL, (-0.5, 0.9)):
@@ -73,6 +74,7 @@ def answers_have_opposite_gradients(loss: Examined) -> Iterator[Finding]:
 
 
 def beta_multiplies_the_margin(loss: Examined) -> Iterator[Finding]:
+    """Require the same loss for twice the margin as for twice beta; IPO has a margin of its own."""
     if loss.loss_type not in OF_THE_MARGIN:
         return
     if loss.loss_type == "ipo":
@@ -97,6 +99,7 @@ def pulls_to_its_margin(loss: Examined) -> Iterator[Finding]:
 
 
 def log_ratios_are_added_or_averaged(loss: Examined) -> Iterator[Finding]:
+    """Check whether the loss depends on the sum or the mean of an answer's log-ratios."""
     if loss.loss_type == "sft":
         return
     one_token, _ = loss(pair(*USUAL))
@@ -134,6 +137,7 @@ def labels_are_smoothed(loss: Examined) -> Iterator[Finding]:
 
 
 def pairs_are_averaged(loss: Examined) -> Iterator[Finding]:
+    """Require that three equal pairs have the loss of one."""
     one, _ = loss(pair(*USUAL))
     three, _ = loss({name: x.repeat(3, 1, 1) for name, x in pair(*USUAL).items()})
     yield from loss.unequal("pairs are not averaged", f"three times {A_PAIR.format(*USUAL)}; the loss is", three, one)

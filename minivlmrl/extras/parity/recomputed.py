@@ -32,6 +32,12 @@ class Case:
     simpler: Callable[[], list] = list  # lists simplified cases, such as one with all advantages 1
     compares_value: bool = True  # False = compare only gradients
 
+    @property
+    def loss_type(self) -> str:
+        """TRL loss; the option of DPO is a list with one name."""
+        name = self.options["loss_type"]
+        return name if isinstance(name, str) else name[0]
+
     def error(self, change: dict | None) -> Tensor:
         """Return differences between the user's and TRL's value and gradient, relative to max(1, TRL's largest).
 
@@ -49,6 +55,7 @@ class Case:
         return torch.cat(errors).nan_to_num(math.inf, math.inf)
 
     def is_explained(self, change: dict | None) -> bool:
+        """Return whether TRL's loss with this mistake equals the user's."""
         return bool(self.error(change).max() <= self.tolerance)
 
     def is_finite(self) -> bool:
@@ -124,6 +131,7 @@ def is_elsewhere(change: dict, place: str) -> bool:
 
 
 def policy(logps: Tensor, case: Case, change: dict) -> Tensor:
+    """Compute a GRPO loss: averages of the policy's term and of the KL."""
     total = torch.zeros((), dtype=logps.dtype)
     for place, term in zip(PLACES[0], (policy_term, kl_penalty), strict=True):
         s = Quantities(logps, case, {} if is_elsewhere(change, place) else change)
@@ -137,12 +145,14 @@ def policy(logps: Tensor, case: Case, change: dict) -> Tensor:
 
 
 def policy_term(s: Quantities) -> Tensor:
+    """Compute the policy's term per token, such as PPO's clipped one."""
     arguments = {name: getattr(s, name) for name in term_options(s.loss_type)}
     inputs = TermInputs(s.per_token_logps, s.log_ratio, s.ratio, s.advantages, s.mask, s.epsilon_low, s.epsilon_high)
     return s.put("terms", TERMS[s.loss_type](inputs, **arguments)[0])
 
 
 def kl_penalty(s: Quantities) -> Tensor:
+    """Compute beta times the KL per token."""
     kl = s.put("KL estimate", kl_term(s.per_token_logps, s.ref_per_token_logps, s.kl_estimator))
     if s.use_bias_correction_kl:
         kl = correct_kl(kl, s.ratio, s.kl_estimator)
@@ -150,6 +160,7 @@ def kl_penalty(s: Quantities) -> Tensor:
 
 
 def averaged(terms: Tensor, s: Quantities) -> Tensor:
+    """Average terms (R, T) over tokens and rows."""
     mask = s.mask = s.masked("the sum")
     terms = terms * (mask * s.put("weights", torch.ones_like(mask)))
     s.mask = s.masked("the count")
@@ -162,6 +173,7 @@ def averaged(terms: Tensor, s: Quantities) -> Tensor:
 
 
 def preferences(logps: Tensor, case: Case, change: dict) -> Tensor:
+    """Compute a DPO loss."""
     s = Quantities(logps, case, change)
     index = s.put("index", torch.arange(s.num_rows).view(-1, 2))  # chosen and rejected row of each pair
     index = torch.stack([index[:, 0], s.put("rejected", index[:, 1])], 1)
@@ -183,6 +195,7 @@ def preferences(logps: Tensor, case: Case, change: dict) -> Tensor:
 
 
 def demonstrations(logps: Tensor, case: Case, change: dict) -> Tensor:
+    """Compute an SFT loss."""
     s = Quantities(logps, case, change)
     terms = -s.per_token_logps
     if s.loss_type == "dft":

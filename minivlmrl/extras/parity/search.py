@@ -57,6 +57,7 @@ def rows_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def without_value(case: Case) -> Case:
+    """Return the case with only its gradient compared."""
     return replace(case, compares_value=False, simpler=lambda: [*map(without_value, case.simpler())])
 
 
@@ -156,6 +157,7 @@ class Combination:
         self.agrees = self.agreements({})
 
     def run(self) -> list[list[Mistake]]:
+        """Add mistakes until all recorded cases are explained; [] if this fails."""
         while not self.are_explained(self.agrees):
             part = self.next_part() if len(self.parts) < PARTS else []
             if not part:
@@ -175,6 +177,7 @@ class Combination:
         return all(agrees[self.num_variants :])
 
     def agreements(self, change: dict | None) -> list[bool]:
+        """List which cases a change explains."""
         return [case.is_explained(change) for case in self.cases]
 
     def next_part(self) -> list[Mistake]:
@@ -276,6 +279,7 @@ def counts_of(case: Case) -> dict[str, float]:
 
 
 def of_count(name: str, sign: int) -> Mistake:
+    """Return a wrong factor (sign 1) or divisor (sign -1), such as the number of rows."""
     word = "multiplied" if sign > 0 else "divided"
     return Mistake(
         f"all values are {word} by {name}", {"factor": lambda s: counts_of(s.case).get(name, 1) ** sign}, RATE
@@ -319,6 +323,8 @@ def composed(first: dict | None, then: dict | None) -> dict | None:
 
 
 def chained(first: Callable, then: Callable) -> Callable:
+    """Return a change that applies two changes of one quantity."""
+
     def changed(s: Any) -> Tensor:
         s.x = first(s)
         return then(s)

@@ -165,25 +165,6 @@ def test_planted_faults_of_images_are_named(model_type, tmp_path, monkeypatch, o
             assert any(expected.startswith(verdict) for expected in found) if verdict else not found, (fault, found)
 
 
-def test_completions_of_trl_depend_on_their_own_tokens(tmp_path):
-    pytest.importorskip("trl", reason="oracle missing: pip install trl==1.16.0 transformers==5.23.0")
-    from tests.record import trl_fixtures
-
-    grpo_trainer = trl_fixtures.grpo(trl_fixtures.write_model(tmp_path), tmp_path / "out")
-    mask = (PADDED_LEFT > 0).long()
-
-    def logps(ids, mask=mask):
-        return grpo_trainer._get_per_token_logps_and_entropies(grpo_trainer.model, ids, mask, 4)[0]
-
-    def without_padding(ids):
-        return logps(ids, torch.ones_like(ids))
-
-    size = grpo_trainer.model.config.text_config.vocab_size
-    assert depends(logps, ids_like(PADDED_LEFT), PADDED_LEFT, vocabulary=size, tolerance=1e-4) == []
-    [expected] = depends(without_padding, ids_like(PADDED_LEFT), PADDED_LEFT, vocabulary=size, tolerance=1e-4)
-    assert expected.startswith("padding moves a log-probability (8 times; first: token 0 of row 1 moves token 3")
-
-
 def test_depends_refuses_wrong_shapes():
     ids, grids = torch.tensor([[5, 9, 6]]), torch.tensor([[1, 2, 4], [1, 2, 2]])
     pictures = torch.ones(12, 2), grids

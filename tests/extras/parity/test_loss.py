@@ -367,29 +367,6 @@ def without_search(monkeypatch):
     monkeypatch.setattr("minivlmrl.extras.parity.search.PARTS", 0)
 
 
-def test_a_loss_that_reads_no_loss_type_may_be_any_loss_of_trl():
-    """README's command checks a loss without naming it."""
-
-    def dapo(batch, options, kl=lambda logps, ref: k3(ref - logps)):
-        q = SimpleNamespace(
-            advantages=batch["advantages"][:, None], low=options["epsilon_low"], high=options["epsilon_high"]
-        )
-        logps = batch["per_token_logps"]
-        terms = surrogate(q, (logps - batch["old_per_token_logps"]).exp())
-        terms = terms + options["beta"] * kl(logps, batch["ref_per_token_logps"])
-        return (terms * batch["mask"]).sum() / options["tokens"]
-
-    of = "loss_type=dapo importance_sampling_level=token use_bias_correction_kl=False"
-    assert str(judge(dapo)).startswith(f"all 24 cases of {of} agree with TRL in value and gradient")
-    verdict = judge(partial(dapo, kl=lambda logps, ref: k3(logps - ref)))
-    assert verdict.names[0] == f"mistake: {SWAPPED}" and verdict.of == f" of {of}"
-
-
-def test_a_loss_that_reads_no_loss_type_is_searched_in_its_closest_cases():
-    swapped = judge(dpo_of(lambda z, _: -z), kind="dpo").names
-    assert swapped[0].startswith("mistake: the rejected answer is preferred")
-
-
 @pytest.mark.parametrize("option", ["--tolerance=1e-6", "--laws"])
 def test_the_exit_status_of_a_loss_that_fails_is_2(tmp_path, option, capsys):
     (tmp_path / "my_loss.py").write_text("def loss(batch, options):\n    return batch['nothing']\n")
