@@ -88,11 +88,12 @@ def main():
     look.main(work)
     starts = dict.fromkeys(RUNS, work / "sft_0/checkpoint")
     starts |= {"sft": options.model, "random decoder": work / "random_decoder"}
-    write_random_decoder(options.model, starts["random decoder"])
     sums = Counter(row["solution"] for row in common.read_lines(work / "look_eval.jsonl") if row["kind"] == "sum")
     results = {**common.provenance(), "most_frequent_sum": max(sums.values()) / sums.total(), "runs": []}
     seeded = [(name, seed) for seed in options.seeds for name in SEEDED]
     for name, seed in [("sft", 0), *seeded, ("shuffled rewards", 0), ("random decoder", 0)]:
+        if name == "random decoder":
+            write_random_decoder(options.model, starts[name])
         results["runs"].append(run(starts[name], work, name, seed))
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
