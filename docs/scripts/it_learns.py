@@ -53,8 +53,9 @@ def draw_both(results: dict, title: str, subject: str) -> str:
         means = [mean(values) for values in zip(*(run["accuracy"] for run in mine), strict=True)]
         by_step.append((mine[0]["steps"], means, colors[0], 4))
     chart(picture, 60, runs[0]["steps"][-1], "GRPO steps", by_step)
-    by_time = [(run["cpu_seconds"], run["accuracy"], shade, 2) for run, shade in shades]
-    longest = max(run["cpu_seconds"][-1] for run in runs)
+    timed = [(run, shade) for run, shade in shades if run["cpu_seconds"]]
+    by_time = [(run["cpu_seconds"], run["accuracy"], shade, 2) for run, shade in timed]
+    longest = max(run["cpu_seconds"][-1] for run, _ in timed)
     chart(picture, 420, 50 * -(-longest // 50), "CPU seconds", by_time)
     return picture.svg()
 
@@ -94,7 +95,8 @@ def same_curve_rows(results: dict) -> list[str]:
         cells = [str(step)]
         for value, digits in (("accuracy", 3), ("cpu_seconds", 0)):
             for side in COLORS:
-                cells.append(spread([run[value][number] for run in results["runs"] if run["side"] == side], digits))
+                runs = [run for run in results["runs"] if run["side"] == side and run[value]]
+                cells.append(spread([run[value][number] for run in runs], digits))
         rows.append(f"| {' | '.join(cells)} |")
     return rows
 
@@ -104,7 +106,7 @@ def criterion_rows(results: dict) -> list[str]:
     rows = []
     for name, found in results["test"].items():
         low, high = found["interval"]
-        lead = f"{found['lead']:.3f} ({low:.3f} to {high:.3f})"
+        lead = f"{round(found['lead'], 3) + 0.0:.3f} ({low:.3f} to {high:.3f})"
         leads = f"{found['seeds that TRL leads']} of {found['seeds']}"
         rows.append(f"| {name} | {found['minivlmrl']:.3f} | {found['TRL']:.3f} | {lead} | {found['p']:.3f} | {leads} |")
     return rows
