@@ -109,7 +109,7 @@ def notes_of(config):
 
 @pytest.fixture
 def empty(tmp_path):
-    (tmp_path / "recipe.yaml").touch()
+    (tmp_path / "recipe.yaml").write_text("seed: 0")
     return tmp_path / "recipe.yaml"
 
 
