@@ -11,7 +11,7 @@ more reward more likely; a model that never writes <answer> needs SFT before. DP
 answer more likely than a rejected one.
 
 For SFT, GRPO and DPO, Qwen2.5-VL-3B needs 70, 72 and 79 GB of GPU memory, and Qwen2.5-VL-7B needs
-149, 153 and 168 GB (benchmarks/minimal_memory.py).
+149, 153 and 168 GB (predicted by benchmarks/minimal_memory.py).
 
 Read down to "# ==== You have read it all"; the rest reads and writes files. "# ---- A -> B" starts
 code that turns A into B. Pages in docs/papers/ show the lines that LoRA, DAPO, GSPO and others

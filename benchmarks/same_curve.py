@@ -9,8 +9,8 @@ one thread, and the trainers alternate. TRL has its defaults, except for method 
 a CPU: all completions of a step in one batch, no gradient checkpointing, log-probabilities of completions alone.
 
 Criterion (2026-12-01, before seeds 5 to 19): runs are paired by seed, and a two-sided paired t-test with p < 0.05, in
-the mean accuracy over the second half of the evaluations or in the last accuracy, is a difference. Seeds 0 to 4 had been
-seen, so seeds 5 and later are also compared alone.
+the mean accuracy over the second half of the evaluations or in the last accuracy, is a difference. Seeds 0 to 4 had
+been seen, so seeds 5 and later are also compared alone.
 
 Finished runs, in --work or --json, are not repeated.
 """

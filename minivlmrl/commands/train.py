@@ -1,6 +1,6 @@
 """Train a recipe.
 
-python train.py                              # recipes/shapes.yaml: a tiny model, 30 to 100 seconds
+python train.py                              # recipes/shapes.yaml: a tiny model, 30 to 120 seconds
 python train.py RECIPE --section.name=value  # another recipe, with an option changed
 python train.py RECIPE --resume=auto         # continue from the newest state in output_dir
 python train.py RECIPE --seeds=0,1,2         # one run per seed, in output_dir/seed0 and so on; `report` compares them
