@@ -47,7 +47,7 @@ class Claim(NamedTuple):
 CLAIMS = {
     "kl": Claim(
         "2506.09477 section 3; 2512.21852 section 4",
-        "In the loss, k1 has an expected gradient of 0, and k3 not that of KL(pi, ref). In the reward, "
+        "In the loss, the expected gradient of k1 is 0, and that of k3 differs from KL's. In the reward, "
         "k1 is right, and so is k3 times the ratio in the loss, as in TRL",
         "k1, k2, k3, k3 times the ratio in the loss; k1 and k3 in the reward",
         "relative error of the expected gradient, exact: of the KL of tokens after their prefix, and of strings",
