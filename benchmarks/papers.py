@@ -419,7 +419,13 @@ def table(results: dict, built_in: dict) -> str:
     for page in PARTS:
         found = compared(page, results, built_in)
         numbers, shown = verdict(page, found) if found else ("", "")
-        task = CLAIMS[page].text if page in CLAIMS else f"accuracy in the built-in task at {OLD}" if found else ""
+        task = (
+            CLAIMS[page].text
+            if page in CLAIMS
+            else f"accuracy in the built-in task at {OLD}"
+            if found
+            else "not measured"
+        )
         parts = ", ".join(sorted(PARTS[page]))
         rows.append(f"| [{NAMES[page]}]({page}.md) | {changed_lines(page)} | {parts} | {task} | {shown} | {numbers} |")
     return (
