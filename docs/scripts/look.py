@@ -3,13 +3,14 @@
 python -m docs.scripts.make_pages    # after benchmarks/look.py
 """
 
-import random
 from statistics import mean
 
-from docs.scripts.it_learns import chart, read, write_tables
-from docs.scripts.picture import BLUES, DOCS, ORANGES, SOFT, Picture
+import numpy as np
 
-COLORS = {"late grpo": BLUES[0], "late more sft": ORANGES[0], "late shuffled rewards": SOFT}
+from docs.scripts.it_learns import chart, read, write_tables
+from docs.scripts.picture import BLUES, DOCS, ORANGES, Picture
+
+COLORS = {"grpo": BLUES, "more sft": ORANGES}
 KINDS = "sum", "digit", "blank", "exchanged"
 
 
@@ -25,50 +26,83 @@ def accuracy_rows(results: dict) -> list[str]:
         greedy = " -> ".join(f"{value:.3f}" for value in run["greedy"])
         cells = [run["run"], str(run["seed"]), greedy, *(f"{share(run['right'][kind]):.3f}" for kind in KINDS)]
         rows.append(f"| {' | '.join([*cells, str(run['cpu_seconds'])])} |")
+    if "most_frequent_sum" in results:
+        rows.append(f"| the most frequent sum | | | {results['most_frequent_sum']:.3f} | | | | |")
     return rows
 
 
-def interval(pairs: list[tuple[str, str]], draws: int = 2000) -> tuple[float, float, float]:
-    """Return the mean difference between two arms, and its 95 % interval (bootstrap over seeds and rows).
+def runs_of(results: dict, name: str) -> list[dict]:
+    return [run for run in results["runs"] if run["run"] == name]
 
-    Args:
-        pairs: (right answers of one arm, of the other) per seed, as for `share`.
-    """
-    rng = random.Random(0)
-    gaps = [[int(a) - int(b) for a, b in zip(*pair, strict=True)] for pair in pairs]
-    count = len(gaps[0])
+
+def compare(results: dict, name: str, other: str, kind: str, draws: int = 2000) -> tuple[float, float, float]:
+    """Return the mean difference between two arms, and its 95 % interval: bootstrap over both arms' seeds, and rows."""
+    rng = np.random.default_rng(0)
+    arms = [np.array([[*map(int, run["right"][kind])] for run in runs_of(results, arm)]) for arm in (name, other)]
     found = []
     for _ in range(draws):
-        rows = rng.choices(range(count), k=count)
-        found.append(mean(mean(seed[row] for row in rows) for seed in rng.choices(gaps, k=len(gaps))))
-    found.sort()
-    return mean(map(mean, gaps)), found[draws // 40], found[-draws // 40]
+        rows = rng.integers(arms[0].shape[1], size=arms[0].shape[1])  # the same rows for both arms
+        found.append(np.subtract(*(arm[rng.integers(len(arm), size=len(arm))][:, rows].mean() for arm in arms)))
+    low, high = np.quantile(found, (0.025, 0.975))
+    return arms[0].mean() - arms[1].mean(), low, high
+
+
+COMPARED = (
+    ("grpo", "sft", "sum"), ("grpo", "more sft", "sum"), ("more sft", "sft", "sum"), ("grpo", "sft", "digit"),
+    ("more sft", "sft", "digit"),
+)  # fmt: skip
+EARLIER = (
+    ("grpo", "more sft", "sum"), ("late grpo", "more sft", "sum"), ("late grpo", "late more sft", "sum"),
+    ("late grpo", "more sft", "digit"),
+)  # fmt: skip
+
+
+def difference_rows(results: dict, compared: tuple) -> list[str]:
+    """Return the table rows about differences between arms."""
+    rows = []
+    for name, other, kind in compared:
+        counts = [len(runs_of(results, arm)) for arm in (name, other)]
+        if all(counts):
+            gap, low, high = compare(results, name, other, kind)
+            seeds = "{}, {}".format(*counts)
+            rows.append(f"| {name} - {other} | {kind}s | {seeds} | {gap:.3f} | {low:.3f} to {high:.3f} |")
+    return rows
 
 
 def draw(results: dict) -> str:
-    """Draw accuracies of GRPO, more SFT and shuffled rewards from one start."""
+    """Draw accuracies of GRPO and more SFT from one start: thin lines are seeds, thick ones means."""
     picture = Picture(760, 320, "Rewards for sums teach a pretrained decoder to see digits, and more SFT does not")
-    begin = next(run for run in results["runs"] if run["run"] == "more sft")
+    [begin] = runs_of(results, "sft")
     sums, digits = [], []
-    for run in results["runs"]:
-        if run["run"] in COLORS:
-            color = COLORS[run["run"]]
-            sums.append(([step / run["steps"][-1] for step in run["steps"]], run["greedy"], color, 3))
-            digits.append(([0, 1], [share(model["right"]["digit"]) for model in (begin, run)], color, 3))
+    for name, (dark, light, _) in reversed(COLORS.items()):
+        runs = runs_of(results, name)
+        greedy = [run["greedy"] for run in runs]
+        ends = [[share(model["right"]["digit"]) for model in (begin, run)] for run in runs]
+        for curves, found, steps in ((sums, greedy, runs[0]["steps"] if runs else []), (digits, ends, [0, 1])):
+            xs = [step / steps[-1] for step in steps]
+            curves += [(xs, values, light, 2) for values in found]
+            curves += [(xs, [*map(mean, zip(*found, strict=True))], dark, 4)] * bool(found)
     for left, title, curves in (
         (60, "96 held-out sums, greedy", sums),
         (420, "128 single digits, never rewarded", digits),
     ):
         picture.text(left, 22, title, 15, anchor="start", bold=True)
         chart(picture, left, 1, "share of the CPU time after SFT", curves)
-    for place, (name, color) in enumerate(COLORS.items()):
-        picture.text(60 + 120 * place, 44, name.removeprefix("late "), 14, color, "start", bold=True)
+    for place, (name, (dark, *_)) in enumerate(COLORS.items()):
+        count = len(runs_of(results, name))
+        picture.text(60 + 180 * place, 44, f"{name} ({count} seed{'s' * (count > 1)})", 14, dark, "start", bold=True)
     return picture.svg()
 
 
 PICTURES = {"images/look.svg": lambda: draw(read("look"))}
+TABLES = {  # {first heading cell: rows}
+    "run": lambda: accuracy_rows(read("look")),
+    "difference": lambda: difference_rows(read("look"), COMPARED),
+    "earlier run": lambda: accuracy_rows(read("look_earlier")),
+    "earlier difference": lambda: difference_rows(read("look_earlier"), EARLIER),
+}
 
 
 def page() -> str:
-    """Return the page with a new table."""
-    return write_tables(DOCS / "look.md", {"run": lambda: accuracy_rows(read("look"))})
+    """Return the page with new tables."""
+    return write_tables(DOCS / "look.md", TABLES)

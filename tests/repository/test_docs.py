@@ -13,7 +13,7 @@ import xml.etree.ElementTree
 import PIL.Image
 import pytest
 
-from docs.scripts import it_learns, make_pages, notebooks, results
+from docs.scripts import it_learns, look, make_pages, notebooks, results
 from minivlmrl.__main__ import COMMANDS as COMMAND_NAMES
 from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.loading import load_config
@@ -103,7 +103,9 @@ def test_commands_of_scripts_have_files_and_flags_that_exist():
             path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
             assert path.is_file(), command
             flags = re.findall(r" (--\w+)(?=[= ]|$)", command)
-            assert [flag for flag in flags if f'"{flag}"' not in path.read_text()] == [], command
+            code = path.read_text()
+            code += (ROOT / "benchmarks" / "common.py").read_text() if "common.study_options" in code else ""
+            assert [flag for flag in flags if f'"{flag}"' not in code] == [], command
             found += 1
     assert found > 8
 
@@ -121,13 +123,13 @@ def test_the_band_of_the_default_run():
     assert f"between 0{min(shown)} and 0{max(shown)} on" in " ".join(README.split())
 
 
-@pytest.mark.parametrize("page", ["docs/results.md", "docs/it_learns.md"])
+@pytest.mark.parametrize("page", ["docs/results.md", "docs/it_learns.md", "docs/look.md"])
 def test_each_measured_number_is_in_a_log(page):
     """Tables that make_pages writes are as committed; other numbers are in a log, or the table says "log not kept"."""
     values = set()
     for file in [ROOT / "recipes" / "expected.json", *(ROOT / "docs" / "curves").glob("*.json")]:
         values |= {f"{float(x):.3f}".lstrip("0") for x in re.findall(r"(?<=[\s\[])\d*\.\d+", file.read_text())}
-    written = [*results.TABLES, *it_learns.TABLES]
+    written = [*results.TABLES, *it_learns.TABLES, *look.TABLES]
     tables = re.findall(r"(?m)^\|(.*)\n\|[-|]+\n((?:\|.*\n)+)", PAGES[page])
     for heading, rows in tables:
         if heading.split("|")[0].strip() in written or "log not kept" in heading or "version" in heading:
@@ -136,6 +138,15 @@ def test_each_measured_number_is_in_a_log(page):
             numbers = re.findall(r"(?<![\w.])\d*\.\d+(?![\w.])", row.partition("](")[0])
             logged = all(number.lstrip("0") in values for number in numbers)
             assert logged or "log not kept" in row or "torch" in row or "Python" in row, row
+
+
+def test_the_prose_of_look_has_the_numbers_of_its_tables():
+    """test_a_page_is_as_committed compares the tables with docs/curves."""
+    lines = PAGES["docs/look.md"].splitlines()
+    prose, tables = (" ".join(x for x in lines if x.startswith("|") == is_table) for is_table in (False, True))
+    number = re.compile(r"\d\.\d{2,}")
+    assert len(number.findall(prose)) > 4
+    assert {x for x in number.findall(prose) if x not in number.findall(tables)} == {"3.88"}  # million parameters
 
 
 def test_numbers_of_the_readme_are_on_its_pages():
