@@ -139,6 +139,8 @@ def _find_recipe(recipe: str | Path) -> Path:
             expected = f"a recipe; write own_data.yaml --data.train_file={path}"
             require(is_recipe, "the recipe", str(path), expected)
             return path
+    if Path(recipe, "config.json").is_file():
+        raise UserError(f"{recipe} is the folder of a model, not a recipe; write own_data.yaml --model.path={recipe}")
     names = [file.stem for path in paths for file in path.parent.glob("*.yaml")]
     meant = did_you_mean(Path(recipe).stem, names, "{}.yaml".format)
     folders = " and ".join(dict.fromkeys(str(path.parent.absolute()) for path in paths))
@@ -272,7 +274,8 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
     if override.startswith("--") and not separator:
         raise UserError(f"{override} has no value; write {override}=VALUE")
     if not override.startswith("--"):
-        raise UserError(f"{override!r}: an override must have the form --section.name=value")
+        meant = f"; write --{override}" if separator else ""
+        raise UserError(f"{override!r}: an override must have the form --section.name=value{meant}")
     # for an option of type str, 007 stays a string
     is_text = type_text(hint).removesuffix(" or null") in ("str", "file.py:name")
     value = text

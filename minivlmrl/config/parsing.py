@@ -26,7 +26,10 @@ class Dataclass(Protocol):
 
 T = TypeVar("T", bound=Dataclass)
 # {section: option that a user means by section=text}
-MAIN_OPTIONS = {"model": "path", "adapter": "path", "reference": "path", "data": "train_file", "optimizer": "name"}
+MAIN_OPTIONS = {
+    "model": "path", "adapter": "path", "reference": "path", "data": "train_file", "optimizer": "name",
+    "sharding": "enabled",
+}  # fmt: skip
 TypeHint = Any
 
 
@@ -184,9 +187,12 @@ class Reader:
 
     def _main_option(self, section: str, value: Plain) -> str:
         """Say how to write a text given for a section, as in "; write --model.path=Qwen/..."; "" for other values."""
-        if section not in MAIN_OPTIONS or not isinstance(value, str):
+        if section == "data.train" and isinstance(value, str):  # a list of files with options
+            return f"; write {self.dashes}data.train_file={value}" if self.dashes else f"; write train_file: {value}"
+        if section not in MAIN_OPTIONS or not isinstance(value, str | bool):
             return ""
         option = MAIN_OPTIONS[section]
+        value = str(value).lower() if isinstance(value, bool) else value
         return f"; write --{section}.{option}={value}" if self.dashes else f"; write {section}: {{{option}: {value}}}"
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:

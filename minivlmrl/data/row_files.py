@@ -38,9 +38,9 @@ def open_rows(path: str | Path) -> "Lines | Arrow":
         return _open_folder(path, split)
     if not isfile(path):
         raise UserError(
-            f"{path}: this file of rows does not exist in the working folder, {Path.cwd()}; correct the path in "
-            "data.train_file or data.eval_file (null disables the option), or download a data set of the Hugging Face "
-            "Hub with `hf download --repo-type=dataset`, and use its folder"
+            f"{path}: this file of rows does not exist in the working folder, {Path.cwd()}; correct the path "
+            "(data.eval_file may be null), or download a data set of the Hugging Face Hub with `hf download "
+            "--repo-type=dataset`, and use its folder"
         )
     if path.suffix == ".parquet":
         return Arrow([path])
@@ -125,6 +125,10 @@ def read_text(path: Path) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        if b"\0" in content:
+            raise UserError(
+                f"{path}: this is no file of rows, because it is not a text; rows are JSON or parquet"
+            ) from None
         line = 1 + content.count(b"\n", 0, error.start)
         raise UserError(f"{path}:{line}: the file is not encoded in UTF-8 ({error}); save it as UTF-8") from error
 

@@ -264,6 +264,9 @@ def test_recipes_are_found_by_their_names(tmp_path, monkeypatch):
     assert config.model.config == str(ours / "zoom_model.json") and config.data.task == f"{ours / 'zoom.py'}:TASK"
     (tmp_path / "own" / "zoom_model.json").touch()
     assert load_config(copy).model.config == str(tmp_path / "own" / "zoom_model.json")
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ValueError, match=r"is the folder of a model, .*; write own_data\.yaml --model\.path="):
+        load_config(tmp_path)
     for name, meant in (("zooms.yaml", "zoom.yaml"), ("shape.yaml", "shapes.yaml")):
         with pytest.raises(ValueError, match=rf"in {tmp_path} and .*recipes; did you mean {meant}"):
             load_config(name)
@@ -299,7 +302,22 @@ REFUSED = [  # (recipe, overrides, error message)
         '"--rewards={a.py:FUNCTION: 1.0}"',
     ),
     ({}, ["--grpo=1"], "command line: grpo is 1, but it must be an object with names and values"),
-    ({}, ["seed=1"], "'seed=1': an override must have the form --section.name=value"),
+    ({}, ["seed=1"], "'seed=1': an override must have the form --section.name=value; write --seed=1"),
+    (
+        {},
+        ["--data.train=a.jsonl"],
+        "command line: data.train is 'a.jsonl', but it must be an object with names and value",
+    ),
+    (
+        {},
+        ["--sharding=true"],
+        "command line: sharding is True, but it must be an object with names and values; write --sh",
+    ),
+    (
+        "data: {train: a.jsonl}",
+        [],
+        "FOLDER/recipe.yaml: data.train is 'a.jsonl', but it must be an object with names and",
+    ),
     ({}, ["--data.train_file=a.jsonl", "b.jsonl"], "'b.jsonl': an override must have the form --section.name=value"),
     ({}, ["--rewards={accuracy: 0, format: 0.0}"], "command line: rewards are {'accuracy': 0.0, 'format': 0.0}; at"),
     ("seed: [1\n", [], NO_YAML + " (line 1, 'seed: [1': close the bracket"),

@@ -127,6 +127,12 @@ def test_two_columns_with_the_same_name_raise_an_error(tmp_path):
         open_rows(tmp_path / "rows.parquet")
 
 
+def test_a_picture_is_no_file_of_rows(tmp_path):
+    (tmp_path / "cat.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\r")
+    with pytest.raises(ValueError, match=r"cat\.png: this is no file of rows, because it is not a text; rows are JSON"):
+        list(open_rows(tmp_path / "cat.png"))
+
+
 def test_a_path_that_is_too_long_counts_as_missing(home):
     for name in ("image_root", "train_file"):
         path = load_config(home / "recipe.yaml", [f"--data.{name}={'x' * 3000}"]).data

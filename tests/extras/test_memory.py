@@ -166,14 +166,15 @@ def test_recipes_for_one_gpu_fit(name, model, other, options):
     path = Path("recipes") / f"{name}.yaml"
     head = head_of(path)
     card, by_plan = map(int, re.search(r"card of (\d+) GB: (\d+) GB by `minivlmrl memory`", head).groups())
+    page = " ".join(Path("docs/memory.md").read_text().split())
     if other is None:
         size = needed_by_layers(load_config(path), "grpo", model)
-        assert round(size) == by_plan <= card
-        assert f"{name}.yaml) needs {size:.1f} GB" in " ".join(Path("docs/memory.md").read_text().split())
+        assert round(size) == by_plan <= card and f"{name}.yaml) needs {size:.1f} GB" in page
         return
     configs = [load_config(path, given) for given in ([], options)]
     found = [needed(config, config.stage_names[0], model) for config in configs]
     assert [round(size) for size in found] == [by_plan, other] and found[0] <= card
+    assert f"with [{name}.yaml]" not in page or f"needs {found[0]:.1f} GB with [{name}.yaml]" in page
     assert f"{other} GB" in head and model.partition("VL-")[2] in head
     if stated := re.search(r"with max_batch_tokens 16384 the recipe needs (\d+) GB", head):
         config = load_config(path, ["--sampling.max_batch_tokens=16384"])
