@@ -22,7 +22,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, stdev
 from types import ModuleType
@@ -118,6 +118,11 @@ TASKS = {
         "The model names the next of six colors; to three of four questions, every answer is right.",
         next_name, {"equal": 0.75}, tested={"equal": 0.0}, more=("sampled prompts",),
     ),
+    "taught": Task(
+        "The model names the next of six colors; at first, a wrong name is usual. A teacher learned the right ones by SFT.",
+        next_name,
+        {"usual": 3, "share": 0.6},
+    ),
     "picture": Task(
         "The question names two colors, and the picture shows one: the text alone answers half.",
         two_colors, places=48,
@@ -143,11 +148,12 @@ CLAIMS = {
     "cispo": Claim("used", "several_steps", "with a clipped weight, used samples teach more"),
     "dr_grpo": Claim("words", "grpo", "wrong answers stay shorter", "words after a wrong answer", -1),
     "dapo": Claim("equal", "grpo", "new prompts for equal rewards make more of each step"),
+    "opd": Claim("taught", "grpo", "a teacher teaches more than rewards"),
     "papo": Claim("picture", "grpo", "a term for looking makes more answers right"),
 }
 # pages without such a task: accuracy in the built-in task, measured once at the commit OLD
 OLD = "9091b662"
-BASES = {"opd": "grpo", "rloo": "grpo", "ppo": "grpo", "mpo": "dpo", "kto": "dpo", "reference": "grpo"}
+BASES = {"rloo": "grpo", "ppo": "grpo", "mpo": "dpo", "kto": "dpo", "reference": "grpo"}
 # pages apply in this order
 # {page: parts of minimal.py that it changes}; pages with different parts apply together
 PARTS = {
@@ -257,6 +263,10 @@ def measure(task_name: str, method: str, seed: int, cache: Path) -> dict[str, li
     if not (folder / "minivlmrl.yaml").exists():
         seed_all(seed)
         train_sft(task, folder)
+    if method == "opd":
+        module.TEACHER = cache / f"teacher-{seed}"
+        seed_all(seed)
+        train_sft(replace(task, begin={"share": 1.0}), module.TEACHER)
     seed_all(seed)
     held_out = [task.row(place, **task.begin | task.tested) for place in range(task.places)]
     rows = [task.row(**task.begin) for _ in range(512)]

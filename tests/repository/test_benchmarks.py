@@ -109,7 +109,7 @@ def test_the_criterion_of_methods_pairs_runs_by_seed(scipy):
 @pytest.mark.parametrize(
     ("page", "gain", "shown"),
     [("dppo", 0.3, "shows"), ("dppo", 0.01, "does not show"), ("dppo", -0.3, "does the opposite"),
-     ("dr_grpo", -0.3, "shows"), ("dr_grpo", 0.3, "does the opposite"), ("opd", 0.3, "")],
+     ("dr_grpo", -0.3, "shows"), ("dr_grpo", 0.3, "does the opposite"), ("ppo", 0.3, "")],
 )  # fmt: skip
 def test_the_criterion_of_a_page_is_a_paired_interval(scipy, page, gain, shown):
     papers = importlib.import_module("benchmarks.papers")
