@@ -119,7 +119,7 @@ TASKS = {
         next_name, {"equal": 0.75}, tested={"equal": 0.0}, more=("sampled prompts",),
     ),
     "taught": Task(
-        "The model names the next of six colors; at first, a wrong name is usual. A teacher learned the right ones by SFT.",
+        "The model names the next of six colors; at first, a wrong name is usual. Its teacher learned the right ones.",
         next_name,
         {"usual": 3, "share": 0.6},
     ),
