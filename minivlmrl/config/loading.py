@@ -38,9 +38,6 @@ INFERENCE_OPTIONS = {
     ],
 }
 
-# {old option: new name}; old names still work, because config.yaml of earlier runs has them
-RENAMED = {"checkpoint_minutes": "state_minutes", "checkpoint_steps": "state_steps"}
-
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: bool = False) -> RunConfig:
     """Load a recipe: a YAML file with the fields of RunConfig, and sections for your own stages.
@@ -53,7 +50,8 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
             PermissionError before any code runs.
     """
     path = _find_recipe(recipe)
-    values, overrides = _with_new_names(_read_recipe(path), _expanded(overrides), quiet=is_found)
+    values = _read_recipe(path)
+    overrides = _expanded(overrides)
     resolver = Resolver(path, {override.removeprefix("--").partition("=")[0] for override in overrides}, is_found)
     recipe_stages = _stages(values, recipe)
     stages = recipe_stages
@@ -117,17 +115,6 @@ def _without_removed(values: dict, path: Path, hints: Collection[str]) -> dict:
     if removed:
         print(f"{path}: this version has no longer the options {', '.join(removed)}, and ignores them", file=sys.stderr)
     return kept
-
-
-def _with_new_names(values: dict, overrides: list[str], quiet: bool) -> tuple[dict, list[str]]:
-    """Replace the old option names in RENAMED, and print the new ones unless `quiet`."""
-    for old, new in RENAMED.items():
-        renamed = [re.sub(rf"^--{old}(?=$|=)", f"--{new}", override) for override in overrides]
-        if (old in values or renamed != overrides) and not quiet and os.environ.get("RANK", "0") == "0":
-            print(f"{old} is now called {new}", file=sys.stderr)
-        values = {new if name == old else name: value for name, value in values.items()}
-        overrides = renamed
-    return values, overrides
 
 
 def _find_recipe(recipe: str | Path) -> Path:

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from minivlmrl.config.loading import RENAMED
 from minivlmrl.config.parsing import build
 from minivlmrl.json_files import read_json
 
@@ -48,6 +47,4 @@ class TrainerState:
 def read_trainer_state(folder: Path) -> TrainerState:
     content = read_json(folder / RUN)
     content.setdefault("batches_consumed", content.get("draws", 0))  # older states call batches_consumed "draws"
-    state = build(TrainerState, content, str(folder / RUN), json=True)
-    state.recipe = {RENAMED.get(name, name): value for name, value in state.recipe.items()}
-    return state
+    return build(TrainerState, content, str(folder / RUN), json=True)
