@@ -483,13 +483,14 @@ def main():
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "papers", help="folder for models after SFT")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    commit = common.commit()  # before results change a file
     runs = [(seed, *run) for seed in options.seeds for run in all_runs() if run[0] in options.only]
     for seed, task, method in [] if options.draw else runs:
         if str(seed) in read(CURVES).get("runs", {}).get(task, {}).get(method, {}):
             continue
         begun = time.process_time()
         curves = measure(task, method, seed, options.cache)
-        curves |= {"cpu_seconds": round(time.process_time() - begun, 1), "commit": common.commit()}
+        curves |= {"cpu_seconds": round(time.process_time() - begun, 1), "commit": commit}
         print(f"{task}, {method}, seed {seed}: {curves}", flush=True)
         results = read(CURVES) or {"runs": {}}  # read again, because another process may have added a run
         results["runs"].setdefault(task, {}).setdefault(method, {})[str(seed)] = curves
