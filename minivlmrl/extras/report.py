@@ -34,13 +34,13 @@ from minivlmrl.run.metrics import (
     describe_speed,
     short_names,
 )
+from minivlmrl.run.model_card import FOLDERS
 from minivlmrl.run.results import SUMMARY
 from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, LogLine, check_numbers, read_lines, read_metrics
 from minivlmrl.trainers.base import Step, Trainer
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
-FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # absolute folders, such as /home/ann/ in /home/ann/cat.jpg
 SECONDS = 60  # time between updates of the page
 POINTS = 500  # maximum points per curve and stage
 STEPS = 60  # maximum number of training steps to show completions from

@@ -1,5 +1,6 @@
 """Write a model card, the README.md beside saved weights."""
 
+import re
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 
@@ -8,9 +9,11 @@ import yaml
 from minivlmrl.config.options import RunConfig
 from minivlmrl.files import CARD_MARK
 
+FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # absolute folders, such as /home/ann/ in /home/ann/cat.jpg
+
 
 def model_card(config: RunConfig, results: dict[str, dict[str, float]]) -> bytes:
-    """Return a card with base, evaluations and recipe; the license is left to fill in.
+    """Return a card with base, evaluations and recipe, without names of folders; the license is left to fill in.
 
     Args:
         results: {evaluation: {metric: value}}.
@@ -33,4 +36,5 @@ def model_card(config: RunConfig, results: dict[str, dict[str, float]]) -> bytes
     for name, metrics in results.items():
         lines.append(f"- {name}: " + ", ".join(f"{metric} {value:.3f}" for metric, value in metrics.items()))
     lines.append("\nRecipe (other options have their defaults):\n\n```yaml")
-    return "\n".join([*lines, f"{yaml.safe_dump(recipe, sort_keys=False)}```\n"]).encode()
+    text = "\n".join([*lines, f"{yaml.safe_dump(recipe, sort_keys=False)}```\n"])
+    return FOLDERS.sub("", text).encode()

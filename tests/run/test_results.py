@@ -229,10 +229,10 @@ def test_saved_weights_have_a_card_that_a_user_may_keep(run, plain, checkpoint, 
     results = summary(folder.parent)["after_sft"]
     _, head, text = card.split("---\n", 2)
     assert yaml.safe_load(head) == {"pipeline_tag": "image-text-to-text"} and "# license: fill it in" in head
-    assert f"{checkpoint}, trained with" in text
+    assert f"\n{checkpoint.name}, trained with" in text
     assert all(f"{metric} {value:.3f}" in text for metric, value in results.items())
     recipe = yaml.safe_load(text.split("```")[1].removeprefix("yaml"))
-    assert recipe["data"]["eval_file"] == str(rows) and recipe["adapter"] == {"r": 2} and "optimizer" not in recipe
+    assert recipe["data"]["eval_file"] == rows.name and recipe["adapter"] == {"r": 2} and "optimizer" not in recipe
     assert (folder / "adapter/README.md").read_text() == card
     (folder / "README.md").write_text("license: mit")
     run(*options, "--sft.max_steps=2", "--resume=auto")
