@@ -26,7 +26,7 @@ PARTS = 4  # maximum number of mistakes in a combination
 SEARCHED = 32  # mistakes are tried in about this many cases, and verified in all
 REFINED = 4  # maximum number of mistakes fitted to all digits in a case
 SHOWN = 4  # maximum number of mistakes to print
-NUMBERS = [0.05, 0.1, 0.2, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
+NUMBERS = [0.05, 0.1, 0.2, 0.3, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
 RATE = "the effective learning rate changes"
 FACTOR = Mistake("all values are {c} times as large", {"factor": "{c}"}, RATE)
 OWN_LENGTH = replace(FACTOR, used_by="Dr. GRPO losses with a constant length")

@@ -121,6 +121,10 @@ WRONG = {
     ),
     "a GSPO that is GRPO": (gspo_by_token, "mistake: each token has its own ratio"),
     "a lower bound of 0.8": (partial(dapo, low=0.8), "mistake: epsilon_low is 0.2"),
+    "an upper bound of 1.28": (
+        lambda b, o: dapo(b, o | {"epsilon_high": 0.28}, kl=None),
+        "more\nmistake: epsilon_high is 0.28\n",
+    ),
     "advantages up to 5": (partial(dapo, cap=5.0), "mistake: an advantage is clamped to -5 and 5"),
     "a KL without a gradient": (partial(dapo, kl=lambda d: k3(-d).detach()), "mistake: the KL is detached"),
     "a KL that never acts": (
