@@ -1,6 +1,6 @@
 """Train with TRL's and with our GRPO, DPO and SFT trainers, and compare the weights after each of 50 steps.
 
-    python -m tests.parity.trl_runs    # prints a table; two minutes on one core
+    python -m tests.parity.trl_runs docs/curves/trl_runs.json    # prints a table; two minutes on one core
 
 All runs start with the same tiny Qwen2.5-VL in float64 and random pictures. Runs have warm-up, a decaying learning
 rate, weight decay, clipped gradients and ratios, two micro-batches per step, and tokens inside completions that are
@@ -10,6 +10,7 @@ else on purpose. TRL is changed to agree with us, and the table also shows runs 
 
 import json
 import os
+import sys
 import tempfile
 from contextlib import redirect_stdout
 from itertools import chain
@@ -22,6 +23,7 @@ import torch
 import trl
 import yaml
 
+from benchmarks.common import provenance
 from minivlmrl.config.loading import load_config
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.model.families.registry import hub_name
@@ -251,8 +253,10 @@ def differences(some: list[dict], others: list[dict]) -> list[float]:
     return [max((a[name] - b[name]).abs().max().item() for name in a.keys() | b.keys()) for a, b in pairs]
 
 
-def main():
+def main(file: str | None = None):
+    """Print a table, and write its numbers to a file."""
     torch.set_num_threads(1)
+    runs = []
     print("| trainer | TRL keeps | weights after 1, 10, 50 steps | by how far they moved | loss |\n" + "|---" * 5 + "|")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -266,12 +270,16 @@ def main():
                 apart = differences(ours.weights, weights)
                 losses = [abs(line["loss"] - loss) for line, loss in zip(ours.metrics, losses, strict=True)]
                 what = "all" if len(kept) > 1 else "".join(kept)
+                runs.append({"trainer": kind, "kept": what, "weights": [float(f"{x:.3g}") for x in apart[1:]], "loss": [float(f"{x:.3g}") for x in losses]})
                 numbers = [[apart[n], apart[n] / moved[n], losses[n - 1]] for n in SHOWN]
                 cells = [", ".join(f"{x:.0e}" for x in column) for column in zip(*numbers, strict=True)]
                 print(f"| {kind} | {what or 'nothing'} | {' | '.join(cells)} |", flush=True)
             clipped = sum(line["grad_norm"] > OPTIMIZER["max_grad_norm"] for line in ours.metrics)
             print(f"{kind}: weights moved by {moved[-1]:.3f}; gradients were clipped in {clipped} of {STEPS} steps")
+            runs.append({"trainer": kind, "moved": moved[-1]})
+    if file:
+        Path(file).write_text(json.dumps(provenance("trl", "transformers") | {"runs": runs}) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
