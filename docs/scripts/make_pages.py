@@ -33,7 +33,9 @@ PAGES = {
     "look.md": look.page,
     "claims.md": claims.page,
 }
-PAGES |= walkthrough.PICTURES | diagrams.PICTURES | it_learns.PICTURES | look.PICTURES | claims.PICTURES
+PAGES |= (
+    walkthrough.PICTURES | diagrams.PICTURES | it_learns.PICTURES | look.PICTURES | claims.PICTURES | results.PICTURES
+)
 
 
 def main():

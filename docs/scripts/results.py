@@ -1,13 +1,14 @@
 """Write the tables in docs/results.md whose numbers are in recipes/expected.json and docs/curves.
 
-python -m docs.scripts.make_pages    # after benchmarks/learning.py or grpo_step.py
+python -m docs.scripts.make_pages    # after benchmarks/learning.py, grpo_step.py or tests.parity.trl_runs
 """
 
 import json
+import math
 
 from benchmarks.learning import PLAN
 from docs.scripts.it_learns import read, write_tables
-from docs.scripts.picture import DOCS
+from docs.scripts.picture import BLUES, DOCS, FAINT, INK, ORANGES, SOFT, Picture
 
 PAGE = DOCS / "results.md"
 LOSSES = ["bnpo", "dapo", "dr_grpo", "luspo", "cispo", "vespo", "sapo", "rloo", "gspo"]
@@ -68,7 +69,64 @@ def speed_rows() -> list[str]:
     return rows
 
 
-TABLES = {"run": learning_rows, "tokens per prompt": speed_rows}
+# {what TRL does: name in DESIGNS of tests/parity/trl_runs.py}
+DESIGNS = {
+    "head, norms, rewards and advantages in float32": "head, norms and rewards in float32",
+    "a warm-up that begins with learning rate 0": "a warm-up that begins at 0",
+    "no weight decay for biases and norms": "no decay of biases and norms",
+    "completions shuffled across a rollout's steps": "completions shuffled over the steps",
+    "division by the rollout's mean tokens per step": "tokens of an average step",
+    "training on the newline after the end token": "newline after the answer",
+    "a mean over micro-batch means": "means of micro-batches",
+    "all seven": "all",
+    "none of them": "",
+}
+TRAINERS = {"grpo": BLUES[1], "dpo": ORANGES[1], "sft": INK}
+
+
+def weight_differences(kept: str) -> dict[str, list[float]]:
+    """Return the largest difference of a weight after each step, {trainer: differences}."""
+    return {run["trainer"]: run["weights"] for run in read("trl_runs")["runs"] if run.get("kept") == kept}
+
+
+def trl_rows() -> list[str]:
+    """Return the table rows about fifty steps of TRL: the largest weight difference after any step."""
+    rows = []
+    for row, design in DESIGNS.items():
+        found = weight_differences(design)
+        cells = [f"{max(found[kind]):.0e}".replace("e-0", "e-") if kind in found else "" for kind in TRAINERS]
+        rows.append(f"| {row} | {' | '.join(cells)} |")
+    return rows
+
+
+def draw_trl_steps() -> str:
+    """Draw the largest weight difference over the steps, with all designs of TRL (thin) and with none."""
+    picture = Picture(710, 430, "Weights of TRL and minivlmrl over 50 steps")
+    picture.text(70, 28, "Largest difference between a weight of TRL and ours", 16, INK, "start", bold=True)
+
+    def height(exponent: float) -> float:
+        return round(370 - 18.75 * (exponent + 17), 1)
+
+    for exponent in range(-17, 0, 2):
+        picture.line([(70, height(exponent)), (530, height(exponent))], FAINT)
+        picture.text(62, height(exponent) + 4, f"1e{exponent}", 12, SOFT, "end")
+    for step in (1, 10, 20, 30, 40, 50):
+        picture.text(70 + 9.2 * step, 390, f"{step}", 12, SOFT)
+    picture.text(300, 412, "optimizer steps", 12, SOFT)
+    for label, kept, thick in (("TRL as it is", "all", 1), ("TRL with seven changes", "", 2.5)):
+        top = 0.0
+        for kind, differences in weight_differences(kept).items():
+            points = [(70 + 9.2 * i, height(math.log10(x))) for i, x in enumerate(differences, 1)]
+            picture.line(points, TRAINERS[kind], thick)
+            top = top or points[-1][1]
+        picture.text(542, top - 22, label, 12, INK, "start", bold=True)
+        for number, (kind, color) in enumerate(TRAINERS.items()):
+            picture.text(542, top - 4 + 16 * number, kind.upper(), 12, color, "start")
+    return picture.svg()
+
+
+TABLES = {"run": learning_rows, "tokens per prompt": speed_rows, "what TRL does": trl_rows}
+PICTURES = {"images/trl_steps.svg": draw_trl_steps}
 
 
 def page() -> str:

@@ -270,7 +270,14 @@ def main(file: str | None = None):
                 apart = differences(ours.weights, weights)
                 losses = [abs(line["loss"] - loss) for line, loss in zip(ours.metrics, losses, strict=True)]
                 what = "all" if len(kept) > 1 else "".join(kept)
-                runs.append({"trainer": kind, "kept": what, "weights": [float(f"{x:.3g}") for x in apart[1:]], "loss": [float(f"{x:.3g}") for x in losses]})
+                runs.append(
+                    {
+                        "trainer": kind,
+                        "kept": what,
+                        "weights": [float(f"{x:.3g}") for x in apart[1:]],
+                        "loss": [float(f"{x:.3g}") for x in losses],
+                    }
+                )
                 numbers = [[apart[n], apart[n] / moved[n], losses[n - 1]] for n in SHOWN]
                 cells = [", ".join(f"{x:.0e}" for x in column) for column in zip(*numbers, strict=True)]
                 print(f"| {kind} | {what or 'nothing'} | {' | '.join(cells)} |", flush=True)
