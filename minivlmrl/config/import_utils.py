@@ -112,6 +112,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
             names = ", ".join([*sorted(table), "file.py:name"])
             parts = re.findall(r"[^\s,]+", name)
             meant = f"; write [{', '.join(parts)}]" if len(parts) > 1 else did_you_mean(name, table)
+            meant = f"; write {name}:FUNCTION" if name.endswith(".py") else meant
             raise UserError(f"unknown {kind} {name!r}; known names are: {names}{meant}")
         target = load_extra(target, name) if target.startswith("minivlmrl.") else load_name(target)
     try:
