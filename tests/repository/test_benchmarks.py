@@ -6,7 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
+from minivlmrl.config.loading import flat, load_config, to_yaml
+from minivlmrl.trainers.registry import find_trainers
 from tests.helpers.links import ROOT
 
 
@@ -119,6 +122,26 @@ def test_the_criterion_of_a_page_is_a_paired_interval(scipy, page, gain, shown):
     low, high = scipy.stats.ttest_rel(ours, theirs).confidence_interval()
     numbers = f"{sum(ours) / 5:.2f} against 0.30 with GRPO ({low:+.2f} to {high:+.2f})"
     assert papers.verdict(page, found) == (numbers, shown)
+
+
+def test_arms_of_methods_have_the_options_of_grpo(monkeypatch):
+    """An arm changes its stage, one function of its section, or the sampler, whose pictures the check must allow."""
+    monkeypatch.chdir(ROOT)
+    methods = importlib.import_module("benchmarks.methods")
+    options, changed = {}, {}
+    for arm, words in methods.ARMS.items():
+        config = load_config("shapes.yaml", [*methods.COMMON, *words])
+        [stage] = find_trainers(config)
+        values = yaml.safe_load(to_yaml(config))
+        options[arm] = flat({**values, "grpo": values.pop(stage), "stages": None})
+        shared = options[arm].keys() & options["grpo"].keys()
+        changed[arm] = {name for name in shared if options[arm][name] != options["grpo"][name]}
+    assert changed == {
+        "grpo": set(), "vppo": set(), "papo": set(), "pgpo": set(),
+        "noisy_rollout": {"sampling.engine", "rollout.max_logp_mismatch"}, "nsr": {"grpo.advantages"},
+        "aspo": {"grpo.loss_type"},
+    }  # fmt: skip
+    assert options["grpo"]["grpo.beta"] == 0
 
 
 def test_exact_claims_are_as_recorded():
