@@ -9,7 +9,7 @@ import operator
 import re
 
 import minimal
-from docs.scripts import claims, diagrams, it_learns, look, methods, names, notebooks, results, walkthrough
+from docs.scripts import claims, diagrams, it_learns, look, methods, names, notebooks, paper, results, walkthrough
 from docs.scripts.picture import DOCS
 
 
@@ -32,10 +32,10 @@ PAGES = {
     "policy_gradients.md": methods.page,
     "look.md": look.page,
     "claims.md": claims.page,
+    "your_paper.md": paper.page,
 }
-PAGES |= (
-    walkthrough.PICTURES | diagrams.PICTURES | it_learns.PICTURES | look.PICTURES | claims.PICTURES | results.PICTURES
-)
+for script in (walkthrough, diagrams, it_learns, look, claims, results, paper):
+    PAGES |= script.PICTURES
 
 
 def main():

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 
@@ -142,6 +143,23 @@ def test_arms_of_methods_have_the_options_of_grpo(monkeypatch):
         "aspo": {"grpo.loss_type"},
     }  # fmt: skip
     assert options["grpo"]["grpo.beta"] == 0
+
+
+def test_the_page_says_of_methods_what_was_recorded(monkeypatch):
+    """The verdicts in methods.json follow from its runs, and each number below the heading is one of its numbers."""
+    methods = importlib.import_module("benchmarks.methods")
+    recorded = json.loads((ROOT / "docs" / "curves" / "methods.json").read_text())
+    assert methods.compare(recorded["runs"]) == recorded["comparison"]
+    assert {"commit", "date", "processor", "command"} < recorded.keys()
+    values = [value for arm in recorded["comparison"].values() for found in arm.values() if found != arm["seeds"]
+              for value in found.values() if isinstance(value, float)]  # fmt: skip
+    page = (ROOT / "docs" / "your_paper.md").read_text()
+    section = page.partition("## What six papers did here")[2]
+    numbers = re.findall(r"\d*\.\d+", section)
+    assert len(numbers) > 40
+    for number in numbers:
+        decimals = len(number.partition(".")[2])
+        assert any(f"{abs(value):.{decimals}f}" == number for value in values), number
 
 
 def test_exact_claims_are_as_recorded():
