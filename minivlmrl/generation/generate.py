@@ -191,7 +191,11 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
         probs: (r, V) float32.
         uniform: (r,) float64 in [0, 1).
     """
-    units = F.pad((probs * UNITS).long(), (0, -probs.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    units = (probs * UNITS).long()
+    padding = -probs.shape[1] % BLOCK
+    if padding:  # F.pad would copy otherwise
+        units = F.pad(units, (0, padding))
+    units = units.unflatten(1, (-1, BLOCK))
     ends = units.sum(-1).cumsum(-1)  # (r, blocks) cumulative probabilities
     target = (uniform * ends[:, -1]).long()[:, None]  # (r, 1), rounded down, so below the total
     block = find_first_above(ends, target)

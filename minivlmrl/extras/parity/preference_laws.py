@@ -122,7 +122,7 @@ def labels_are_smoothed(loss: Examined) -> Iterator[Finding]:
     if loss.loss_type not in ("sigmoid", "robust"):
         return
     e = 0.1
-    plain, exchanged = (loss(pair(*ratios), label_smoothing=0.0)[0] for ratios in (USUAL, USUAL[::-1]))
+    plain, exchanged = (loss(pair(*ratios), label_smoothing=0.0)[0] for ratios in (USUAL, (USUAL[1], USUAL[0])))
     smoothed, _ = loss(pair(*USUAL), label_smoothing=e)
     is_robust = loss.loss_type == "robust"
     right = ((1 - e) * plain - e * exchanged) / (1 - 2 * e) if is_robust else (1 - e) * plain + e * exchanged
