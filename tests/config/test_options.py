@@ -117,7 +117,7 @@ ENUMERATIONS = [
     *[(name, choices(name), base) for name, base in {
         "sft.loss_type": SFT,
         "dpo.f_divergence_type": DPO,
-        "grpo.loss_type": [*FAR, "--grpo.micro_batch_size=2"],
+        "grpo.loss_type": [*FAR, "--grpo.micro_batch_size=2", "--grpo.epsilon_high=1.5"],  # cispo needs 1 or more
         "grpo.importance_sampling_level": [*FAR, "--grpo.beta=0.5"],
         "grpo.kl_estimator": [*FAR, "--grpo.beta=0.5"],
         "grpo.scale_rewards": GRPO,
