@@ -65,7 +65,7 @@ WARMUP = 1  # untimed steps per side
 TRL_SIDES = {"TRL": True, "TRL, as installed": False}  # whether TRL scores only completions
 SIDES = ("minivlmrl", *TRL_SIDES)
 PARTS = ("sampling", "reference", "forward", "backward", "update", "rest")
-TOLERANCE = 1e-4  # nats
+TOLERANCE = 5e-4  # nats; half a billion parameters differ by 1e-4
 
 
 def distinct_characters(completions: list[str], **columns) -> list[float]:

@@ -49,7 +49,7 @@ def compare(results: dict, name: str, other: str, kind: str, draws: int = 2000) 
 
 COMPARED = (
     ("grpo", "sft", "sum"), ("grpo", "more sft", "sum"), ("more sft", "sft", "sum"), ("grpo", "sft", "digit"),
-    ("more sft", "sft", "digit"),
+    ("more sft", "sft", "digit"), ("sft on the sums", "grpo", "sum"),
 )  # fmt: skip
 EARLIER = (
     ("grpo", "more sft", "sum"), ("late grpo", "more sft", "sum"), ("late grpo", "late more sft", "sum"),

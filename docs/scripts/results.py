@@ -60,7 +60,7 @@ def learning_rows() -> list[str]:
 def speed_rows() -> list[str]:
     """Return the table rows about a GRPO step: CPU seconds, and TRL's relative to minivlmrl's, also per part."""
     rows = []
-    for case in read("grpo_step")["cases"]:
+    for case in (*read("grpo_step")["cases"], *read("grpo_step_0_5b")["cases"]):
         ours, trl, installed = (case["sides"][side] for side in ("minivlmrl", "TRL", "TRL, as installed"))
         cells = [f"{case[name]}" for name in ("prompt_tokens", "prompts", "new_tokens")]
         cells += [f"{case['skipped']:.0%}", f"{ours['step']:.2f}", f"{trl['step']:.2f}"]
