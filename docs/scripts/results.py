@@ -5,6 +5,7 @@ python -m docs.scripts.make_pages    # after benchmarks/learning.py, grpo_step.p
 
 import json
 import math
+from itertools import chain
 
 from benchmarks.learning import PLAN
 from docs.scripts.it_learns import read, write_tables
@@ -60,7 +61,8 @@ def learning_rows() -> list[str]:
 def speed_rows() -> list[str]:
     """Return the table rows about a GRPO step: CPU seconds, and TRL's relative to minivlmrl's, also per part."""
     rows = []
-    for case in (*read("grpo_step")["cases"], *read("grpo_step_0_5b")["cases"]):
+    files = "grpo_step", "grpo_step_512", "grpo_step_0_5b"
+    for case in chain.from_iterable(read(file)["cases"] for file in files):
         ours, trl, installed = (case["sides"][side] for side in ("minivlmrl", "TRL", "TRL, as installed"))
         cells = [f"{case[name]}" for name in ("prompt_tokens", "prompts", "new_tokens")]
         cells += [f"{case['skipped']:.0%}", f"{ours['step']:.2f}", f"{trl['step']:.2f}"]
