@@ -1,6 +1,7 @@
 """Test that ranks wait for slow work, but not for a rank that has ended, and not forever for a rank that hangs."""
 
 import os
+import signal
 import threading
 import time
 from datetime import timedelta
@@ -112,6 +113,7 @@ def test_a_rank_that_hangs_in_training_is_named(monkeypatch, no_torchrun):
 
     def begin(world):
         if world.rank == 1:  # rank 1 answers no rank until both other ranks have given up
+            signal.alarm(60)  # they write nothing if they fail
             for _ in range(2):
                 os.read(answered, 1)
             os._exit(9)
