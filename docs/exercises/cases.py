@@ -127,7 +127,7 @@ def _(smart_resize):
         "you divide by STD before you subtract MEAN": (
             "(pixels.astype(np.float32) - MEAN) / STD", "pixels.astype(np.float32) / STD - MEAN"
         ),
-        "you return w before h": ("-1)), h, w", "-1)), w, h"),
+        "you return w before h": ("patches, h, w", "patches, w, h"),
         "you exchanged the sides in `resize`; PIL's sizes are (width, height)":
             ("resize((width, height)", "resize((height, width)"),
         "your second frame is empty; it is equal to the first": ("[pixels, pixels]", "[pixels, 0 * pixels]"),

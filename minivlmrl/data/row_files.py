@@ -8,6 +8,7 @@ import functools
 import json
 import re
 import shlex
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Mapping
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -125,7 +126,7 @@ def read_text(path: Path) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        if b"\0" in content:
+        if b"\0" in content and content[:2] not in (BOM_UTF16_LE, BOM_UTF16_BE):
             raise UserError(
                 f"{path}: this is no file of rows, because it is not a text; rows are JSON or parquet"
             ) from None

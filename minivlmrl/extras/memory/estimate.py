@@ -49,8 +49,8 @@ from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
 RESERVE = 3 * GB  # memory for CUDA context, NCCL buffers and fragmentation
-# bytes per logit while sampling: logit and probability in float32, two int64 values
-DRAW_BYTES = 24
+# bytes per logit while sampling: logit, probability and scaled probability in float32, an int64 value
+DRAW_BYTES = 20
 FILTER_BYTES = 37  # the same with filters, which sort the scores
 TYPICAL_ROWS = (RowSize(),)  # row sizes for estimates without a dataset
 
