@@ -12,7 +12,6 @@ import argparse
 import importlib.util
 import itertools
 import json
-import math
 import random
 import re
 import shutil
@@ -24,7 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from types import ModuleType
 from typing import NamedTuple
 
@@ -34,14 +33,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import minimal  # noqa: E402
 from benchmarks import common  # noqa: E402
+from docs.scripts.it_learns import chart  # noqa: E402
+from docs.scripts.picture import BLUES, ORANGES, Picture  # noqa: E402
+from minivlmrl.extras.compare import difference  # noqa: E402
 
 FOLDER = ROOT / "docs" / "papers"
 CURVES = ROOT / "docs" / "curves" / "papers.json"
-BUILT_IN = FOLDER / "curves.json"  # {method: {seed: [accuracy after 0, 20, 40, 60 steps]}}
 STEPS, EVERY, SEEDS = 48, 16, 5
 REUSE = 16  # steps for which a copy of the model samples
 SAMPLES = 384  # answers of an evaluation
-QUANTILE = 2.776  # of Student's t, for a 95 % interval over SEEDS differences
 
 
 # ---- rows; `completions` are what the model imitates before a method starts
@@ -51,23 +51,22 @@ def answer(name: str) -> str:
     return f"<answer>{name}</answer>"
 
 
-def next_name(place=None, usual: int = 1, share: float = 0.4, before: int = 0, after: int = 0, equal: float = 0.0):
+def next_name(place=None, usual: int = 1, share: float = 0.4, before: int = 0, equal: float = 0.0):
     """Ask for the next of six names.
 
     Args:
         place: place of the name in the question, None = random.
         usual, share: name that a share of the completions have, 1 = the right one; the others have a random one.
-        before, after: words before the answer, and after half of the answers.
+        before: words before the answer.
         equal: share of questions to which all answers are right.
     """
     place = random.randrange(6) if place is None else place
     names = [*minimal.COLORS][place:] + [*minimal.COLORS][:place]
-    row = {"images": [], "problem": names[0], "solution": names[1], "wrong": names[2], "completions": []}
+    row = {"images": [], "problem": names[0], "solution": names[1], "completions": []}
     for _ in range(16):
         words = "".join(f" {name}" for name in random.choices(names, k=before))
         name = names[usual] if random.random() < share else random.choice(names)
-        more = " red" * random.choice([0, after])
-        row["completions"].append(words + answer(name) + more)
+        row["completions"].append(words + answer(name))
     if random.random() < equal:
         row |= {"problem": "What is it?", "solution": ""}
     return row
@@ -99,7 +98,6 @@ class Task:
     options: dict = field(default_factory=dict)
     tested: dict = field(default_factory=dict)  # arguments of `row` for held-out rows
     places: int = 6  # number of held-out rows
-    more: tuple[str, ...] = ()  # what is measured beside the success
 
 
 SIZES = {"max_steps": STEPS, "prompts_per_step": 4, "num_generations": 16, "learning_rate": 1e-3, "warmup_steps": 5}
@@ -110,13 +108,9 @@ TASKS = {
         "first, a wrong name is usual.",
         next_name, {"before": 4, "usual": 3, "share": 0.6},
     ),
-    "words": Task(
-        "The model names the next of six colors; half of its answers go on with twelve words, which earn nothing.",
-        next_name, {"after": 12}, {"max_new_tokens": 20, "learning_rate": 3e-4}, more=("words after a wrong answer",),
-    ),
     "equal": Task(
         "The model names the next of six colors; to three of four questions, every answer is right.",
-        next_name, {"equal": 0.75}, tested={"equal": 0.0}, more=("sampled prompts",),
+        next_name, {"equal": 0.75}, tested={"equal": 0.0},
     ),
     "taught": Task(
         "The model names the next of six colors; at first, a wrong name is usual. Its teacher learned the right ones.",
@@ -131,14 +125,11 @@ TASKS = {
 
 
 class Claim(NamedTuple):
-    """What is compared after the last step; it shows if a 95 % interval over seeds is above `least`."""
+    """What is compared after the last step; it shows if a 95 % interval over seeds is above 0."""
 
     task: str
     base: str  # method to compare with
     text: str
-    value: str = "success"
-    sign: int = 1  # -1: lower is better
-    least: float = 0.0
 
 
 CLAIMS = {
@@ -146,14 +137,10 @@ CLAIMS = {
     "gspo": Claim("used", "several_steps", "with one ratio per completion, used samples teach more"),
     "dppo": Claim("used", "several_steps", "with a limit for probabilities, used samples teach more"),
     "cispo": Claim("used", "several_steps", "with a clipped weight, used samples teach more"),
-    "dr_grpo": Claim("words", "grpo", "wrong answers stay shorter", "words after a wrong answer", -1),
     "dapo": Claim("equal", "grpo", "new prompts for equal rewards make more of each step"),
     "opd": Claim("taught", "grpo", "a teacher teaches more than rewards"),
     "papo": Claim("picture", "grpo", "a term for looking makes more answers right"),
 }
-# pages without such a task: accuracy in the built-in task, measured once at the commit OLD
-OLD = "9091b662"
-BASES = {"rloo": "grpo", "ppo": "grpo", "mpo": "dpo", "kto": "dpo", "reference": "grpo"}
 # pages apply in this order
 # {page: parts of minimal.py that it changes}; pages with different parts apply together
 PARTS = {
@@ -173,24 +160,17 @@ PARTS = {
     "lora": {"weights"},
 }
 NAMES = {
-    "grpo": "GRPO",
-    "dpo": "DPO",
     "unclipped": "no clip",
     "several_steps": "several steps",
-    "gspo": "GSPO",
-    "dapo": "DAPO",
     "dr_grpo": "Dr. GRPO",
-    "cispo": "CISPO",
-    "rloo": "RLOO",
-    "ppo": "PPO",
-    "mpo": "MPO",
-    "kto": "KTO",
     "reference": "moving reference",
     "lora": "LoRA",
     "opd": "on-policy distillation",
-    "papo": "PAPO",
-    "dppo": "DPPO",
 }
+
+
+def name_of(method: str) -> str:
+    return NAMES.get(method, method.upper())
 
 
 def pages_of(method: str) -> list[str]:
@@ -252,8 +232,8 @@ def train_sft(task: Task, folder: Path):
     module.save(model, folder)
 
 
-def measure(task_name: str, method: str, seed: int, cache: Path) -> dict[str, list[float]]:
-    """Train a method on a task; return what was measured after 0, EVERY, 2 * EVERY, ... steps."""
+def measure(task_name: str, method: str, seed: int, cache: Path) -> list[float]:
+    """Train a method on a task; return the success after 0, EVERY, 2 * EVERY, ... steps."""
     task = TASKS[task_name]
     changes = {"step % 4 == 0": f"step % {REUSE} == 0"}
     if method == "unclipped":
@@ -272,150 +252,77 @@ def measure(task_name: str, method: str, seed: int, cache: Path) -> dict[str, li
     rows = [task.row(**task.begin) for _ in range(512)]
     model = module.load(folder)
     options = argparse.Namespace(**SIZES | task.options, reward=is_right)
-    curves = {}
-    sample = module.sample
-    sampled = []  # one entry a prompt
-
-    def count(*arguments):
-        sampled.append(1)
-        return sample(*arguments)
+    curve = []
 
     def report(stage, step, max_steps, metrics):
         if step % EVERY == 0:
             with torch.random.fork_rng(), torch.no_grad():  # evaluations do not change the run's random numbers
                 torch.manual_seed(seed)
-                values = evaluate(module, sample, model, held_out, options.max_new_tokens)
-            for name, value in (values | {"sampled prompts": len(sampled)}).items():
-                if name in ("success", *task.more):
-                    curves.setdefault(name, []).append(round(value, 4))
+                curve.append(round(success(module, model, held_out, options.max_new_tokens), 4))
 
-    module.sample, module.report = count, report
+    module.report = report
     report(None, 0, STEPS, [])
     module.train(model, rows, module.grpo, options)
-    return curves
+    return curve
 
 
-def evaluate(module: ModuleType, sample: Callable, model, rows: list[dict], max_new_tokens: int) -> dict[str, float]:
-    """Return the success on some rows and, for rows without a picture, the words after a wrong answer."""
-    right, words = [], []
+def success(module: ModuleType, model, rows: list[dict], max_new_tokens: int) -> float:
+    """Return the share of right answers to some rows."""
+    right = []
     for row in rows:
         prompt = module.make_prompt(model, row)
-        texts = module.decode(model, *sample(model, prompt, SAMPLES // len(rows), max_new_tokens))
+        texts = module.decode(model, *module.sample(model, prompt, SAMPLES // len(rows), max_new_tokens))
         right += [is_right(text, row["solution"]) for text in texts]
-        if "wrong" in row:  # the model goes on after a wrong answer
-            ids = torch.tensor(module.to_ids(model.tokenizer, answer(row["wrong"])))
-            positions = (torch.arange(len(ids)) + prompt.positions.max() + 1).expand(3, -1)
-            ids, positions = torch.cat([prompt.ids, ids]), torch.cat([prompt.positions, positions], 1)
-            prompt = module.Prompt(ids, positions, [])
-            texts = module.decode(model, *sample(model, prompt, SAMPLES // len(rows), max_new_tokens))
-            words += [text.count(" red") for text in texts]
-    return {"success": mean(right)} | ({"words after a wrong answer": mean(words)} if words else {})
+    return mean(right)
 
 
 # ---- pictures and pages
 
 
-WIDTH, HEIGHT, LEFT, TOP = 420, 230, 40, 14
-STYLE = """<style>text{font:12px sans-serif;fill:#555} .grid{stroke:#8884} path{fill:none;stroke-width:2}
-.base{stroke:#888;fill:#888} .page{stroke:#4051b5;fill:#4051b5} .band{stroke:none;opacity:.18}
-@media (prefers-color-scheme:dark){text{fill:#bbb} .page{stroke:#8c9eff;fill:#8c9eff}}</style>"""
-
-
-class Compared(NamedTuple):
-    """Curves of a page and of the method that it is compared with, [seed][point]."""
-
-    base: str
-    value: str
-    every: int  # steps between points
-    ours: list[list[float]]
-    theirs: list[list[float]]
-
-    def differences(self) -> list[float]:
-        return [a[-1] - b[-1] for a, b in zip(self.ours, self.theirs, strict=True)]
-
-
-def compared(page: str, results: dict, built_in: dict) -> Compared | None:
-    """Return what was measured for a page with both methods, None if a run is missing."""
-    if page in BASES:
-        seeds = sorted(built_in[page].keys() & built_in[BASES[page]].keys(), key=int)
-        runs = [[built_in[method][seed] for seed in seeds] for method in (page, BASES[page])]
-        return Compared(BASES[page], "accuracy", 20, *runs)
+def compared(page: str, results: dict) -> tuple[list, list] | None:
+    """Return a page's curves and those without it, a list per seed; None if a run is missing."""
     if page not in CLAIMS:
         return None
     claim = CLAIMS[page]
     found = results.get("runs", {}).get(claim.task, {})
-    seeds = sorted(found.get(page, {}).keys() & found.get(claim.base, {}).keys(), key=int)
+    ours, theirs = found.get(page, {}), found.get(claim.base, {})
+    seeds = sorted(ours.keys() & theirs.keys(), key=int)
     if len(seeds) < SEEDS:
         return None
-    runs = [[found[method][seed][claim.value] for seed in seeds] for method in (page, claim.base)]
-    return Compared(claim.base, claim.value, EVERY, *runs)
+    return [ours[seed]["success"] for seed in seeds], [theirs[seed]["success"] for seed in seeds]
 
 
-def line(runs: list[list[float]], kind: str, top: float) -> list[str]:
-    """Draw the mean over runs, and a band from minimum to maximum."""
-    points = range(len(runs[0]))
-    x = [LEFT + (WIDTH - LEFT - 10) * i / (len(points) - 1) for i in points]
-    y = [[TOP + (HEIGHT - TOP - 30) * (1 - run[i] / top) for run in runs] for i in points]
-    upper = " ".join(f"{x[i]:.1f},{min(y[i]):.1f}" for i in points)
-    lower = " ".join(f"{x[i]:.1f},{max(y[i]):.1f}" for i in reversed(points))
-    middle = " L".join(f"{x[i]:.1f},{mean(y[i]):.1f}" for i in points)
-    return [
-        f'<polygon class="{kind} band" points="{upper} {lower}"/>',
-        f'<path class="{kind}" style="fill:none" d="M{middle}"/>',
-    ]
+def picture(page: str, ours: list, theirs: list) -> str:
+    """Draw a page's curves and those without it."""
+    drawn = Picture(400, 320, f"Success with {name_of(page)}")
+    steps = range(0, STEPS + 1, EVERY)
+    curves = []
+    for x, method, colors, runs in ((60, CLAIMS[page].base, ORANGES, theirs), (220, page, BLUES, ours)):
+        drawn.text(x, 32, name_of(method), 15, colors[0], "start", bold=True)
+        curves += [(steps, run, colors[1], 1) for run in runs]
+        curves.append((steps, [mean(values) for values in zip(*runs, strict=True)], colors[0], 4))
+    chart(drawn, 60, STEPS, "GRPO steps", curves)
+    return drawn.svg()
 
 
-def picture(page: str, found: Compared) -> str:
-    """Draw a page's curves and those that it is compared with."""
-    bottom = HEIGHT - 30
-    highest = max(value for run in found.ours + found.theirs for value in run)
-    top = 1 if highest <= 1 else 4 * math.ceil(highest / 4)
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}">', STYLE]
-    for share in (0, 0.5, 1):
-        height = TOP + (bottom - TOP) * (1 - share)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 10}" y1="{height}" y2="{height}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{height + 4}" text-anchor="end">{share * top:g}</text>')
-    last = len(found.ours[0]) - 1
-    for i in range(last + 1):
-        x = LEFT + (WIDTH - LEFT - 10) * i / last
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 12}" text-anchor="middle">{i * found.every}</text>')
-    for name, runs, kind, y in (
-        (found.base, found.theirs, "base", bottom - 8),
-        (page, found.ours, "page", bottom - 26),
-    ):
-        parts += line(runs, kind, top)
-        parts.append(f'<rect class="{kind}" x="{WIDTH - 170}" y="{y - 7}" width="14" height="3"/>')
-        parts.append(f'<text x="{WIDTH - 150}" y="{y}">{NAMES[name]}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def verdict(page: str, found: Compared) -> tuple[str, str]:
+def verdict(page: str, ours: list, theirs: list) -> tuple[str, str]:
     """Return the numbers of a comparison, and whether the page's claim shows."""
-    ours, theirs = (mean(run[-1] for run in runs) for runs in (found.ours, found.theirs))
-    gaps = found.differences()
-    half = QUANTILE * stdev(gaps) / math.sqrt(len(gaps))
-    low, high = mean(gaps) - half, mean(gaps) + half
-    numbers = f"{ours:.2f} against {theirs:.2f} with {NAMES[found.base]} ({low:+.2f} to {high:+.2f})"
-    if page in BASES:
-        return numbers, ""
-    sign = CLAIMS[page].sign
-    worst, best = sorted((sign * low, sign * high))
-    return numbers, "shows" if worst > 0 else "does the opposite" if best < 0 else "does not show"
+    ends = [(without[-1], run[-1]) for run, without in zip(ours, theirs, strict=True)]
+    gap, half = difference(ends)
+    low, high = gap - half, gap + half
+    without, with_page = map(mean, zip(*ends, strict=True))
+    base = name_of(CLAIMS[page].base)
+    numbers = f"{with_page:.2f} against {without:.2f} with {base} ({low:+.2f} to {high:+.2f})"
+    return numbers, "shows" if low > 0 else "does the opposite" if high < 0 else "does not show"
 
 
-def ending(page: str, found: Compared | None) -> str:
+def ending(page: str, ours: list, theirs: list) -> str:
     """Return the text to write after a page's diff."""
-    if found is None:
-        return ""
-    steps = found.every * (len(found.ours[0]) - 1)
-    alt = f"{found.value.capitalize()} over {steps} steps: {NAMES[page]} and {NAMES[found.base]}"
-    numbers, shown = verdict(page, found)
-    if page in BASES:
-        text = f"Accuracy in the built-in task, measured at {OLD}: {numbers}."
-    else:
-        claim = CLAIMS[page]
-        text = f"{TASKS[claim.task].text} The claim that {claim.text} **{shown}** here. {found.value.capitalize()} "
-        text += f"after {STEPS} steps: {numbers}."
+    claim = CLAIMS[page]
+    alt = f"Success over {STEPS} steps: {name_of(page)} and {name_of(claim.base)}"
+    numbers, shown = verdict(page, ours, theirs)
+    text = f"{TASKS[claim.task].text} The claim that {claim.text} **{shown}** here. Success "
+    text += f"after {STEPS} steps: {numbers}."
     return f"\n[![{alt}]({page}.svg)](README.md#pages-and-results)\n\n{textwrap.fill(text, 120)}\n"
 
 
@@ -424,26 +331,22 @@ def changed_lines(page: str) -> int:
     return len(re.findall(r"^[+-](?!\+\+ |-- )", (FOLDER / f"{page}.md").read_text().partition("```diff\n")[2], re.M))
 
 
-def table(results: dict, built_in: dict) -> str:
+def table(results: dict) -> str:
     rows = []
     for page in PARTS:
-        found = compared(page, results, built_in)
-        numbers, shown = verdict(page, found) if found else ("", "")
-        task = (
-            CLAIMS[page].text
-            if page in CLAIMS
-            else f"accuracy in the built-in task at {OLD}"
-            if found
-            else "not measured"
-        )
+        found = compared(page, results)
+        numbers, shown = verdict(page, *found) if found else ("", "")
+        task = CLAIMS[page].text if page in CLAIMS else "not measured"
         parts = ", ".join(sorted(PARTS[page]))
-        rows.append(f"| [{NAMES[page]}]({page}.md) | {changed_lines(page)} | {parts} | {task} | {shown} | {numbers} |")
+        rows.append(
+            f"| [{name_of(page)}]({page}.md) | {changed_lines(page)} | {parts} | {task} | {shown} | {numbers} |"
+        )
     return (
         f"""## Pages and results
 
 A page's claim meets a tiny task in which it could be seen. The criterion was written before the runs (4fc72e34,
 distillation 6339e838): after {STEPS} steps, the 95 % interval of the paired difference over {SEEDS} seeds is above
-0, or below it for words. A tiny task does not show which method is better for your model.
+0. A tiny task does not show which method is better for your model.
 
 | page | changed lines | changed parts | claim | here | with the page, and without (95 % interval of the difference) |
 |---|---|---|---|---|---|
@@ -456,18 +359,18 @@ distillation 6339e838): after {STEPS} steps, the 95 % interval of the paired dif
     )
 
 
-def written(results: dict, built_in: dict) -> dict[str, str]:
+def written(results: dict) -> dict[str, str]:
     """Return {file in docs/papers: text} for all pages with their endings, and pictures."""
     texts = {}
     for page in PARTS:
-        found = compared(page, results, built_in)
+        found = compared(page, results)
         text = (FOLDER / f"{page}.md").read_text()
         diff_end = text.index("\n```\n", text.index("```diff\n")) + len("\n```\n")
-        texts[f"{page}.md"] = text[:diff_end] + ending(page, found)
+        texts[f"{page}.md"] = text[:diff_end] + (ending(page, *found) if found else "")
         if found:
-            texts[f"{page}.svg"] = picture(page, found)
+            texts[f"{page}.svg"] = picture(page, *found)
     readme = (FOLDER / "README.md").read_text()
-    texts["README.md"] = readme.partition("## Pages and results")[0] + table(results, built_in)
+    texts["README.md"] = readme.partition("## Pages and results")[0] + table(results)
     return texts
 
 
@@ -489,14 +392,15 @@ def main():
         if str(seed) in read(CURVES).get("runs", {}).get(task, {}).get(method, {}):
             continue
         begun = time.process_time()
-        curves = measure(task, method, seed, options.cache)
-        curves |= {"cpu_seconds": round(time.process_time() - begun, 1), "commit": commit}
-        print(f"{task}, {method}, seed {seed}: {curves}", flush=True)
+        curve = measure(task, method, seed, options.cache)
+        seconds = round(time.process_time() - begun, 1)
+        run = {"success": curve, "cpu_seconds": seconds, "commit": commit}
+        print(f"{task}, {method}, seed {seed}: {run}", flush=True)
         results = read(CURVES) or {"runs": {}}  # read again, because another process may have added a run
-        results["runs"].setdefault(task, {}).setdefault(method, {})[str(seed)] = curves
+        results["runs"].setdefault(task, {}).setdefault(method, {})[str(seed)] = run
         results["about"] = common.provenance()
         CURVES.write_text(re.sub(r"\s+(?=[^][]*])", " ", json.dumps(results, indent=1)) + "\n")  # lists on one line
-    for name, text in written(read(CURVES), read(BUILT_IN)).items():
+    for name, text in written(read(CURVES)).items():
         (FOLDER / name).write_text(text)
 
 
