@@ -1,6 +1,7 @@
 """Train recipes/look.yaml: GRPO beside more SFT from the same model, several seeds, and controls.
 
     python benchmarks/look.py vlm work --json docs/curves/look.json    # two hours on one core
+    python benchmarks/look.py vlm work --signs --seeds 0 1 --json docs/curves/look_signs.json
 
 `vlm` is a folder written by recipes/from_text_model.py, as recipes/look.yaml says. `work` keeps all outputs, and
 finished runs are not repeated. All runs but two start from the model after the recipe's SFT. More SFT gets the CPU time
@@ -22,12 +23,20 @@ GRPO, 0.57 after more SFT), because the loss of SFT was still 0.4. With 72 furth
 two seeds of GRPO and one of more SFT met it. The recipe now has one schedule of 132 steps. Before its first run: the
 criterion stays, and seeds 0, 1, 2, ... of both arms are run, alternating, as many as the time allows. After them, SFT
 on the sums was added, as an upper bound: it sees the right sums from which GRPO's rewards come.
+
+With --signs, SFT demonstrates digits, sums, differences and the larger of two, and GRPO rewards only sums and the
+larger. Differences are held out. Arm "signs" answers at once, and "aloud" first writes the problem in numbers.
+Criterion, before the first of these runs: what GRPO teaches transfers if GRPO minus its start is above 0 on 160
+differences, and so is its 95 % interval (bootstrap over seeds and rows). Reading aloud helps if the same holds for
+aloud minus signs, both after GRPO.
 """
 
+import argparse
 import json
 import shutil
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,6 +67,8 @@ RUNS = {
     "random decoder": ["--stages=[sft]", "--eval_steps=44"],
 }  # fmt: skip
 SEEDED = "grpo", "more sft"  # runs with all seeds
+# {arm of --signs: options}
+ARMS = {"signs": [], "aloud": ["--data.answer_format=last_line", "--sampling.max_new_tokens=12"]}
 
 
 def write_random_decoder(model: Path, folder: Path):
@@ -67,13 +78,13 @@ def write_random_decoder(model: Path, folder: Path):
         save_model(folder, *random_model(model / "config.json", tokenizer, 0))
 
 
-def run(model: Path, work: Path, name: str, seed: int) -> dict:
+def run(model: Path, work: Path, name: str, seed: int, *more: str) -> dict:
     """Train a model and answer look_eval.jsonl unless its folder is complete; return curves, answers and cost."""
     folder = work / f"{name.replace(' ', '_')}_{seed}"
     rows, answers = work / "look_eval.jsonl", folder / "answers.jsonl"
     files = [f"--data.{kind}_file={work / f'look_{kind}.jsonl'}" for kind in ("train", "eval")]
     files.append(f"--data.files={{sft: {work / 'look_demonstrations.jsonl'}}}")
-    options = [f"--seed={seed}", "--state_minutes=5", "--resume=auto", *files, *RUNS[name]]
+    options = [f"--seed={seed}", "--state_minutes=5", "--resume=auto", *files, *RUNS[name], *more]
     if name == "sft on the sums":
         lines = [row | {"completion": row["solution"]} for row in common.read_lines(work / "look_train.jsonl")]
         (work / "look_sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -84,27 +95,47 @@ def run(model: Path, work: Path, name: str, seed: int) -> dict:
         common.call([*command, "--num_threads=1"])
     if name != "sft":
         shutil.rmtree(folder / "checkpoint", ignore_errors=True)  # 2.5 GB
-    right = defaultdict(str)
+    right, solutions = defaultdict(str), defaultdict(Counter)
     for row, line in zip(common.read_lines(rows), common.read_lines(answers), strict=True):
         right[row["kind"]] += f"{line['answers'][0]['rewards']['accuracy']:.0f}"
-    return {"run": name, "seed": seed, "right": right, **curves}
+        solutions[row["kind"]][row["solution"]] += 1
+    most_frequent = {kind: max(counts.values()) / counts.total() for kind, counts in solutions.items()}
+    return {"run": name, "seed": seed, "right": right, "most_frequent": most_frequent, **curves}
+
+
+def signs(options: argparse.Namespace) -> Iterator[dict]:
+    """Run the arms of --signs."""
+    for arm, changes in ARMS.items():
+        work = options.work / arm
+        look.main(work, signs=True, aloud=arm == "aloud")
+        yield {"arm": arm, **run(options.model, work, "sft", 0, *changes)}
+        for seed in options.seeds:
+            yield {"arm": arm, **run(work / "sft_0/checkpoint", work, "grpo", seed, *changes)}
+
+
+def sums(options: argparse.Namespace) -> Iterator[dict]:
+    """Run GRPO, more SFT and the controls."""
+    work = options.work
+    look.main(work)
+    start = work / "sft_0/checkpoint"
+    yield run(options.model, work, "sft", 0)
+    for seed in options.seeds:
+        for name in SEEDED:
+            yield run(start, work, name, seed)
+    yield run(start, work, "sft on the sums", 0)
+    yield run(start, work, "shuffled rewards", 0)
+    write_random_decoder(options.model, work / "random_decoder")
+    yield run(work / "random_decoder", work, "random decoder", 0)
 
 
 def main():
     parser = common.study_options(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--signs", action="store_true")
     options = parser.parse_args()
-    work = options.work
-    look.main(work)
-    starts = dict.fromkeys(RUNS, work / "sft_0/checkpoint")
-    starts |= {"sft": options.model, "random decoder": work / "random_decoder"}
-    sums = Counter(row["solution"] for row in common.read_lines(work / "look_eval.jsonl") if row["kind"] == "sum")
-    results = {**common.provenance(), "most_frequent_sum": max(sums.values()) / sums.total(), "runs": []}
-    seeded = [(name, seed) for seed in options.seeds for name in SEEDED]
-    for name, seed in [("sft", 0), *seeded, ("sft on the sums", 0), ("shuffled rewards", 0), ("random decoder", 0)]:
-        if name == "random decoder":
-            write_random_decoder(options.model, starts[name])
-        results["runs"].append(run(starts[name], work, name, seed))
+    results = {**common.provenance(), "runs": []}
+    for result in (signs if options.signs else sums)(options):
+        results["runs"].append(result)
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 

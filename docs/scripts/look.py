@@ -26,8 +26,8 @@ def accuracy_rows(results: dict) -> list[str]:
         greedy = " -> ".join(f"{value:.3f}" for value in run["greedy"])
         cells = [run["run"], str(run["seed"]), greedy, *(f"{share(run['right'][kind]):.3f}" for kind in KINDS)]
         rows.append(f"| {' | '.join([*cells, str(run['cpu_seconds'])])} |")
-    if "most_frequent_sum" in results:
-        rows.append(f"| the most frequent sum | | | {results['most_frequent_sum']:.3f} | | | | |")
+    if "most_frequent" in results["runs"][0]:
+        rows.append(f"| the most frequent sum | | | {results['runs'][0]['most_frequent']['sum']:.3f} | | | | |")
     return rows
 
 
