@@ -29,7 +29,7 @@ from tests.helpers.stages import alone, folder, lively, loss_calls, samples, scr
 # the slowest files run first, so that parallel workers finish at about the same time
 LONGEST_FILES = (
     "test_process_group", "test_states", "test_trl_steps", "test_audit", "test_memory", "test_out_of_memory",
-    "test_wait", "test_trajectories", "test_backend", "test_first_gpu_hour", "test_benchmarks", "test_wheel",
+    "test_wait", "test_trajectories", "test_backend", "test_benchmarks", "test_wheel",
 )  # fmt: skip
 
 
