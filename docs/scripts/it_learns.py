@@ -15,7 +15,7 @@ from recipes.sums import TRAINED
 PAGE = DOCS / "it_learns.md"
 COLORS = {"minivlmrl": BLUES, "TRL": ORANGES}
 BESIDE = {"accuracy": ".3f", "cpu_seconds": ".0f", "peak_gib": ".1f"}  # value of a step: format
-EVERY = 4  # steps between rows of the table beside TRL
+EVERY = {"sums_beside_trl": 4, "same_curve": 40}  # steps between rows of the tables beside TRL
 TOP, BOTTOM, WIDTH = 60, 260, 290  # chart edges in pixels
 
 
@@ -92,6 +92,8 @@ def same_curve_rows(results: dict) -> list[str]:
     """Return the table rows that compare both trainers."""
     rows = []
     for number, step in enumerate(results["runs"][0]["steps"]):
+        if step % EVERY["same_curve"]:
+            continue
         cells = [str(step)]
         for value, digits in (("accuracy", 3), ("cpu_seconds", 0)):
             for side in COLORS:
@@ -157,9 +159,11 @@ def beside_rows(results: dict) -> list[str]:
     """Return the table rows about recipes/sums.yaml in both trainers."""
     runs = [next(run for run in results["runs"] if run["side"] == side) for side in COLORS]
     rows = []
-    for i in range(EVERY - 1, len(runs[0]["steps"]), EVERY):
+    for i, step in enumerate(runs[0]["steps"]):
+        if step % EVERY["sums_beside_trl"]:
+            continue
         cells = [f"{run[value][i]:{form}}" for value, form in BESIDE.items() for run in runs]
-        rows.append(f"| {runs[0]['steps'][i]} | {' | '.join(cells)} |")
+        rows.append(f"| {step} | {' | '.join(cells)} |")
     return rows
 
 
