@@ -8,7 +8,6 @@ from docs.scripts.picture import DOCS
 TABLE = DOCS.parent / "minivlmrl" / "extras" / "names.csv"
 SECTIONS = {  # {title: projects in names.csv}
     "From TRL": ["TRL"],
-    "From TRL's DPOTrainer and PPOTrainer": ["TRL's DPO and PPO"],
     "From VLM-R1 and ms-swift": ["VLM-R1", "ms-swift"],
     "From EasyR1 and verl": ["EasyR1 or verl"],
 }
