@@ -1,6 +1,6 @@
 """Draw the curves in docs/it_learns.md, and write its tables from the JSON files in docs/curves.
 
-python -m docs.scripts.make_pages    # after benchmarks/same_curve.py, sums.py, trl_sums.py, clothes.py or two_steps.py
+python -m docs.scripts.make_pages    # after benchmarks/same_curve.py, sums.py, trl_sums.py or two_steps.py
 """
 
 import json
@@ -124,17 +124,6 @@ def sums_rows(results: dict) -> list[str]:
     return rows
 
 
-def clothes_rows(results: dict) -> list[str]:
-    """Return the table rows about clothes: accuracy after a run, per seed."""
-    rows = []
-    for name in dict.fromkeys(run["run"] for run in results["runs"]):
-        runs = [run for run in results["runs"] if run["run"] == name]
-        cells = [", ".join(f"{run[way][-1]:.3f}" for run in runs) for way in ("sampled", "greedy")]
-        cells.append(", ".join(str(run["seconds"]) for run in runs))
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-    return rows
-
-
 def kind_rows(results: dict) -> list[str]:
     """Return the table rows about kinds of problems in the first run, and about other questions."""
     before, after = results["before"], results["runs"][0]
@@ -174,7 +163,6 @@ TABLES = {  # {first heading cell: rows}
     "kind": lambda: kind_rows(read("sums")),
     "step": lambda: beside_rows(read("sums_beside_trl")),
     "two steps": lambda: two_steps_rows(read("two_steps")),
-    "clothes": lambda: clothes_rows(read("clothes")),
 }
 PICTURES = {
     "images/same_curve.svg": lambda: draw_same_curve(read("same_curve")),

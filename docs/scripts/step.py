@@ -243,7 +243,7 @@ def choose_rows(model: minimal.QwenVL, options: Namespace, wanted: set[float]) -
 
 
 def page() -> str:
-    """Record a GRPO step on two images with four completions each, and return the page."""
+    """Record a GRPO step on two images with eight completions each, and return the page."""
     model = trained_model()
     rows = choose_rows(model, GRPO, {0.5, 1.5})
     film = Film()
