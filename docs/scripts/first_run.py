@@ -115,7 +115,7 @@ def chart(picture: Picture, moments: list[Moment]):
         picture.line([place(0, share), place(last_step, share)], FAINT, 2)
         picture.text(LEFT - 12, place(0, share)[1] + 7, f"{share:g}", 21, SOFT, "end")
     picture.line([place(0, CHANCE), place(last_step, CHANCE)], "#adb5bd", 2)
-    picture.text(RIGHT, place(0, CHANCE)[1] - 8, "chance", 21, SOFT, "end")
+    picture.text(RIGHT, place(0, CHANCE)[1] - 8, "guessing", 21, SOFT, "end")
     points = [place(moment.step, moment.accuracy) for moment in moments]
     widths = [f"{x - LEFT:g}" for x, _ in points]
     window = f"<rect x='{LEFT}' y='0' width='{RIGHT - LEFT}' height='{BOTTOM}'>{moving('width', widths)}</rect>"
