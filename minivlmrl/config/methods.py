@@ -1,4 +1,4 @@
-"""Published GRPO methods as options: `--method=gspo` sets those of GSPO, and later options override them."""
+"""Published GRPO methods as options: `--method=gspo` sets these, and later options override them."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from minivlmrl.errors import UserError, did_you_mean
 
 @dataclass
 class Method:
-    """A method of a paper, as options of the section `grpo`."""
+    """Published method: options in section `grpo`."""
 
     title: str
     paper: str  # arXiv number
@@ -41,7 +41,7 @@ METHODS = {
 
 
 def method_options(name: str) -> dict[str, Plain]:
-    """Return the options of a method: {"grpo.loss_type": "rloo"} for "rloo".
+    """Return method options: {"grpo.loss_type": "rloo"} for "rloo".
 
     Raises:
         UserError: unknown method.

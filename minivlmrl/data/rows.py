@@ -145,7 +145,7 @@ def random_numbers(key: str) -> numpy.random.Generator:
 
 
 def seed_user_code(key: str):
-    """Seed torch, numpy and random, from which stages, rewards and engines of users draw; minivlmrl does not."""
+    """Seed torch, numpy and random for stages, rewards and engines from users; minivlmrl does not draw from them."""
     seed = int(random_numbers(key).integers(2**32))
     random.seed(seed)
     numpy.random.seed(seed)

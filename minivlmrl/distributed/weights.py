@@ -145,7 +145,7 @@ def adapter_copies(model: VisionLanguageModel) -> AbstractContextManager[list[nn
 
 
 def copy_model(model: VisionLanguageModel, in_compute_dtype: bool = False) -> VisionLanguageModel:
-    """Copy a model, or this rank's shard; copies of unsharded models share frozen weights.
+    """Copy a model, or this rank's shard; unsharded copies share frozen weights.
 
     Args:
         in_compute_dtype: if True, copy a sharded model in its compute dtype.

@@ -33,7 +33,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        """Update all parameters that have a gradient."""
+        """Update all parameters with a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:

@@ -1,4 +1,4 @@
-"""Suggest options for unknown names, from the table names.csv, which also makes the tables of docs/coming_from.md.
+"""Suggest options for unknown names, from the table names.csv, which also makes the tables in docs/coming_from.md.
 
 A row of names.csv has names separated by spaces: `theirs`, and the options `ours`. As many options as names belong
 together in order, else all options belong to each name, and `grpo.*` stands for grpo.NAME.
@@ -20,7 +20,7 @@ class Answer(NamedTuple):
     """What the table says about one name."""
 
     name: str
-    project: str  # where the name is from, such as "TRL"; "removed" for an earlier option of minivlmrl
+    project: str  # where the name is from, such as "TRL"; "removed" for our earlier option
     options: list[str]  # what to use instead, such as ["grpo.beta"]
     note: str
 

@@ -66,7 +66,7 @@ class RewardTrainer(PairTrainer):
         save_value_model(folder / FOLDER, self.trained, self.processor, self.world, self.config.model.path, merge)
 
     def micro_batch(self, rows: Sequence[Row]) -> RewardBatch:
-        """Pack pairs of answers with their margins."""
+        """Pack answer pairs with their margins."""
         prompts, answers = last_windows(*self.encode(rows))
         group = pack_with_last_token(prompts, answers, self.policy.config, self.world.device)
         margin = torch.tensor([row.columns.get("margin") or 0.0 for row in rows], device=self.world.device)

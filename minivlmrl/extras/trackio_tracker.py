@@ -1,4 +1,4 @@
-"""Tracker `trackio`: send metrics to the project minivlmrl of Trackio. A resumed run appears as a new run."""
+"""Tracker `trackio`: send metrics to Trackio, project minivlmrl. A resumed run appears as a new run."""
 
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -83,7 +83,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         super().__init__(model, reward_funcs, args, *more_args, **kwargs)
 
     def _compute_loss(self, model, inputs: dict[str, Any]) -> Tensor:
-        """Compute the loss of a micro-batch, and log its metrics."""
+        """Compute the micro-batch loss, and log its metrics."""
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T)
         logps, entropies, aux_loss = self._score(model, inputs)
         parts = self.current_gradient_accumulation_steps if self.model.training else 1

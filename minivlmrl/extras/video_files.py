@@ -19,7 +19,7 @@ MIN_FRAMES, MAX_FRAMES = 4, 768  # default limits for the number of sampled fram
 
 
 def load(source: Source, folder, sampling: dict, frame_factor: int, defaults: dict | None) -> Video:
-    """Decode the sampled frames of a video."""
+    """Decode the sampled video frames."""
     name, file = open_source(source, folder)
     try:
         return sample(file, with_defaults(sampling, defaults) | {"frame_factor": frame_factor})
@@ -41,7 +41,7 @@ def outline(source: Source, folder, sampling: dict, frame_factor: int, defaults:
 
 
 def with_defaults(sampling: dict, defaults: dict | None) -> dict:
-    """Use the model's sampling options unless the user sets some."""
+    """Use model sampling options unless the user sets some."""
     return sampling if sampling.keys() & SAMPLING else (defaults or {}) | sampling
 
 

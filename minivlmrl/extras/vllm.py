@@ -303,7 +303,7 @@ class VLLMSampler(Sampler):
 
 
 def computed_dtype(model: VisionLanguageModel) -> torch.dtype:
-    """Return the dtype of the policy's forward pass."""
+    """Return the policy compute dtype."""
     sharding = getattr(model, "sharding", None)
     return sharding.compute_dtype if sharding else model.lm_head.weight.dtype
 
@@ -314,7 +314,7 @@ def is_news(record: logging.LogRecord) -> bool:
 
 
 def engine_dtype(sampling: SamplingOptions, policy_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of vLLM's weights."""
+    """Return the vLLM weight dtype."""
     return DTYPES.get(sampling.vllm.get("dtype", ""), policy_dtype)
 
 

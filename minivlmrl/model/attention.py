@@ -89,7 +89,7 @@ class PackedLayout:
 
         Returns:
             Token indices per prompt length: a matrix (prompts, P), then matrices (completions, C) with -1 at padding.
-            Per prompt length, a PromptSlots per matrix of completions, to align them with prompts.
+            Per prompt length, a PromptSlots per completion matrix, to align them with prompts.
         """
         blocks = []
         slots = []
@@ -118,7 +118,7 @@ class PackedLayout:
 
 
 def split_by_length(rows: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Split completions (prompt, start, length), so that lengths in a part differ by less than a factor of 2.
+    """Split completions (prompt, start, length), with lengths in a part within a factor 2.
 
     Return one part if it has little padding, and none if no completion has packed tokens.
     """

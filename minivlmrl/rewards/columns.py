@@ -117,6 +117,6 @@ def call_rewards(rewards: Sequence[Callable], columns: dict[str, list]) -> Tenso
             errors.append(error)
     for error in errors[1:]:
         errors[0].add_note(f"{user_code(error)}: {error}".removeprefix(": "))
-    if errors:  # name all rewards that fail
+    if errors:  # name all failed rewards
         raise errors[0]
     return torch.tensor(values, dtype=torch.float32).view(len(rewards), len(columns["completions"])).T

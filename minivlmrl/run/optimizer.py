@@ -38,7 +38,7 @@ def build_optimizer(model: nn.Module, options: TrainingOptions, section: Optimiz
 def begin_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]):
     """Run a step with zero gradients, which creates optimizer state such as AdamW moments.
 
-    Call it before loading the weights of a state, because weight decay changes weights even with zero gradients.
+    Call it before loading state weights, because weight decay changes weights even with zero gradients.
     """
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

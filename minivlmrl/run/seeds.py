@@ -32,9 +32,9 @@ def take_seeds(arguments: Sequence[str]) -> tuple[list[int], list[str]]:
 
 
 def train_seeds(config: RunConfig, seeds: Sequence[int], arguments: Sequence[str]) -> int:
-    """Train one process per seed in output_dir/seed0 and so on; return the exit code of the first that fails, or 0.
+    """Train one process per seed in output_dir/seed0 and so on; return the first exit code other than 0, or 0.
 
-    A finished seed is skipped, a stopped one resumed. Processes: a user's code must not keep values between seeds.
+    A finished seed is skipped, a stopped one resumed. Processes: user code must not keep values between seeds.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("--seeds trains in one process; with torchrun, start one command per seed, as with --seed=1")

@@ -71,7 +71,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> lis
 
 
 def find_shards(folder: Path) -> dict[str, list[tuple[int, int, Path]]]:
-    """Return {tensor name: [(first row, number of rows, file), ...]} for state files."""
+    """Return {tensor name: [(first row, rows, file), ...]} for state files."""
     shards = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:

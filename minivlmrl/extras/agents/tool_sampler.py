@@ -132,7 +132,7 @@ class ToolEpisode:
 
     @property
     def done(self) -> bool:
-        """Whether the environment ends the completion."""
+        """Whether the environment ends a completion."""
         return bool(getattr(self.environment, "done", False))
 
     def finish(self, completion: Completion):

@@ -93,7 +93,7 @@ def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunCo
 
 
 def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
-    """Build a row from the prompt and media on the command line."""
+    """Build a row from prompt and media on the command line."""
     media_counts = {"image": len(options.image), "video": len(options.video)}
     template = data.prompt_template if "{problem}" in data.prompt_template else "{problem}"
     system_message = data.system_prompt if options.system is None else options.system
@@ -114,13 +114,13 @@ class Stream:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, rows: Tensor, ids: Tensor):
-        """Show the text of new tokens."""
+        """Show new tokens as text."""
         for token_id in ids.tolist():
             if token_id not in self.hidden:
                 self.show(self.decoder.decode(token_bytes(self.tokenizer, token_id)))
 
     def end(self):
-        """Show the end of the answer; an incomplete character becomes U+FFFD."""
+        """Show the answer's end; an incomplete character becomes U+FFFD."""
         self.show(self.decoder.decode(b"", final=True))
 
 

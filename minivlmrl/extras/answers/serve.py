@@ -1,4 +1,4 @@
-"""Serve a page on this machine: drop a picture, ask, and read the answers of a model and its base side by side."""
+"""Serve a page on this machine: drop a picture, ask, and read answers by a model and its base side by side."""
 
 import argparse
 import json
@@ -53,7 +53,7 @@ find("form").onsubmit = (event) => {
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serve the page and answers, but no file; requests of other web sites are refused."""
+    """Serve the page and answers, but no file; refuse requests from other web sites."""
 
     page, lock = b"", Lock()  # one answer at a time
     answers: list[Callable]  # functions (prompt, image, show)
@@ -90,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def load(config: RunConfig) -> Callable:
-    """Load a model, and return a function (prompt, image, show) that answers."""
+    """Load a model, and return a function (prompt, image, show) for answers."""
     world = process_group.setup(torch.get_num_threads(), config.timeout, config.uses_fsdp)
     model, processor = build_model(config, world)
 
@@ -108,7 +108,7 @@ def main(arguments: list[str]):
     parser.add_argument("--port", type=int, default=8000, help="port on 127.0.0.1; defaults to 8000")
     options, overrides = parser.parse_known_args(arguments)
     configs = {options.model: inference_config(options, overrides)}
-    if options.base:  # asked with the prompt template of the model
+    if options.base:  # asked with the model prompt template
         own = {"path": options.base, "dtype": read_config(find_folder(options.base)).torch_dtype}
         trained = configs[options.model]
         configs[options.base] = replace(trained, model=replace(trained.model, **own), adapter=LoRAOptions())

@@ -96,7 +96,7 @@ class Experts(nn.Module):
         return out
 
     def counts(self, ids: Tensor) -> list[int]:
-        """Return the number of tokens per expert."""
+        """Count tokens per expert."""
         if ids.is_meta:  # in a memory estimate, all tokens go to the first expert
             return [ids.numel()] + [0] * (len(self.experts) - 1)
         return ids.flatten().bincount(minlength=len(self.experts)).tolist()
@@ -172,7 +172,7 @@ class ExpertsFamily(Family):
                     yield f"{layer_name}.{index}.{part}.weight", weight.contiguous()
 
     def stack_tensors(self, weights: dict[str, Weight], model_config: ExpertsConfig):
-        """Stack the weights of all experts, as in weight files."""
+        """Stack all experts' weights, as in weight files."""
         for name in list(weights):
             layer_name, first, _ = name.partition(".0.down_proj")
             if not first or not layer_name.endswith(".mlp.experts"):

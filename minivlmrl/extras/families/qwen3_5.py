@@ -228,7 +228,7 @@ def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], 
     layout = attention.layout
     results = []
     states = []
-    # per input tensor: a batch of prompts and batches of completions for each prompt length
+    # per input tensor: a prompt batch, and completion batches per prompt length
     blocks = [layout.blocks(x.unsqueeze(1)) for x in inputs]
     for *pairs, slots in zip(*blocks, layout.slots, strict=True):
         prompts = [prompt_block[:, 0] for prompt_block, _ in pairs]

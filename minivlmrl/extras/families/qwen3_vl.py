@@ -74,7 +74,7 @@ class DeepStackVisionConfig(Qwen3VisionConfig):
 
 
 def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
-    """Build the MLP of a vision block."""
+    """Build the MLP in a vision block."""
     first = nn.Linear(hidden_size, intermediate_size, bias=bias)
     last = nn.Linear(intermediate_size, hidden_size, bias=bias)
     return nn.Sequential(OrderedDict(linear_fc1=first, gelu=nn.GELU("tanh"), linear_fc2=last))
