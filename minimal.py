@@ -541,20 +541,20 @@ def grpo_loss(
 ) -> Tensor:
     """Compute GRPO's loss -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) + beta KL.
 
-    A is the advantage. r is the ratio pi / pi_old, where pi_old is the policy that sampled. The KL
-    keeps pi near pi_ref, the policy before training. The loss is averaged over completion tokens,
-    then over completions (DeepSeekMath, arXiv 2402.03300, equations 3 and 4); by default, TRL and
-    the package average over all tokens of a step (docs/papers/dapo.md).
+    A is the advantage. r is pi / pi_old, where pi_old is the policy that sampled. The KL keeps pi
+    near pi_ref, the policy before training. The loss is averaged over tokens, then completions
+    (arXiv 2402.03300, eq. 3 and 4), in TRL and the package over all tokens (docs/papers/dapo.md).
 
     Clipping stops a token's gradient when r > 1 + epsilon_high and A > 0, or r < 1 - epsilon_low
     and A < 0: the policy has moved far enough. As minimal.py updates once per sample, r is 1:
-    nothing is clipped, and the loss is about 0, as a group's advantages add up to 0. But r has the
-    gradient grad log pi, which makes completions with A > 0 more likely. `report` prints rewards.
+    nothing is clipped, and the loss is about 0, as advantages of a group add up to 0. But r has
+    the gradient grad log pi, which makes completions with A > 0 more likely.
     """
     if old_per_token_logps is None:
         old_per_token_logps = per_token_logps.detach()
     advantages = advantages[:, None]  # (G, 1): one for all tokens of a completion
-    ratio = (per_token_logps - old_per_token_logps).exp()  # (G, T)
+    log_ratio = (per_token_logps - old_per_token_logps) * mask  # at padding, exp could overflow
+    ratio = log_ratio.exp()  # (G, T)
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     loss = -torch.min(ratio * advantages, clipped * advantages)
     if beta:
@@ -562,7 +562,7 @@ def grpo_loss(
         # which is 0 on average and cannot keep pi near pi_ref. The estimate k3 = pi_ref/pi -
         # log(pi_ref/pi) - 1 is also right on average (John Schulman, "Approximating KL
         # divergence"). Times r, it has the gradient of KL(pi || pi_ref) (arXiv 2512.02556).
-        log_ref_ratio = ref_per_token_logps - per_token_logps
+        log_ref_ratio = (ref_per_token_logps - per_token_logps) * mask
         loss = loss + beta * ratio * (log_ref_ratio.expm1() - log_ref_ratio)
     lengths = mask.sum(1).clamp(min=1)  # no 0 / 0 for completions without tokens
     per_completion = (loss * mask).sum(1) / lengths  # (G,)

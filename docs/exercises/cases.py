@@ -532,7 +532,7 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
         "you did not detach old_per_token_logps, so the ratio is 1 without a gradient":
             ("old_per_token_logps = per_token_logps.detach()", "old_per_token_logps = per_token_logps"),
         "the exponential is missing; a difference of logarithms is no ratio":
-            ("(per_token_logps - old_per_token_logps).exp()", "(per_token_logps - old_per_token_logps)"),
+            ("log_ratio.exp()", "log_ratio"),
         "the KL is not multiplied by the ratio, so it has the gradient of KL(pi_ref || pi)": ("beta * ratio", "beta"),
         "the ratio of the KL is detached, so it has the gradient of KL(pi_ref || pi)":
             ("beta * ratio", "beta * ratio.detach()"),
@@ -546,7 +546,7 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
         "you clip without the minimum, so a token that moved in the wrong direction has no gradient to come back":
             ("-torch.min(ratio *", "-torch.min(clipped *"),
         "your loss has the wrong sign; it must be the negative of the objective": ("-torch.min", "torch.min"),
-        "the sum includes tokens after the end of a completion; multiply by the mask": ("(loss * mask)", "loss"),
+        "the sum includes tokens after the end of a completion; multiply by the mask": (" * mask", ""),
         "you divide by the number of columns; divide by the number of tokens of each completion":
             ("mask.sum(1).clamp(min=1)", "mask.shape[1]"),
         "you average over all tokens, as DAPO does; average over each completion, and then over the completions":
@@ -558,8 +558,7 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
         "your KL is k2, half of the squared difference; the paper uses k3":
             ("(log_ref_ratio.expm1() - log_ref_ratio)", "log_ref_ratio.square() / 2"),
         "your ratio is that of whole completions; take that of each token":
-            ("(per_token_logps - old_per_token_logps).exp()",
-             "((per_token_logps - old_per_token_logps) * mask).sum(1, keepdim=True).exp()"),
+            ("log_ratio.exp()", "log_ratio.sum(1, keepdim=True).exp()"),
         "the -1 of k3 is missing": ("expm1", "exp"),
         "the KL is detached, so it has no gradient and no effect":
             ("ref_per_token_logps - per_token_logps", "ref_per_token_logps - per_token_logps.detach()"),

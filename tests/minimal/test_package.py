@@ -217,6 +217,19 @@ def test_grpo_is_equal(both, far, beta):
     check_gradients(both, minimal.grpo_loss(ours, advantages, mask, **given), loss)
 
 
+@pytest.mark.parametrize("padding", [-1e4, 1e4])
+def test_huge_log_ratios_at_padding_change_nothing(padding):
+    mask = torch.tensor([[True, True, False]])
+    found = []
+    for last in (0.0, padding):
+        logps = torch.tensor([[-1.0, -0.5, last]], requires_grad=True)
+        old, ref = torch.tensor([[[-1.2, -0.1, 0.0]], [[-0.9, -0.7, -last]]])
+        given = {"beta": 0.3, "old_per_token_logps": old, "ref_per_token_logps": ref}
+        loss = minimal.grpo_loss(logps, torch.ones(1), mask, **given)
+        found.append([loss.item(), *torch.autograd.grad(loss, logps)[0][0].tolist()])
+    assert found[0] == found[1] and found[1][-1] == 0
+
+
 def test_defaults_are_those_of_the_package_but_for_the_average():
     """The package averages over all tokens of a step, as TRL does; docstrings of both say so."""
     ours, package = (

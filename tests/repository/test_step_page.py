@@ -30,7 +30,7 @@ def test_the_page_shows_what_the_lines_of_minimal_computed(page):
     assert names > {"train", "grpo", "patchify", "Vision.forward", "QwenVL.forward", "sample", "reward", "grpo_loss"}
     lines = page["code"].splitlines()
     executed = {lines[line - 1].partition("  #")[0].strip() for kind, _, line, *_ in page["events"] if kind == "line"}
-    assert executed >= {"loss.backward()", "optimizer.step()", "log_ref_ratio = ref_per_token_logps - per_token_logps"}
+    assert executed >= {"loss.backward()", "optimizer.step()", "ratio = log_ratio.exp()"}
     made = [(name, value) for *_, made, _ in page["events"] for _, name, value in made]
     rewards = [page["values"][value]["rows"][0] for name, value in made if name == "rewards"]
     assert len(rewards) == 6 and all({0.5, 1.5} <= {*group} for group in rewards)
