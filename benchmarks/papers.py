@@ -274,7 +274,7 @@ def measure(task_name: str, method: str, seed: int, cache: Path) -> list[float]:
     options = argparse.Namespace(**SIZES | task.options, reward=is_right)
     if method == "lora":
         module.add_adapters(model)
-        options.learning_rate *= 10
+        options.learning_rate *= 2
     curve = []
 
     def report(stage, step, max_steps, metrics):

@@ -278,6 +278,7 @@ def _(rotate):
         "all your blocks see the whole image": ("None if sees_all else same_window", "None"),
         "all your blocks see one window only": ("None if sees_all else same_window", "same_window"),
         "the side of your windows is in merged tokens; here it is in patches": ("// merge * merge", "// merge"),
+        "your windows cut image tokens; round their side down to a multiple of merge": (" // merge * merge", ""),
         "your angles begin with the column; the row comes first": ("(places[..., N", "(places.flip(1)[..., N"),
         "the norm of the merger is missing": ('self.merger["ln_q"](x)', "x"),
         "you exchanged the blocks with windows and the others": ("i in self.config", "i not in self.config"),
@@ -300,7 +301,7 @@ def _(Vision):
        side patches; side is config["window_size"] pixels in patches, rounded down to a multiple of merge.
     4. Apply self.merger's norm, join merge * merge neighbors to one vector, and apply its mlp: (P / 4, E).
     """
-    config = minimal.VISION_DEFAULTS | minimal.TOWER | {"depth": 3, "window_size": 34}  # a window has 4 x 4 patches
+    config = minimal.VISION_DEFAULTS | minimal.TOWER | {"depth": 3, "window_size": 41}  # 5, rounded down to 4 patches
     tower = Vision(config)
     for name, h, w in (("one window", 4, 4), ("2 x 2 windows", 8, 8), ("windows cut off at the edges", 6, 10)):
         tokens = tower(torch.randn(h * w, 3 * 2 * 7 * 7), h, w)
@@ -396,6 +397,7 @@ class Chain:
     {
         "you take the most likely token, which is greedy decoding and not sampling":
             ("torch.multinomial(probabilities, 1)", "probabilities.argmax(-1, keepdim=True)"),
+        "you divide the logits by a temperature; here it is 1": ("logits.float()", "(logits.float() / 0.9)"),
         "your mask leaves out the token that ends a completion":
             ("mask.append(goes_on)", "mask.append(goes_on & (token != ends).all(1))"),
         "your mask is True after the end of a completion": ("goes_on = goes_on & (token", "goes_on = (token"),
@@ -423,15 +425,16 @@ def _(sample):
     prompt = minimal.Prompt(torch.tensor([1, 1, 1, 1, 0]), positions, ["an image"])
     for most in (5, 2):
         model = Chain()
-        ids, mask = sample(model, prompt, 2000, most)
+        ids, mask = sample(model, prompt, 20000, most)
+        share = (ids[:, 0] == 1).double().mean().item()
         completions = [" ".join(Chain.TOKENS[i] for i in row[kept]) for row, kept in zip(ids, mask, strict=True)]
         answer = {
             "calls": model.calls[: ids.shape[1]],  # a call for the state of the last token is useless, but right
             "the shape of the mask": tuple(mask.shape),
             "completions": sorted(set(completions)),
-            "the share of Yes": round((ids[:, 0] == 1).double().mean().item(), 1),
+            "the share of Yes": 0.7 if abs(share - 0.7) < 0.015 else round(share, 3),
         }
-        yield f"2000 completions with up to {most} tokens of a prompt with 5 tokens, the last at position 2", answer
+        yield f"20000 completions with up to {most} tokens of a prompt with 5 tokens, the last at position 2", answer
 
 
 @exercise(
