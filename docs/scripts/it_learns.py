@@ -14,8 +14,7 @@ from recipes.sums import TRAINED
 
 PAGE = DOCS / "it_learns.md"
 COLORS = {"minivlmrl": BLUES, "TRL": ORANGES}
-BESIDE = {"accuracy": ".3f", "cpu_seconds": ".0f", "peak_gib": ".1f"}  # value of a step: format
-EVERY = {"sums_beside_trl": 4, "same_curve": 40}  # steps between rows of the tables beside TRL
+EVERY = 40  # steps between rows of the table beside TRL
 TOP, BOTTOM, WIDTH = 60, 260, 290  # chart edges in pixels
 
 
@@ -92,7 +91,7 @@ def same_curve_rows(results: dict) -> list[str]:
     """Return the table rows that compare both trainers."""
     rows = []
     for number, step in enumerate(results["runs"][0]["steps"]):
-        if step % EVERY["same_curve"]:
+        if step % EVERY:
             continue
         cells = [str(step)]
         for value, digits in (("accuracy", 3), ("cpu_seconds", 0)):
@@ -144,24 +143,11 @@ def two_steps_rows(results: dict) -> list[str]:
     return rows
 
 
-def beside_rows(results: dict) -> list[str]:
-    """Return the table rows about recipes/sums.yaml in both trainers."""
-    runs = [next(run for run in results["runs"] if run["side"] == side) for side in COLORS]
-    rows = []
-    for i, step in enumerate(runs[0]["steps"]):
-        if step % EVERY["sums_beside_trl"]:
-            continue
-        cells = [f"{run[value][i]:{form}}" for value, form in BESIDE.items() for run in runs]
-        rows.append(f"| {step} | {' | '.join(cells)} |")
-    return rows
-
-
 TABLES = {  # {first heading cell: rows}
     "after steps": lambda: same_curve_rows(read("same_curve")),
     "criterion": lambda: criterion_rows(read("same_curve")),
     "run": lambda: sums_rows(read("sums")),
     "kind": lambda: kind_rows(read("sums")),
-    "step": lambda: beside_rows(read("sums_beside_trl")),
     "two steps": lambda: two_steps_rows(read("two_steps")),
 }
 PICTURES = {
