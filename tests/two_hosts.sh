@@ -14,7 +14,7 @@ one=minivlmrl-one-$$ two=minivlmrl-two-$$
 limit=20 # seconds that a rank waits for another
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 options=(recipes/shapes.yaml --sft.max_steps=30 --grpo.max_steps=12 --grpo.num_iterations=2 --grpo.steps_per_generation=2
-  --data.eval_rows=8 --num_threads=1 --state_steps=4 --timeout="$limit" --resume=auto)
+  --data.eval_rows=8 --num_threads=1 --state_steps=4 --timeout="$limit" --max_wait_hours=0.01 --resume=auto)
 by_rank=(--node_rank=RANK --master_addr=10.77.0.1 --master_port=29500)
 elastic=(--rdzv_backend=c10d --rdzv_endpoint=10.77.0.1:29500 --rdzv_id=night --max-restarts=1)
 

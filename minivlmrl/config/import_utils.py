@@ -11,13 +11,13 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
 from minivlmrl.config.parsing import read_value
-from minivlmrl.errors import PACKAGE, USER_FILES, UserError, did_you_mean, error_context, truncate
+from minivlmrl.errors import PACKAGE, USER_FILES, UserError, did_you_mean, truncate
 from minivlmrl.load_extra import load_extra
 
 
@@ -48,19 +48,6 @@ def load_name(target: str) -> Any:
     if not hasattr(module, name):
         raise UserError(f"{file} defines no {name!r}{did_you_mean(name, vars(module))}")
     return getattr(module, name)
-
-
-def code_files() -> set[str]:
-    """Return the Python files that a recipe names, and modules imported from the folders of these files."""
-    folders = tuple(os.path.join(os.path.dirname(file), "") for file in USER_FILES)
-    files = {*USER_FILES}
-    for name, module in [*sys.modules.items()]:
-        file = str(getattr(module, "__file__", None))
-        is_known = name.split(".")[0] in {"__main__", PACKAGE.name, *sys.stdlib_module_names}
-        is_installed = is_known or "site-packages" in Path(file).parts
-        if file.startswith(folders) and not is_installed and os.path.isfile(file):
-            files.add(file)
-    return files
 
 
 def recipes_folder() -> Path:
@@ -110,10 +97,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
     if isinstance(target, str):
         if ":" not in target:
             names = ", ".join([*sorted(table), "file.py:name"])
-            parts = re.findall(r"[^\s,]+", name)
-            meant = f"; write [{', '.join(parts)}]" if len(parts) > 1 else did_you_mean(name, table)
-            meant = f"; write {name}:FUNCTION" if name.endswith(".py") else meant
-            raise UserError(f"unknown {kind} {name!r}; known names are: {names}{meant}")
+            raise UserError(f"unknown {kind} {name!r}; known names are: {names}{did_you_mean(name, table)}")
         target = load_extra(target, name) if target.startswith("minivlmrl.") else load_name(target)
     try:
         call = ast.parse(f"f({options})", mode="eval").body
@@ -124,20 +108,14 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
         raise UserError(f"{kind} {text}: the options must have the form name=value, name=value") from error
 
 
-def resolve_function(kind: str, text: str, table: dict[str, Any], reserved: Collection[str] = ()) -> Callable:
-    """Load a function by name and bind its options; see resolve_object.
-
-    Args:
-        reserved: option names in the section grpo.
-    """
+def resolve_function(kind: str, text: str, table: dict[str, Any]) -> Callable:
+    """Load a function by name and bind its options; see resolve_object."""
     function, options = resolve_object(kind, text, table)
     if isinstance(function, type) or not callable(function):
         raise UserError(
             f"{kind} {text} is {truncate(function, 80)}, but it must be a function, or an object with __call__, such "
             "as an instance of a class"
         )
-    for name in options.keys() & reserved:
-        raise UserError(f"{name} is an option of the section grpo; set grpo.{name} instead")
     return with_options(function, options)
 
 
@@ -151,30 +129,6 @@ def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
             f"stages: {stage} is {truncate(cls, 80)}, but it must be a subclass of a trainer, such as GRPOTrainer"
         )
     return cls
-
-
-def load_function(
-    option: str,
-    text: str,
-    table: dict[str, Any],
-    section: Any,
-    positional: Sequence[str],
-    names: Collection[str],
-    on_request: Collection[str] = (),
-    convert: Callable[[Callable], Callable] = lambda function: function,
-) -> Callable:
-    """Load the function that an option such as grpo.loss_type names.
-
-    Args:
-        option: option name, such as "loss_type".
-        table: {name: built-in function}.
-        section: options of the stage, passed to function parameters of the same name.
-        on_request: see with_arguments.
-        convert: adapts a function with another signature.
-    """
-    with error_context(f"grpo.{option} {text}"):
-        function = convert(resolve_function(option, text, table, vars(section)))
-        return with_arguments(function, positional, names, vars(section), on_request)
 
 
 def with_arguments(
@@ -208,7 +162,8 @@ def with_arguments(
         for name, argument in zip(by_position, positional, strict=False):
             if name in {*positional, *names} - {argument}:
                 raise TypeError(f"its parameter {name!r} would be the argument {argument}")
-        own_signature(function).bind(*[None] * len(positional), **dict.fromkeys(taken | requested), **further)
+        values = dict.fromkeys(taken | requested) | further
+        inspect.Signature([*parameters.values()]).bind(*positional, **values)
         for name in named - taken - requested - further.keys():
             if parameters[name].default is None:
                 known = [*names, *on_request]
@@ -226,19 +181,9 @@ def with_arguments(
     return call
 
 
-def own_signature(function: Callable) -> inspect.Signature:
-    """Return the signature of a function, or of a module's forward method, without following __wrapped__."""
-    function = getattr(function, "forward", function)
-    return inspect.signature(inspect.unwrap(function, stop=inspect.isfunction), follow_wrapped=False)
-
-
-def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
-    """Return a function's parameters; a wrapper with **kwargs also has those of the wrapped function."""
-    own = {**own_signature(function).parameters}
-    if not any(p.kind is p.VAR_KEYWORD for p in own.values()):
-        return own
-    named = {name: p for name, p in own.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    return {**inspect.signature(getattr(function, "forward", function)).parameters, **named}
+def parameters_of(function: Callable) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function, or of a module's forward method."""
+    return inspect.signature(getattr(function, "forward", function)).parameters
 
 
 def with_options(function: Callable, options: dict[str, Any]) -> Callable:

@@ -18,7 +18,6 @@ from minivlmrl.config.methods import method_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import TypeHint, build, options_of, parse_yaml, read_value, type_text
 from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
-from minivlmrl.config.yaml_errors import yaml_cure
 from minivlmrl.errors import UserError, did_you_mean, error_context, require
 from minivlmrl.json_files import json_text
 
@@ -100,20 +99,16 @@ def _expanded(arguments: Sequence[str]) -> list[str]:
 
 
 def _without_removed(values: dict, path: Path, hints: Collection[str]) -> dict:
-    """Leave out options that this version no longer has from a recipe that a run wrote; print those with a value."""
-    sections = {option.partition(".")[0] for option in hints if "." in option}
+    """Leave out options that this version no longer has from a recipe that a run wrote."""
     kept = {}
-    removed = []
     for name, value in values.items():
-        if name in sections and isinstance(value, dict):
-            kept[name] = {key: item for key, item in value.items() if f"{name}.{key}" in hints}
-            removed += [f"{name}.{key}" for key, item in value.items() if key not in kept[name] and item is not None]
-        elif name in hints or name in sections:
+        if name in hints:
             kept[name] = value
-        elif value is not None:
-            removed.append(str(name))
+        elif isinstance(value, dict) and any(option.startswith(f"{name}.") for option in hints):
+            kept[name] = {key: item for key, item in value.items() if f"{name}.{key}" in hints}
+    removed = ", ".join(name for name in flat(values) if name not in flat(kept))
     if removed:
-        print(f"{path}: this version has no longer the options {', '.join(removed)}, and ignores them", file=sys.stderr)
+        print(f"{path}: this version has no longer the options {removed}, and ignores them", file=sys.stderr)
     return kept
 
 
@@ -135,13 +130,9 @@ def _find_recipe(recipe: str | Path) -> Path:
 
 
 def _read_recipe(path: Path) -> dict[str, Plain]:
-    """Read a recipe without overrides; refuse a list or one string, which overrides would replace."""
+    """Read a recipe; refuse a list or one string, which overrides would replace."""
     values = read_yaml(path)
-    if isinstance(values, str):
-        raise UserError(f"{path}: the recipe has no names and values; {yaml_cure(path.read_text('utf-8'))}")
     expected = "names and values, one `name: value` per line, such as seed: 7"
-    if values is None:
-        raise UserError(f"{path}: the recipe is empty; copy one, such as {recipes_folder() / 'own_data.yaml'}")
     require(isinstance(values, dict), f"{path}: the recipe", values, expected)
     return values
 

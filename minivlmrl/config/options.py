@@ -504,8 +504,6 @@ class RunConfig:
     timeout: Annotated[float, "(0, 1e9)"] = 600.0
     # hours until a run ends if a rank hangs, for example in a reward or while reading an image
     max_wait_hours: Annotated[float, "(0, 720]"] = 24.0
-    # maximum seconds per reward function call, which scores a whole batch
-    max_reward_seconds: Annotated[float, "(0, 1e9)"] = 1800.0
     model: ModelOptions = field(default_factory=ModelOptions)
     adapter: LoRAOptions = field(default_factory=LoRAOptions)
     data: DataOptions = field(default_factory=DataOptions)

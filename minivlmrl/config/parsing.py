@@ -11,11 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, Type
 
 import yaml
 from yaml.composer import ComposerError
-from yaml.constructor import ConstructorError
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.types import Code, Finite, Plain
-from minivlmrl.config.yaml_errors import yaml_cure
 from minivlmrl.errors import UserError, did_you_mean, error_context, invalid_value, require, truncate
 from minivlmrl.load_extra import has_extras, load_extra
 
@@ -25,51 +23,32 @@ class Dataclass(Protocol):
 
 
 T = TypeVar("T", bound=Dataclass)
-# {section: option that a user means by section=text}
-MAIN_OPTIONS = {
-    "model": "path", "adapter": "path", "reference": "path", "data": "train_file", "optimizer": "name",
-    "sharding": "enabled",
-}  # fmt: skip
 TypeHint = Any
 
 
 class Loader(yaml.SafeLoader):
-    """YAML loader that refuses duplicate keys, aliases (a short file could fill the memory), 010 (8) and 1:30 (90)."""
+    """YAML loader that refuses duplicate keys."""
 
     def compose_node(self, parent, index):
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise ComposerError(
-                None, None, f"the alias *{event.anchor} is not supported; write its value instead", event.start_mark
-            )
         node = super().compose_node(parent, index)
         keys = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if str(key.value) in keys:
-                raise ComposerError(
-                    None, None, f"the key {key.value!r} occurs twice; remove one of them", key.start_mark
-                )
+                problem = f"the key {key.value!r} occurs twice; remove one of them"
+                raise ComposerError(None, None, problem, key.start_mark)
             keys.add(str(key.value))
         return node
 
-    def construct_yaml_int(self, node):
-        if re.search(r"^[-+]?0_*\d|:", node.value):
-            plain = "it in quotes" if ":" in node.value else f"{int(node.value)}, or '{node.value}' for a text"
-            problem = f"YAML reads {node.value} as {super().construct_yaml_int(node)}; write {plain}"
-            raise ConstructorError(None, None, problem, node.start_mark)
-        return super().construct_yaml_int(node)
-
-
-Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
-
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Parse YAML; the message for invalid text names the line and what to write."""
+    """Parse YAML; the message for invalid text names the line."""
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        text = text.decode(errors="replace") if isinstance(text, bytes) else text
-        raise UserError(f"the text is not valid YAML ({yaml_cure(text, error)})") from error
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark else ""
+        problem = str(getattr(error, "problem", None) or error).splitlines()[0]
+        raise UserError(f"the text is not valid YAML ({line}{problem})") from error
 
 
 def build(
@@ -166,8 +145,7 @@ class Reader:
 
     def read_section(self, cls: type[T], values: Plain, name: str) -> T:
         """Build a dataclass from a section; `name` is its path, "" for the whole file."""
-        expected = f"an object with names and values{self._main_option(name, values)}"
-        require(isinstance(values, dict), name or "the file", values, expected)
+        require(isinstance(values, dict), name or "the file", values, "an object with names and values")
         prefix = f"{name}." if name else ""
         hints = typing.get_type_hints(cls, include_extras=True)
         fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -184,16 +162,6 @@ class Reader:
             return cls(**read)
         except ValueError as error:  # __post_init__ raises ValueError for invalid values
             raise UserError(f"{prefix}{error}") from None
-
-    def _main_option(self, section: str, value: Plain) -> str:
-        """Say how to write a text given for a section, as in "; write --model.path=Qwen/..."; "" for other values."""
-        if section == "data.train" and isinstance(value, str):  # a list of files with options
-            return f"; write {self.dashes}data.train_file={value}" if self.dashes else f"; write train_file: {value}"
-        if section not in MAIN_OPTIONS or not isinstance(value, str | bool):
-            return ""
-        option = MAIN_OPTIONS[section]
-        value = str(value).lower() if isinstance(value, bool) else value
-        return f"; write --{section}.{option}={value}" if self.dashes else f"; write {section}: {{{option}: {value}}}"
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
         """Keep a value whose type is in the union, else convert it to the first type that fits."""
@@ -224,17 +192,9 @@ class Reader:
 
     def _read_dict(self, hint: TypeHint, value: Plain, name: str) -> dict:
         key_hint, item_hint = typing.get_args(hint)
-        expected = f"of type {type_text(hint)}"
-        texts: Plain = value.split(",") if type(value) is str else value
-        if item_hint is Finite and type(texts) is list:  # names of rewards, without weights or as in accuracy:1.0
-            weights = ", ".join(f"{reward}: {weight}" for reward, weight in map(_name_and_weight, texts))
-            given = f'"--{name}={{{weights}}}"' if self.dashes else f"{name}: {{{weights}}}"
-            expected += f"; write {given}"
-        require(isinstance(value, dict), name, value, expected)
+        require(isinstance(value, dict), name, value, f"of type {type_text(hint)}")
         read = {}
         for key, item in typing.cast(dict, value).items():
-            if item is None and ":" in str(key) and not self.json:
-                raise UserError(f"{name}: {key} has no value; write a space after the colon, as in {{accuracy: 1.0}}")
             key = self._read_plain(key_hint, key, f"{name}.{str(key).replace('.', '/')}")
             read[key] = self.read(item_hint, item, f"{name}.{key}")
         return read
@@ -283,13 +243,6 @@ class Reader:
             return ""
         answer = load_extra("minivlmrl.extras.names:answer", "an unknown option")
         return answer(section, name, self.dashes, [option.path for option in options_of(root)])
-
-
-def _name_and_weight(text: Plain) -> tuple[str, str]:
-    """Split "accuracy:1.0" or "accuracy=1.0" into name and weight, by default 1.0."""
-    match = re.fullmatch(r"\s*(.+?)\s*[:=]\s*(-?[\d.]+)\s*", str(text))
-    name, weight = (match[1], match[2]) if match else (str(text).strip(), "1.0")
-    return (f"{name}:FUNCTION" if name.endswith(".py") else name), weight
 
 
 class Option(NamedTuple):

@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from os.path import getmtime, getsize, isfile
+from os.path import getsize, isfile
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import PIL.Image
 
@@ -128,7 +127,6 @@ class RowFacts:
     num_images: int  # images in the prompt
     num_videos: int
     prompt_hash: int  # hash of the prompt and media file sizes
-    media_fingerprint: int  # checksum of media file sizes and times, equal in all processes
     text_bytes: dict[str, int]  # {"prompt" or answer column: text length in bytes}
     solution: Plain
     literal_tokens: tuple[str, ...]  # control tokens written as plain text, such as <|im_end|>
@@ -243,11 +241,6 @@ class FileDataset(Sequence[Row]):
     def prompt_hashes(self) -> list[int]:
         return [facts.prompt_hash for facts in self.facts]
 
-    @property
-    def media_fingerprint(self) -> str:
-        """Hash of the sizes and times of all media files; valid only on rank 0, which alone reads them."""
-        return digest([repr([facts.media_fingerprint for facts in self.facts])])
-
 
 def without_rows(rows: Dataset, removed: Collection[int]) -> Dataset:
     if not removed or not isinstance(rows, FileDataset):
@@ -275,14 +268,13 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
     literal_tokens = CONTROL.findall("".join([*texts.values(), str(solution)]))
     shown = media + [part["image"] for part in answer_image_parts(row)]
     with error_context(row.where):
-        sizes, times, missing = look_at_files(row, shown if checks_files else [], file.folder)
+        sizes, missing = look_at_files(row, shown if checks_files else [], file.folder)
     facts = RowFacts(
         file,
         line,
         num_images=sum(item.kind == "image" for item in media),
         num_videos=sum(item.kind == "video" for item in media),
         prompt_hash=hash(repr((row.messages, sizes))),
-        media_fingerprint=crc32(repr((sizes, times)).encode()),
         text_bytes={name: len(text.encode()) for name, text in texts.items()},
         solution=solution,
         literal_tokens=tuple(dict.fromkeys(literal_tokens)),
@@ -297,13 +289,12 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
     return facts, missing
 
 
-def look_at_files(row: Row, media: list[Media], folder: Path) -> tuple[list[int], list[float], list[str]]:
-    """Return image and video file sizes in bytes, modification times, and descriptions of missing files.
+def look_at_files(row: Row, media: list[Media], folder: Path) -> tuple[list[int], list[str]]:
+    """Return image and video file sizes in bytes, and descriptions of missing files.
 
-    An image stored in the row has the length of its bytes or base64 string as size, and time 0.
+    An image stored in the row has the length of its bytes or base64 string as size.
     """
     sizes = []
-    times = []
     missing = []
     line = re.sub(r".*:(?=[0-9]+$)", "line ", row.where)
     for item in media:
@@ -311,13 +302,11 @@ def look_at_files(row: Row, media: list[Media], folder: Path) -> tuple[list[int]
         for source, path in files_of([item], str(folder)):
             if isfile(path):
                 sizes.append(getsize(path))
-                times.append(getmtime(path))
             else:
                 sizes.append(len(source))
-                times.append(0)
                 if path:
                     missing.append(f"{source} ({line}{column})")
-    return sizes, times, missing
+    return sizes, missing
 
 
 def image_size(image: Media, folder: Path) -> Size | None:

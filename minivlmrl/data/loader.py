@@ -74,7 +74,7 @@ class Batches(Iterator[list[Row]]):
         except BaseException:  # the process will exit, so do not wait for rows in other threads
             self.workers.shutdown(wait=False, cancel_futures=True)
             raise
-        self.world.barrier("read images")  # no timeout: ranks may need minutes to read images
+        self.world.barrier()  # no timeout: ranks may need minutes to read images
         self.batches_consumed += 1
         return rows
 

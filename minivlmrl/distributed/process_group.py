@@ -5,23 +5,20 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import Store
 
 from minivlmrl.distributed.device import find_device
-from minivlmrl.distributed.watchdog import log_stragglers, restart_watchdog, stop_watchdog
+from minivlmrl.distributed.watchdog import restart_watchdog, stop_watchdog
 
 Value = TypeVar("Value")
 
 NO_LIMIT = timedelta(days=30)  # process group timeout if max_wait_hours is not set
-LAST_ERRORS = 5.0  # seconds; if all ranks fail within this time, they save together
 # process group for barriers, None with a single rank
 barrier_group: dist.ProcessGroup | None = None
 
@@ -37,7 +34,6 @@ class World:
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # timeout of collective operations, in seconds
     max_wait: float | None = None  # timeout of `barrier`, in seconds; None = no limit
-    store: Store | None = None  # torch.distributed store for errors and barrier counts
     # whether `shutdown` destroys the process group; False if vLLM destroys it
     ends_group: bool = True
 
@@ -98,63 +94,20 @@ class World:
             received += arrived
         return received
 
-    def barrier(self, work: str = "do its part"):
+    def barrier(self):
         """Wait for all ranks, which may take longer than World.timeout.
 
-        After a minute, a waiting rank prints which ranks are late. After World.max_wait seconds, waiting ranks raise an
-        error, and a late process prints a traceback and exits with code 1.
-
-        Args:
-            work: what ranks do, for messages, such as "read images".
+        After World.max_wait seconds, waiting ranks raise an error, and a late process prints a traceback and exits
+        with code 1.
 
         Raises:
             RuntimeError: a rank has ended, or is late.
         """
         if self.size > 1:
-            with log_stragglers(self.store, self.rank, self.size, work):
-                monitored_barrier(longest_wait(self.max_wait))
+            dist.monitored_barrier(barrier_group, longest_wait(self.max_wait))
         restart_watchdog(self.max_wait, self.size)
 
-    def run_after_error(self, work: Callable[["World"], object], alone: bool) -> bool:
-        """Save a state with `work` after an error; every rank that fails must call this method.
-
-        If all ranks fail, they save together. If only some ranks fail, the first failed rank saves alone. The other
-        failed ranks wait, because torchrun kills all ranks when one exits.
-
-        Args:
-            work: saves the state, given a World of all ranks or one rank.
-            alone: whether a single rank can run `work`.
-        """
-        if self.size == 1:
-            work(self)
-            return True
-        store = self.store
-        if store is None:
-            return False
-        errors = [f"error of rank {rank}" for rank in range(self.size)]
-        own = str(self.rank)
-        store.set(errors[self.rank], "")
-        # rank 0 times out first, and so saves alone, because only rank 0 knows the log file lengths
-        limit = timedelta(seconds=LAST_ERRORS + min(self.rank, 1))
-        with suppress(dist.DistError):  # times out if a rank has not failed, and so sets no key
-            store.wait(errors, limit)
-            own = "all"
-        # the first rank to set this key decides whether all ranks save, or only one
-        workers = store.compare_set("ranks that save", "", own).decode()
-        if workers == "all":
-            work(self)
-        elif not alone:
-            return False
-        elif workers == str(self.rank):
-            try:
-                work(replace(self, rank=0, size=1))
-            finally:
-                store.set("saved", "")
-        else:
-            store.wait(["saved"], timedelta(seconds=self.timeout))
-        return True
-
-    def run_on_all_ranks(self, work: Callable[[], Value], name: str = "do its part") -> Value:
+    def run_on_all_ranks(self, work: Callable[[], Value]) -> Value:
         """Call `work` on every rank, without a time limit; errors are raised on all ranks."""
         if self.size == 1:
             return work()
@@ -163,18 +116,19 @@ class World:
             future.set_result(work())
         except Exception as error:
             future.set_exception(error)
-        self.barrier(name)
+        self.barrier()
         for error in filter(None, self.gather_objects(future.exception())):
+            error.on_all_ranks = True  # so all ranks can save a state together
             raise error from future.exception()  # also show the traceback of this rank's error
         return future.result()
 
-    def run_on_rank_zero(self, work: Callable[[], Value], name: str = "do its part") -> Value | None:
+    def run_on_rank_zero(self, work: Callable[[], Value]) -> Value | None:
         """Run `work` on rank 0, raise its error on all ranks, and return None on other ranks; all must call this."""
-        return self.run_on_all_ranks(work if self.is_main else lambda: None, name)
+        return self.run_on_all_ranks(work if self.is_main else lambda: None)
 
-    def compute_on_rank_zero(self, work: Callable[[], Value], name: str = "do its part") -> Value:
+    def compute_on_rank_zero(self, work: Callable[[], Value]) -> Value:
         """Run `work` on rank 0, and return its picklable result or raise its error on all ranks; all must call this."""
-        result = self.run_on_rank_zero(work, name)
+        result = self.run_on_rank_zero(work)
         return cast(Value, self.gather_objects(result)[0])
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]):
@@ -183,20 +137,12 @@ class World:
         if self.size == 1:
             return
         num_ranks = self.sum(*(parameter.grad is not None for parameter in parameters))
-        gradients = []
         for parameter, n in zip(parameters, num_ranks, strict=True):
             if not n:  # keep gradients None: with zeros, AdamW would apply weight decay
                 continue
             if parameter.grad is None:  # vision weights have no gradient on a rank without images
                 parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-        if not gradients:  # no gradients: only the vision tower is trained, and no rank has images
-            return
-        flat_gradients = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat_gradients)
-        totals = flat_gradients.split([gradient.numel() for gradient in gradients])
-        for gradient, total in zip(gradients, totals, strict=True):
-            gradient.copy_(total.view_as(gradient))
+            dist.all_reduce(parameter.grad)  # one by one: a joined copy would need as much memory as the gradients
 
 
 def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: float | None = None) -> World:
@@ -223,46 +169,27 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
     device = find_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = None
     if size > 1 or sharded:
-        from minivlmrl.distributed.network import attempt_store, connect, ending_with_dead_hosts
+        from minivlmrl.distributed.network import connect
 
         # on a single host, use loopback, because gloo may find no other interface in a container
         if local_size == size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        time_limit = timedelta(seconds=timeout)
-        store = attempt_store(time_limit) if size > 1 else dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        connect(store, rank, size, device, time_limit)
-        if size > 1:
-            global barrier_group
-            with ending_with_dead_hosts(timeout):
-                # this group has all ranks, so new_group never returns NON_GROUP_MEMBER
-                group = dist.new_group(backend="gloo", timeout=longest_wait(max_wait))
-            barrier_group = cast(dist.ProcessGroup, group)
-    return World(rank, size, device, timeout=timeout, max_wait=max_wait, store=store)
+        connect(rank, size, device, timedelta(seconds=timeout))
+    if size > 1:
+        global barrier_group
+        # this group has all ranks, so new_group never returns NON_GROUP_MEMBER
+        barrier_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=longest_wait(max_wait)))
+    return World(rank, size, device, timeout=timeout, max_wait=max_wait)
 
 
 def longest_wait(max_wait: float | None) -> timedelta:
     return NO_LIMIT if max_wait is None else min(NO_LIMIT, timedelta(seconds=max_wait))
 
 
-def monitored_barrier(limit: timedelta, names_all: bool = False):
-    """Wait until all ranks have called this function.
-
-    Args:
-        limit: timeout on rank 0. Other ranks wait for rank 0 up to max_wait_hours.
-        names_all: whether to wait until the timeout, and list all late ranks in the error.
-
-    Raises:
-        RuntimeError: a rank has ended, or is late.
-    """
-    if barrier_group:
-        dist.monitored_barrier(barrier_group, limit, wait_all_ranks=names_all)
-
-
 def shutdown(world: World):
     """Wait for all ranks, and destroy the process group, if any."""
-    world.barrier("finish the run")
+    world.barrier()
     stop_watchdog()
     if dist.is_initialized():
         dist.barrier()  # destroying a process group in use can abort another rank

@@ -51,13 +51,13 @@ def save_model(
         weights = file_weights(model) if merge else {}
         unused = {}
         if merge:
-            unused = world.run_on_rank_zero(lambda: unused_tensors(model), "read the weights of the base") or {}
+            unused = world.run_on_rank_zero(lambda: unused_tensors(model)) or {}
         shapes = {name: on_meta(weight) for name, weight in weights.items()}
         sizes = {name: x.to(model.save_dtype or x.dtype).nbytes for name, x in shapes.items()}
         sizes |= {name: tensor.nbytes for name, tensor in unused.items()}
         # only rank 0 knows the sizes of unused tensors, so rank 0 assigns tensors to files
         files = world.gather_objects(divide(sizes, max_shard_size))[0]
-        new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder)), f"open {folder}")
+        new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder)))
         new_folder = new_folder or Path(folder)
 
         def write_tensors(file: str, tensors: dict[str, Tensor]):
@@ -85,8 +85,8 @@ def save_model(
                         tensors[name] = weight.to(model.save_dtype or weight.dtype).cpu().contiguous()
                 elif world.is_main:
                     tensors[name] = unused[name]
-            world.run_on_rank_zero(partial(write_tensors, file, tensors), f"write {folder}")
-        world.run_on_rank_zero(finish, f"write {folder}")
+            world.run_on_rank_zero(partial(write_tensors, file, tensors))
+        world.run_on_rank_zero(finish)
 
 
 def adapter_writer(model: VisionLanguageModel, base: str | None) -> Callable[[Path], None] | None:

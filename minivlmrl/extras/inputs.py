@@ -42,7 +42,7 @@ class InputCheck(Watcher):
             return
         self.checked_stages.add(trainer.stage)
         with error_phase("forward"):
-            found = trainer.world.run_on_all_ranks(partial(check_inputs, trainer, step), "check the inputs of the loss")
+            found = trainer.world.run_on_all_ranks(partial(check_inputs, trainer, step))
         warnings = trainer.world.gather_objects(found)
         if trainer.world.is_main:
             for warning in dict.fromkeys(sentence for part in warnings for sentence in part):

@@ -103,7 +103,7 @@ class ReferenceLogps(Callback):
                 for name in (trainer.stage, "eval"):
                     if name in self.datasets:
                         stored |= compute(trainer, self.datasets[name])
-            trainer.world.run_on_rank_zero(lambda: save_tensors(stored, self.file), f"write {self.file}")
+            trainer.world.run_on_rank_zero(lambda: save_tensors(stored, self.file))
         trainer.reference = cast(Any, StoredReference(stored))
 
 
@@ -127,7 +127,7 @@ def compute(trainer: DPOTrainer, rows: Dataset) -> dict[str, Tensor]:
         for number, (prompt, ids) in enumerate(pairs_of(group)):
             local[key_of(prompt, ids)] = torch.cat(answers[2 * number : 2 * number + 2])
     reshard(trainer.policy)
-    trainer.world.barrier("compute reference log-probabilities")
+    trainer.world.barrier()
     stored = {}
     for values in trainer.world.gather_objects(local):
         stored |= values

@@ -82,7 +82,7 @@ class Sampler:
     def sample(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:
         """Sample all completions in one batch."""
         groups = self.sample_with(prompts, num_generations, self.token_sampler(prompts, num_generations, keys))
-        self.world.barrier("sample completions")
+        self.world.barrier()
         return groups
 
     def token_sampler(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> TokenSampler:

@@ -15,9 +15,8 @@ from functools import cache, partial
 from itertools import compress
 from typing import Any
 
-from minivlmrl.config.import_utils import own_signature, parameters_of, resolve_function
+from minivlmrl.config.import_utils import parameters_of, resolve_function
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.time_limit import Overtime, time_limit
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import UserError, pluralize, truncate
@@ -74,7 +73,6 @@ class Reward:
     function: Callable
     world: World = field(default_factory=World)  # if one of these ranks fails, all raise RewardFailed
     log: RewardLog | None = None  # None outside training
-    max_seconds: float | None = None
 
     @property
     def columns(self) -> set[str]:
@@ -94,7 +92,7 @@ class Reward:
         function = getattr(self.function, "func", self.function)  # a functools.partial if the reward has options
         # functools.wraps changes function.__module__
         module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
-        parameters = own_signature(function).parameters.values()
+        parameters = parameters_of(function).values()
         # built-in rewards ignore **columns
         return not module.startswith("minivlmrl.") and any(p.kind is p.VAR_KEYWORD for p in parameters)
 
@@ -118,11 +116,7 @@ class Reward:
         columns["completions"] = completions
         columns = {name: list(compress(values, is_scored)) for name, values in columns.items()}
         score = partial(self._score, columns, callbacks)
-        try:
-            scored = iter(self.world.run_on_all_ranks(score, f"compute the reward {self.name}"))
-        except RewardFailed:
-            self.world.stop_if_preempted()  # a stop signal shortens the time limit of rewards
-            raise
+        scored = iter(self.world.run_on_all_ranks(score))
         return [next(scored) if is_one else math.nan for is_one in is_scored]
 
     def _score(self, columns: dict[str, list], callbacks: dict[str, Any]) -> list[float]:
@@ -130,20 +124,13 @@ class Reward:
         if not texts:
             return []
         prefixes = [f"{row}: " for row in columns.get("row_names", ())] or [""] * len(texts)
+        if self.name not in READS_MESSAGES:
+            self._choose_form(columns, callbacks, prefixes[0])
         try:
-            with time_limit(self.max_seconds):
-                if self.name not in READS_MESSAGES:
-                    self._choose_form(columns, callbacks, prefixes[0])
-                try:
-                    values = self._call(columns, callbacks)
-                except Exception as error:
-                    found = self._find_failure(columns, callbacks, prefixes)
-                    raise RewardFailed(f"{found}: {type(error).__name__}: {error}") from error
-        except Overtime as error:
-            raise RewardFailed(
-                f"{prefixes[0]}reward {self.name}, for {pluralize(len(texts), 'completion')} from this row on: "
-                f"{error}; make it faster, or increase max_reward_seconds"
-            ) from error
+            values = self._call(columns, callbacks)
+        except Exception as error:
+            found = self._find_failure(columns, callbacks, prefixes)
+            raise RewardFailed(f"{found}: {type(error).__name__}: {error}") from error
         return checked_values(self.name, values, texts, prefixes)
 
     def _choose_form(self, columns: dict[str, list], callbacks: dict[str, Any], prefix: str):
@@ -190,16 +177,16 @@ class Reward:
         return f"reward {self.name}, for {pluralize(len(prefixes), 'completion')} together"
 
 
-def get_reward(name: str, max_seconds: float | None = None) -> Reward:
-    return Reward(name, resolve_function("reward", name, REWARDS), max_seconds=max_seconds)
+def get_reward(name: str) -> Reward:
+    return Reward(name, resolve_function("reward", name, REWARDS))
 
 
 def training_rewards(config: RunConfig) -> list[Reward]:
-    return [get_reward(name, config.max_reward_seconds) for name in config.rewards]
+    return [get_reward(name) for name in config.rewards]
 
 
 def held_out_rewards(config: RunConfig) -> list[Reward]:
-    return [get_reward(name, config.max_reward_seconds) for name in config.eval_rewards]
+    return [get_reward(name) for name in config.eval_rewards]
 
 
 def required_columns(rewards: Iterable[Reward]) -> list[str]:

@@ -46,8 +46,7 @@ def load_datasets(
     """
     world = world or World()
     return world.run_on_all_ranks(
-        partial(_load_datasets, config, stages, {*reward_columns}, eval_columns, world.is_main, reads),
-        "open the data files",
+        partial(_load_datasets, config, stages, {*reward_columns}, eval_columns, world.is_main, reads)
     )
 
 

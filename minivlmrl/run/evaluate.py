@@ -164,7 +164,7 @@ def generate_and_score(
 ) -> tuple[Tensor, list[list[Completion]]]:
     """Sample `count` completions per row; return rewards (rows * count, functions), and completions."""
     prompts = [row.prompt(sample.processor) for row in rows]
-    sample.world.barrier("read images")
+    sample.world.barrier()
     completions = sample(prompts, count, [row.key for row in rows])
     columns = reward_columns(rows, prompts, completions, sample.processor)
     rewards = [replace(reward, world=sample.world) for reward in rewards]

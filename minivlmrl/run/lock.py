@@ -92,7 +92,7 @@ def locked(folder: str | Path, world) -> Iterator[None]:
             file.flush()
             return token
 
-        token = world.compute_on_rank_zero(lock, f"lock {folder}")
+        token = world.compute_on_rank_zero(lock)
         sees = world.gather_objects(not token or (path.is_file() and path.read_text() == token))
         if not all(sees):
             raise UserError(

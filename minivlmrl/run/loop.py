@@ -3,10 +3,12 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import torch
 from torch.optim import Optimizer
 
+from minivlmrl.config.loading import flat
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.rows import Dataset, seed_user_code
@@ -19,8 +21,8 @@ from minivlmrl.run.callbacks import Callback, Callbacks, default_callbacks
 from minivlmrl.run.lock import locked
 from minivlmrl.run.metrics import MetricsLog, check_mismatch, merge
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
+from minivlmrl.run.recipe_changes import check_same
 from minivlmrl.run.results import BEST, Results, check_output_dir, check_outputs, mark_output_dir
-from minivlmrl.run.same_ranks import check_same_options
 from minivlmrl.run.setup import prepare
 from minivlmrl.run.signals import StopSignals
 from minivlmrl.run.states import UPDATE, Resumed, StateSaver, load_state, resume
@@ -46,7 +48,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
     )
     world = signals.world  # world.stop_if_preempted ends the run after a signal
     with signals, hang_watchdog(world.max_wait, world.size), locked(config.output_dir, world):
-        check_same_options(config, world)
+        check_same(flat(asdict(config)), world)
         with notify_on_error(callbacks):
             with error_phase("load"):
                 model, processor, datasets = prepare(config, trainers, world, callbacks)
@@ -56,7 +58,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
                 mark_output_dir(config)
 
         # open the output folder
-        resumed = resume(config, datasets, world)
+        resumed = resume(config, world)
         if world.is_main:  # print the folder only after all checks, because a rejected recipe writes no files
             hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
             print(f"output: {config.output_dir}; {hint}", flush=True)
@@ -93,6 +95,7 @@ def train_stages(
             )
         # change `state` only after loading: if loading runs out of memory, the previous stage can still be saved
         if not is_first:
+            saver.trainer = None
             state.stage += 1
             state.step = 0
             state.batches_consumed = 0
@@ -135,7 +138,7 @@ def begin_run(results: Results, resumed: Resumed):
     for callback in results.callbacks:
         callback.on_run_begin(results.config, log)
         log.callback(callback.on_run_end)
-    log.world.barrier("begin its trackers and callbacks")
+    log.world.barrier()
     if resumed.folder is None and results.config.eval_on_start:
         results.measure("start")
 
@@ -178,8 +181,8 @@ def train_stage(
             callbacks.on_step_begin(trainer, optimizer, step, number, batches)
             seed_user_code(f"{key}/update")  # callbacks may have called the loss
             metrics = optimizer_step(trainer, step, optimizer, number)
-            with error_phase(UPDATE):  # an error may leave callback state one update behind
-                callbacks.after_step(trainer, number)
+            saver.signals.can_save = False  # until the step is logged
+            callbacks.after_step(trainer, number)
         except FloatingPointError as error:
             raise UserError(
                 f"{stage} step {number}: {error}. The run stopped before this update; try a lower {stage}.learning_rate"
@@ -187,13 +190,13 @@ def train_stage(
         state.step += 1
         state.steps += 1
         state.batches_consumed = batches.batches_consumed
-        # save no state if more updates on this rollout follow
-        saver.signals.can_save = step.ends_rollout or saver.stage_ends
         values = log.step(number, metrics, step)
         callbacks.on_step_end(trainer, step, number, values)
-        trainer.world.barrier("finish its callbacks and trackers")
-        log.snapshot_line_counts()
+        trainer.world.barrier()
+        log.count_lines()
         state.seconds[stage] = log.seconds
+        # save no state if more updates on this rollout follow
+        saver.signals.can_save = step.ends_rollout or saver.stage_ends
         saver.after_step()
     state.seconds[stage] = log.end_stage()
     results.measure(f"after_{stage}", trainer)

@@ -7,14 +7,12 @@ import importlib.util
 import math
 import os
 import re
-import shutil
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
@@ -24,10 +22,9 @@ from minivlmrl.config.import_utils import resolve_object, with_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import UserError, error_context, in_one_line
-from minivlmrl.files import file_inside
-from minivlmrl.json_files import json_text
+from minivlmrl.json_files import json_text, write_file
 from minivlmrl.run.progress_bar import ProgressBar
-from minivlmrl.run.rollout_log import COMPLETIONS, CompletionsLog, folder_of_logs
+from minivlmrl.run.rollout_log import COMPLETIONS, CompletionsLog
 from minivlmrl.run.signals import Preempted
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Step, Trainer
@@ -63,6 +60,7 @@ class MetricsLog(ExitStack):
         self.evaluated: dict[str, float] = {}
         self.bar = ProgressBar("", 0, is_main=False)  # no output until the first stage begins
         self.files = {}
+        self.num_lines = {}
         self.trackers = {}
         for name in dict.fromkeys(config.report_to) if world.is_main else ():
             self.trackers[name] = find_tracker(name)(config, state.steps, self)
@@ -72,37 +70,13 @@ class MetricsLog(ExitStack):
         config = self.config
         self.completions = CompletionsLog(config, self.world, partial(self.write, COMPLETIONS), resumed)
         names = [*FILES, COMPLETIONS] if config.log_completions else FILES
-        self.num_lines = self.state.num_log_lines | dict.fromkeys(names, 0)
         for name in names if self.world.is_main else ():
             path = Path(config.output_dir, name)
-            draft = path.with_name(f"{name}.partial")
-            draft.unlink(missing_ok=True)  # may be a link
-            draft.touch()
-            if resumed is not None:
-                source = folder_of_logs(path.parent, resumed) / name
-                if source.is_file():
-                    shutil.copyfile(file_inside(source.parent, name), draft)
-                # keep all lines if the state has no line count
-                num_lines = self.state.num_log_lines.get(name)
-                with draft.open("rb+") as file:
-                    sizes = [len(line) for line in islice(file, num_lines) if line.endswith(b"\n")]
-                    file.truncate(sum(sizes))
-                if len(sizes) < (num_lines or 0):
-                    print(
-                        f"{source} has only {len(sizes)} of the {num_lines} lines that it had when {resumed} was "
-                        "saved; the log continues without the missing lines",
-                        flush=True,
-                    )
-                self.num_lines[name] = len(sizes)
-            draft.replace(path)
+            written = path.read_bytes().splitlines(keepends=True) if resumed and path.is_file() else []
+            kept = written[: self.state.num_log_lines.get(name)]
+            write_file(path, b"".join(kept))
+            self.num_lines[name] = len(kept)
             self.files[name] = self.enter_context(path.open("ab", buffering=0))
-        for name, line in self.state.last_lines.items() if self.files else ():
-            where = f"{line['stage']} step {line['step']}"
-            if name == COMPLETIONS:
-                print(f"{name}: the lines of {where} are missing, because an error came before them", flush=True)
-            elif not Path(config.output_dir, name).read_bytes().endswith(encode(line)):
-                print(f"{name}: the line of {where} was missing, and is added", flush=True)
-                self.write(name, line)
 
     def __exit__(self, kind, error, traceback) -> bool | None:
         """Close callbacks, trackers and files; if this fails after another error, raise the first error."""
@@ -151,36 +125,24 @@ class MetricsLog(ExitStack):
         # do not log time before the first step, such as the memory check
         trainer.timer.take()
         self.timings = deque(maxlen=SPEED_STEPS)
-        self.snapshot_line_counts()
+        self.count_lines()
 
-    def snapshot_line_counts(self):
-        """Store line counts for all log files, on all ranks: any rank may save a state after an error."""
-        self.line_counts = self.world.gather_objects({**self.num_lines})[0]
+    def count_lines(self):
+        """Count lines for a state; those of later evaluations are not counted, because a resumed run repeats them."""
+        self.state.num_log_lines = {**self.num_lines}
 
     @property
     def seconds(self) -> float:
         """Training time in this stage, without evaluations."""
         return time.perf_counter() - self.begin_time
 
-    def lines_to_keep(self) -> dict[str, int]:
-        """Flush the log files, and return {log file: lines} for a state.
-
-        Lines of later evaluations are not counted, because a resumed run writes them again. After an error between
-        step() and snapshot_line_counts(), rank 0 counts all lines, and other ranks return {}.
-        """
+    def flush(self):
         for file in self.files.values():
             os.fsync(file.fileno())
-        if self.line_counts is not None:
-            return self.line_counts
-        return self.num_lines if self.world.is_main else {}
 
     def step(self, number: int, metrics: dict[str, float], step: Step) -> dict:
         """Log an optimizer step, to files before trackers, which may fail."""
-        self.line_counts = None
         line = {"stage": self.name, "step": number}
-        self.state.last_lines = {METRICS: line | metrics}
-        if self.completions.is_due(step, number):
-            self.state.last_lines[COMPLETIONS] = line
         phases = self.trainer.timer.take()
         [num_tokens] = self.world.sum(tokens_of(step))
         if self.files:
@@ -193,15 +155,13 @@ class MetricsLog(ExitStack):
                 "tokens_per_second": num_tokens / step_time,
                 **memory_use(),
             }
-            self.state.last_lines[TIMINGS] = line | timing
             self.write(METRICS, line | metrics)
             self.write(TIMINGS, line | timing)
             self.last_seconds = seconds
             self.timings.append(timing)
-        self.world.barrier("write the metrics of the step")
-        if self.state.last_lines.get(COMPLETIONS):
+        self.world.barrier()
+        if self.completions.is_due(step, number):
             self.completions.step(self.trainer, step, number)
-            del self.state.last_lines[COMPLETIONS]
         if self.files:
             self.track({name: value for name, value in metrics.items() if math.isfinite(value)})
             self.show(number, metrics, self.timings[-1]["step_time"])

@@ -76,7 +76,7 @@ def check_output_dir(config: RunConfig):
                 f"output_dir: {folder / name} is a link to {target}, and a run replaces no files outside its folder; "
                 "remove the link, or choose another --output_dir"
             )
-    for option in (*MODELS, "adapter.path") if config.stages else ():
+    for option in MODELS if config.stages else ():
         model = attrgetter(option)(config)
         if model and any(Path(model).resolve().is_relative_to((folder / name).resolve()) for name in SAVED):
             raise UserError(
@@ -172,7 +172,7 @@ class Results:
         self.log.evaluation(stage, steps_done, values, time.perf_counter() - begin)
         self.processor.tokenizer.files[CARD] = model_card(config, self.state.results | {name: values})
         self.callbacks.on_evaluation(stage, steps_done, len(held_out))
-        self.world.barrier("finish its callbacks and trackers")
+        self.world.barrier()
         score = values.get(str(config.best_metric))
         if trainer is not None and score is not None:
             if config.best_metric in lowered_metrics(config):

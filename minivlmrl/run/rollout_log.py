@@ -36,7 +36,6 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import error_context, require
-from minivlmrl.files import file_inside
 from minivlmrl.json_files import json_text, parse_json, write_file
 from minivlmrl.rewards.columns import image_and_box_sizes
 from minivlmrl.rewards.text import find_answer
@@ -100,17 +99,8 @@ class CompletionsLog:
         self.world = world
         self.write = write
         self.every = config.log_completions
-        if not self.every or not world.is_main:
-            return
-        images = self.folder / IMAGES
-        if resumed is None:
-            shutil.rmtree(images, ignore_errors=True)
-            return
-        earlier = folder_of_logs(self.folder, resumed) / IMAGES
-        if earlier.is_dir() and earlier != images:
-            for file in (earlier, *earlier.iterdir()):
-                file_inside(file.parent, file.name)
-            shutil.copytree(earlier, images, dirs_exist_ok=True)
+        if resumed is None and self.every and world.is_main:
+            shutil.rmtree(self.folder / IMAGES, ignore_errors=True)
 
     def is_due(self, step: Step, number: int) -> bool:
         return bool(self.every) and number % self.every == 0 and step.rollout is not None
@@ -136,19 +126,6 @@ class CompletionsLog:
                 write_file(path, encode_image(image))
         for line in logged:
             self.write(line)
-
-
-def folder_of_logs(output: Path, resumed: Path) -> Path:
-    """Return the folder with the log files for a state.
-
-    Args:
-        resumed: state folder. If output/states is a symbolic link to another disk, log files stay in `output`.
-    """
-    states = resumed.absolute().parent
-    own_states = output / "states"
-    if own_states.is_dir() and states.samefile(own_states):
-        return output
-    return states.parent
 
 
 def encode_image(image: PIL.Image.Image) -> bytes:

@@ -33,7 +33,6 @@ from minivlmrl.run.callbacks import Callbacks
 from minivlmrl.run.datasets import columns_read, load_datasets
 from minivlmrl.run.metrics import find_tracker
 from minivlmrl.run.optimizer import check_optimizer
-from minivlmrl.run.same_ranks import check_same_files
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.offline import PairTrainer
@@ -68,7 +67,6 @@ def prepare(
         world,
         columns_read(config, trainers),
     )
-    check_same_files(config, datasets, world)
     processor = build_processor(config, datasets)
     datasets = filter_long_rows(config, datasets, processor, world)
     limit_epochs(config, datasets)
@@ -77,7 +75,7 @@ def prepare(
     # load weights
     model = build_weights(config, world, processor)
     callbacks.on_model(config, datasets, model, processor, world)
-    world.run_on_rank_zero(partial(check_positions, config, needs, datasets, model, processor), "measure the rows")
+    world.run_on_rank_zero(partial(check_positions, config, needs, datasets, model, processor))
     return model, processor, datasets
 
 
@@ -253,7 +251,7 @@ def filter_long_rows(
         if name == "eval":  # remove no held-out rows, so that evaluations stay comparable
             continue
         long = long_rows(rows, processor, max_tokens, config.data.skip_unreadable, answers_of(config, name))
-        removed = world.compute_on_rank_zero(partial(list, long), "measure the rows")
+        removed = world.compute_on_rank_zero(partial(list, long))
         fitted[name] = without_rows(rows, {size.index for size in removed})
         if removed and world.is_main:
             examples = ", ".join(f"{size.where}: {size.longest} tokens" for size in removed[:5])

@@ -1,23 +1,22 @@
 """Save a state and exit after SIGTERM, SIGUSR1, SIGINT (Ctrl-C) or SIGHUP (lost terminal)."""
 
-import math
 import os
 import signal
 import threading
 import time
 from dataclasses import replace
 
-from minivlmrl.config.time_limit import shorten_limits
 from minivlmrl.distributed.process_group import World
 
 PREEMPTED = 75  # exit code after a stop signal: EX_TEMPFAIL = try again
 # signals within these seconds count as one: scheduler and torchrun may both send one
 SAME_REQUEST = 5.0
-LAST_CALL = 10.0  # seconds that a reward or tool call may take after a stop signal
 
 
 class Preempted(Exception):
     """Raised on all ranks after a stop signal, to save a state and exit with code 75."""
+
+    on_all_ranks = True
 
 
 class StopSignals:
@@ -50,7 +49,6 @@ class StopSignals:
         """Restore the signal handlers. If the run was preempted, print and suppress the exception."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        shorten_limits(math.inf)
         if not isinstance(error, Preempted):
             return False
         self.exit_code = PREEMPTED
@@ -67,11 +65,10 @@ class StopSignals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         if self.first is None:
             self.first = now
-            shorten_limits(LAST_CALL)
             if self.world.is_main:  # use os.write, because print is not safe in a signal handler
                 text = (
-                    f"\n{name}: the run stops as soon as possible, and saves a state if a step is done; a reward "
-                    f"or a tool may take {LAST_CALL:g} more seconds; send the signal again to exit now\n"
+                    f"\n{name}: the run stops as soon as possible, and saves a state if a step is done; send the "
+                    "signal again to exit now\n"
                 )
                 os.write(2, text.encode())
         elif now - self.first >= same_request:

@@ -14,7 +14,7 @@ that could not be deleted *.removed.
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
 from minivlmrl.errors import UserError, error_context, error_phase, pluralize
@@ -36,13 +35,17 @@ from minivlmrl.model.plain_weights import base_weights, plain_name, shared_weigh
 from minivlmrl.run.callbacks import Callbacks
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import begin_state, group_numbers
-from minivlmrl.run.recipe_changes import changes, checksum, fingerprints, recipe_options
+from minivlmrl.run.recipe_changes import changes, check_same, checksum, file_hashes, recipe_options
 from minivlmrl.run.signals import Preempted, StopSignals
 from minivlmrl.run.state_files import find_shards, read_into, write_tensors
 from minivlmrl.run.trainer_state import RUN, TrainerState, read_trainer_state
 from minivlmrl.trainers.base import Trainer
 
 COMPLETE = "complete.json"
+# stage options that set the number of dataset rows per batch
+BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation"
+BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # changes in these options reset the best evaluation
+NO_STATE = "no state was saved yet: start the run again"
 UPDATE = "optimizer"  # training phase of weight updates, for error_phase
 NUM_KEPT_STATES = 2  # states to keep: two, in case the newest is damaged
 
@@ -102,11 +105,11 @@ class Resumed(NamedTuple):
     ended_at: int | None = None  # step of the state if its stage was complete
 
 
-def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> Resumed:
+def resume(config: RunConfig, world: World) -> Resumed:
     """Select the state to resume from, and compare its recipe and files with this run."""
-    # only rank 0 knows image and video file sizes
-    files = fingerprints(config, datasets if world.is_main else {})
-    new = TrainerState(config.seed, config.stage_names, recipe=recipe_options(config), files=files)
+    hashes = file_hashes(config)
+    check_same(hashes, world)
+    new = TrainerState(config.seed, config.stage_names, recipe=recipe_options(config), hashes=hashes)
     # take rank 0's states: ranks on a network file system may see different ones
     saved = world.gather_objects(state_folders(Path(config.output_dir) / "states"))[0]
     folder, state, stamps = select_state(config.resume, saved, world)
@@ -125,26 +128,30 @@ def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> 
     if not same_rows:
         state.rows = 0
     lacks_weights = state.recipe.get("adapter.r") or state.recipe.get("model.freeze")
-    bases = {state.files.base, new.files.base} - {None} if lacks_weights else ()
+    frozen = ("weights of model.path", "settings of model.config") if lacks_weights else ()
+    is_changed = any(state.hashes.get(name, now) != now for name, now in hashes.items() if name in frozen)
     quantized = {options.get("adapter.quantize") for options in (state.recipe, new.recipe)}
-    if len(bases) > 1 or len(quantized) > 1:
+    if is_changed or len(quantized) > 1:
         raise UserError(
             f"resume: the frozen weights, which a state does not contain, have changed since {folder} "
             "was saved; restore the earlier weights (model.path) and adapter.quantize"
         )
-    for change in changes(state, new, folder):
-        if same_rows and change.moves_rows:
+    batch_sizes = [f"{new.stages[state.stage]}.{name}" for name in BATCH_SIZE_OPTIONS] if state.rows else []
+    for name, text in changes(state, new):
+        option = name.removeprefix("rows of ")
+        is_about_rows = option.startswith("data.") and not option.startswith("data.eval_")
+        if same_rows and (is_about_rows or option in batch_sizes):
             raise UserError(
-                f"resume: {change.text}, so rows would be skipped or repeated; restore the earlier "
+                f"resume: {text}, so rows would be skipped or repeated; restore the earlier "
                 f"value, or accept this with --resume={folder}"
             )
         if world.is_main:
-            print(change.text, flush=True)
-        if change.resets_best:
+            print(text, flush=True)
+        if option in BEST_OPTIONS:
             state.best = None
     ended_at = state.step if state.step == state.recipe.get(f"{state.stages[state.stage]}.max_steps") else None
     state.recipe = new.recipe
-    state.files = new.files
+    state.hashes = hashes
     state.stages = new.stages
     return Resumed(folder, state, saved, stamps, ended_at)
 
@@ -192,7 +199,7 @@ def read_state(folder: Path, world: World) -> TrainerState | None:
         return read_trainer_state(folder)
 
     try:
-        return world.run_on_all_ranks(check, "read the states")
+        return world.run_on_all_ranks(check)
     except (FileNotFoundError, ValueError) as error:
         if world.is_main:
             print(f"state {folder} is damaged and is ignored: {error}", flush=True)
@@ -253,10 +260,10 @@ def save_state(folder: Path, state: TrainerState, trainer: Trainer, optimizer: O
     try:
         with error_phase("save"):
             named_tensors = tensors(trainer, optimizer)
-            world.run_on_all_ranks(write, "save a state")
+            world.run_on_all_ranks(write)
             for rank_checksums in world.gather_objects(checksums):
                 checksums.update(rank_checksums)
-            world.run_on_rank_zero(finish, "save a state")
+            world.run_on_rank_zero(finish)
     except Exception as error:
         shutil.rmtree(draft, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
@@ -285,7 +292,7 @@ class StateSaver:
     def after_step(self):
         """Save a state if one is due, and stop the run after a signal."""
         if self.signals.can_save and self.is_due():
-            self.ensure_saved(self.world)
+            self.ensure_saved()
         self.signals.stop_if_preempted()
 
     @property
@@ -300,57 +307,35 @@ class StateSaver:
         has_passed = every_steps and self.state.steps // every_steps > self.saved_steps // every_steps
         return bool(is_late or has_passed or (self.stage_ends and (every_steps or minutes)))
 
-    def ensure_saved(self, world: World):
-        """Save a state from the ranks in `world`, unless the current step has one."""
+    def ensure_saved(self):
+        """Save a state, unless the current step has one; all ranks must call this."""
         state = self.state
         if self.saved_steps == state.steps or self.trainer is None:
             return
-        state.num_log_lines = self.log.lines_to_keep()
+        self.log.flush()
         state.optimizer = group_numbers(self.optimizer)
         state.logs = {}
         for texts in self.callbacks.state_dict():
             state.logs.update(texts)
-        save_state(self.new_folder, state, self.trainer, self.optimizer, world)
+        save_state(self.folder / f"{state.steps:06d}", state, self.trainer, self.optimizer, self.world)
         self.saved_steps = state.steps
         self.saved_time = clock()
 
-    @property
-    def new_folder(self) -> Path:
-        return self.folder / f"{self.state.steps:06d}"
-
     @contextmanager
     def saved_on_error(self) -> Iterator[None]:
-        """Save a state after an error outside a weight update; the message says how to continue."""
+        """Save a state after a signal, or an error of all ranks between two steps; the message says how to continue."""
         try:
             yield
         except (Exception, SystemExit) as error:
-            stage = self.config.stage_names[self.state.stage]
-            has_stepped = self.state.steps > 0 and self.trainer is not None and self.trainer.stage == stage
-            if has_stepped or isinstance(error, Preempted):
-                if has_stepped and self.signals.can_save and not is_in_update(error) and self.try_to_save(error):
-                    steps = self.state.steps
-                    error.add_note(f"saved after step {steps} in {self.new_folder}: continue with --resume=auto")
-                elif older := state_folders(self.folder):
-                    error.add_note(f"--resume=auto continues from {older[-1]}")
-                else:
-                    error.add_note("no state was saved yet: start the run again")
+            errors = (error, error.__cause__)  # a callback may have replaced the error
+            in_update = any(getattr(part, "phase", "") == UPDATE for part in errors)
+            on_all_ranks = self.world.size == 1 or any(hasattr(part, "on_all_ranks") for part in errors)
+            if self.signals.can_save and on_all_ranks and not in_update:
+                try:
+                    self.ensure_saved()
+                except Exception as failure:
+                    error.add_note(f"no state could be saved after this error ({failure})")
+            if (self.trainer and self.state.steps) or isinstance(error, Preempted):
+                saved = state_folders(self.folder)[-1:]
+                error.add_note(f"saved in {saved[0]}: continue with --resume=auto" if saved else NO_STATE)
             raise
-
-    def try_to_save(self, error: BaseException) -> bool:
-        """Save a state after an error; return True on success. With FSDP all ranks save it, otherwise one rank."""
-        try:
-            return self.world.run_after_error(self.ensure_saved, alone=not self.config.uses_fsdp)
-        except Exception as failure:
-            first_line = str(failure).partition("\n")[0]
-            error.add_note(f"no state could be saved after this error ({first_line})")
-            return False
-
-
-def is_in_update(error: BaseException) -> bool:
-    """Return True if the error, or one that caused it, occurred during a weight update."""
-    cause = error
-    while cause is not None:
-        if getattr(cause, "phase", "") == UPDATE:
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False

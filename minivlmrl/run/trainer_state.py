@@ -11,17 +11,6 @@ RUN = "run.json"
 
 
 @dataclass
-class Fingerprints:
-    """Hashes of files that a run reads, to detect changes after a resume."""
-
-    base: str | None = None  # hash of the initial weights; states lack those that are frozen
-    models: dict[str, str] = field(default_factory=dict)  # {model.path or similar: hash of settings files}
-    rows: dict[str, str] = field(default_factory=dict)  # {data option: file hash}
-    media: dict[str, str] = field(default_factory=dict)  # {stage: hash of image and video file sizes and times}
-    code: dict[str, str] = field(default_factory=dict)  # {file with user code: hash}
-
-
-@dataclass
 class TrainerState:
     seed: int
     stages: list[str]
@@ -35,11 +24,9 @@ class TrainerState:
     best: float | None = None  # best evaluation so far (best_metric), negated if lower is better
     seconds: dict[str, float] = field(default_factory=dict)  # training time per stage, in seconds
     recipe: dict = field(default_factory=dict)  # recipe options; see run/recipe_changes.py
-    files: Fingerprints = field(default_factory=Fingerprints)
+    hashes: dict[str, str] = field(default_factory=dict)  # of files that the run reads
     # {log file: number of lines at the state}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(default_factory=dict)
-    # {log file: line for the last step}; a resumed run writes this line if the log file lacks it
-    last_lines: dict[str, dict] = field(default_factory=dict)
     optimizer: list[dict] = field(default_factory=list)  # see group_numbers in run/optimizer.py
     logs: dict[str, str] = field(default_factory=dict)  # callback state, from Callback.state_dict
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivlmrl.config.import_utils import load_function
+from minivlmrl.config.import_utils import resolve_function, with_arguments
 from minivlmrl.config.loss_forms import like_grpo_loss
 from minivlmrl.config.options import GRPOOptions, RunConfig
 from minivlmrl.data.rows import Row
-from minivlmrl.errors import UserError, truncate
+from minivlmrl.errors import UserError, error_context, truncate
 from minivlmrl.generation.environments import packed_length
 from minivlmrl.losses.advantages import ADVANTAGES
 from minivlmrl.losses.grpo import AVERAGES, grpo_loss
@@ -347,16 +347,18 @@ def find_loss(options: GRPOOptions) -> Callable:
     names = [*inspect.signature(grpo_loss).parameters]
     table = dict.fromkeys(AVERAGES, grpo_loss)
     on_request = "entropies", "sampling_per_token_logps", "completion_ids", "rows", "step"
-    return load_function(
-        "loss_type", options.loss_type, table, options, names[:3], names[3:], on_request, like_grpo_loss
-    )
+    with error_context(f"grpo.loss_type {options.loss_type}"):
+        function = like_grpo_loss(resolve_function("loss_type", options.loss_type, table))
+        return with_arguments(function, names[:3], names[3:], vars(options), on_request)
 
 
 def find_advantages(options: GRPOOptions) -> Callable[..., Tensor]:
     """Return the function named in the option `advantages`."""
     arguments = "num_generations", "scale_rewards", "rewards_per_func", "reward_weights"
     on_request = "completions", "completion_lengths", "rows", "step"
-    return load_function("advantages", options.advantages_name, ADVANTAGES, options, ["rewards"], arguments, on_request)
+    with error_context(f"grpo.advantages {options.advantages_name}"):
+        function = resolve_function("advantages", options.advantages_name, ADVANTAGES)
+        return with_arguments(function, ["rewards"], arguments, vars(options), on_request)
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:

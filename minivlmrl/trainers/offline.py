@@ -78,7 +78,7 @@ class OfflineTrainer(Trainer):
             row = rows[index]
             if all(getattr(row, name) is not None for name in self.answers):
                 local.append(index)
-        self.world.barrier("read images")
+        self.world.barrier()
         return self.world.shard_evenly(sorted(chain(*self.world.gather_objects(local))))
 
     def step(self, batches: Sequence[MicroBatch]) -> Step:
@@ -108,6 +108,6 @@ class PairTrainer(OfflineTrainer):
         parts = split(local_indices, self.options.micro_batch_size)
         margins = torch.cat([self.margins([rows[index] for index in part]) for part in parts])[:count]
         reshard(self.trained)
-        self.world.barrier("score the held-out pairs")
+        self.world.barrier()
         ahead, pairs = self.world.sum((margins > 0).sum().item(), count)
         return {"eval/pair_accuracy": ahead / pairs}

@@ -49,7 +49,7 @@ class SerializedGroup:
 def load_groups(batches: Batches, groups: Sequence[SerializedGroup]) -> list[list[Sample]]:
     """Rebuild the samples of each group from its dataset row; all ranks must call this."""
     rows = batches.rows([(group.index, group.key) for group in groups])
-    batches.world.barrier("read images")
+    batches.world.barrier()
     loaded = []
     for row, group in zip(rows, groups, strict=True):
         prompt = row.prompt(batches.processor)

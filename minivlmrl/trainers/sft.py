@@ -39,7 +39,7 @@ class SFTTrainer(OfflineTrainer):
         sums = torch.zeros(2).double()
         for start in range(0, len(local_indices), size):
             batch = self.micro_batch([rows[index] for index in local_indices[start : start + size]])
-            self.world.barrier("read images")
+            self.world.barrier()
             mask = batch.loss_mask
             # rows after the first `count` repeat another rank's rows
             mask[max(0, count - start) :] = 0

@@ -97,16 +97,6 @@ def around_named(*args, **kwargs):
     return named(*args, **kwargs)
 
 
-@functools.wraps(named)
-def around_named_with_more(logps, *args, loss_type, **kwargs):
-    return named(logps, *args, **kwargs) | {"loss_type": loss_type}
-
-
-@functools.wraps(named)
-def instead_of_named(logps, advantages, mask, *, loss_type):
-    return {"loss_type": loss_type}
-
-
 class Star:
     def __call__(self, *args, **kwargs):
         return kwargs
@@ -129,8 +119,7 @@ class Module(torch.nn.Module):
     (lambda logps, *args, beta: {"beta": beta}, "beta"),
     (lambda logps, advantages, mask, /, beta: {"beta": beta}, "beta"),
     (named, "beta normalizer"), (functools.partial(named, beta=1), "normalizer beta=1"),
-    (around_named, "beta normalizer"), (around_named_with_more, "beta loss_type normalizer"),
-    (instead_of_named, "loss_type"), (functools.lru_cache(named), "beta normalizer"), (Module(), "beta"),
+    (around_named, "beta normalizer"), (functools.lru_cache(named), "beta normalizer"), (Module(), "beta"),
 ])  # fmt: skip
 def test_each_form_of_a_users_function_gets_the_arguments_that_it_takes(function, received):
     words = [word.partition("=") for word in received.split()]

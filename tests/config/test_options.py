@@ -164,7 +164,7 @@ OUTPUTS = [
 
 # options with tests of their own, because they need several processes, other hardware or more time
 ELSEWHERE = """
-output_dir num_threads save resume check_memory timeout max_reward_seconds model.path model.save_dtype
+output_dir num_threads save resume check_memory timeout model.path model.save_dtype
 model.compute_dtype model.activation_checkpointing adapter.path data.max_prompt_tokens data.image_workers
 data.skip_unreadable sharding.enabled sharding.replicas sharding.cpu_offload sharding.once_per_step
 rollout.gather_weights sampling.max_batch_tokens sampling.cuda_graph sampling.environment sampling.history

@@ -1,7 +1,6 @@
 """Test that columns of row files become prompts and answers, and that errors name the line of a row."""
 
 import math
-import os
 
 import pytest
 import torch
@@ -161,18 +160,6 @@ def test_no_column_is_refused_for_its_name(write_rows):
     processor = Processor(shapes.tokenizer(), ImageProcessor())
     columns = reward_columns([rows[0]], [rows[0].prompt(processor)], [[Completion(torch.tensor([1]))]], processor)
     assert columns["weight"] == [3.2] and columns["completions"] != [[1]] and "log_metric" not in columns
-
-
-def test_the_stamp_of_image_files_changes_with_their_size_or_time(write_rows, tmp_path):
-    file = write_rows({"problem": "a", "image": "red.png"})
-    image = tmp_path / "red.png"
-    stamps = []
-    for padding, time in ((b"", 10), (b"", 20), (b"0", 20)):
-        image.write_bytes(image.read_bytes() + padding)
-        os.utime(image, (time, time))
-        stamps.append(FileDataset(file).media_fingerprint)
-    assert len({*stamps}) == 3
-    assert FileDataset(file).media_fingerprint == stamps[2]
 
 
 def test_a_row_has_one_prompt_and_one_completion(write_rows):

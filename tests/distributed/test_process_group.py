@@ -178,7 +178,6 @@ def test_ranks_on_one_machine_need_no_host_name(monkeypatch, hosts, network):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setattr(network_file, "attempt_store", lambda limit: None)
     monkeypatch.setattr(network_file, "connect", lambda *_: None)
     monkeypatch.setattr(process_group, "barrier_group", None)
     monkeypatch.setattr(process_group.dist, "new_group", lambda **_: None)

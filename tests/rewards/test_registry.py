@@ -13,7 +13,6 @@ import PIL.Image
 import pytest
 import torch
 
-from minivlmrl.config.loading import load_config
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.rewards import registry as file
@@ -195,20 +194,6 @@ def test_ctrl_c_during_a_reward(monkeypatch):
         ask(monkeypatch, pressed, ["two"])
     with StopSignals(World()) as stop:
         assert ask(monkeypatch, pressed, ["two"]) == [0.0] and stop.first is not None
-
-
-def test_a_reward_over_its_time_limit_is_reported():
-    reward = file.Reward("own", lambda completions, **_: time.sleep(60), max_seconds=0.05)
-    sentence = r"^a:1: reward own, for 3 completions from this row on: the call .* 0\.05 seconds; .*max_reward_seconds$"
-    with pytest.raises(file.RewardFailed, match=sentence):
-        reward(completions=["two", "five", "six"], row_names=["a:1", "a:1", "a:3"])
-
-
-def test_rewards_of_a_recipe_have_its_time_limit():
-    config = load_config(ROOT / "recipes/shapes.yaml", ["--max_reward_seconds=7", "--data.eval_rewards=[format]"])
-    rewards = [*file.training_rewards(config), *file.held_out_rewards(config)]
-    found = [(reward.name, reward.max_seconds) for reward in rewards]
-    assert found == [("format", 7.0), ("accuracy", 7.0), ("format", 7.0)]
 
 
 def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):

@@ -114,7 +114,7 @@ def test_a_step_that_the_ranks_cannot_share_is_refused_before_anything_is_loaded
     monkeypatch.setattr("minivlmrl.distributed.process_group.setup", lambda *_: World(0, 3, torch.device("cpu")))
     monkeypatch.setattr("minivlmrl.run.setup.load_datasets", None)  # calling it would fail
     monkeypatch.setattr("minivlmrl.run.loop.locked", lambda *_: nullcontext())
-    monkeypatch.setattr("minivlmrl.run.loop.check_same_options", lambda *_: None)
+    monkeypatch.setattr("minivlmrl.run.loop.check_same", lambda *_: None)
     message = r"grpo\.prompts_per_step is 4, but it must be a multiple of 3, the number of ranks$"
     with pytest.raises(ValueError, match=message):
         run("--stages=[sft, grpo]", "--sft.prompts_per_step=3")

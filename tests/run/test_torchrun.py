@@ -67,11 +67,11 @@ def test_a_dead_rank_leads_to_a_restart_that_resumes(torchrun, tmp_path):
     assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-4)
 
 
-@pytest.mark.parametrize(("action", "named", "summary"), [
-    ("os.kill(os.getpid(), signal.SIGKILL)", "a rank", "Signal 9 (SIGKILL) received by PID"),
-    ("import time; time.sleep(600)", "rank 1", "did not answer in time"),
+@pytest.mark.parametrize(("action", "summary"), [
+    ("os.kill(os.getpid(), signal.SIGKILL)", "Signal 9 (SIGKILL) received by PID"),
+    ("import time; time.sleep(600)", "did not answer in time"),
 ])  # fmt: skip
-def test_a_lost_rank_is_named_in_one_sentence(torchrun, action, named, summary):
+def test_a_lost_rank_is_told_in_one_sentence(torchrun, action, summary):
     process = torchrun("--state_steps=1", "--timeout=4", action=action)
     try:
         _, errors = process.communicate(timeout=90)
@@ -79,9 +79,9 @@ def test_a_lost_rank_is_named_in_one_sentence(torchrun, action, named, summary):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode != 0
-    sentence = f"{named} ended or did not answer in time, so rank 0 ends too; look for an earlier error of that rank"
+    sentence = "rank 0 lost the connection to another rank, which ended or did not answer in time ("
     assert any(line.startswith(sentence) for line in errors.splitlines()), errors[-3000:]
-    assert "gloo" not in errors and summary in errors.partition("Root Cause")[2], errors[-3000:]
+    assert summary in errors.partition("Root Cause")[2], errors[-3000:]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -12,7 +12,6 @@ from PIL.Image import Image
 from torch import Tensor
 
 from minivlmrl.config.parsing import build, read_value
-from minivlmrl.config.time_limit import Overtime, time_limit
 from minivlmrl.data.chat_template import END, START, VISION, join_text
 from minivlmrl.data.image import Grid
 from minivlmrl.data.messages import part_kind
@@ -21,6 +20,7 @@ from minivlmrl.data.row_files import map_nested
 from minivlmrl.data.rows import Row
 from minivlmrl.errors import UserError, error_context, pluralize, require, truncate
 from minivlmrl.extras.agents.environment import Environment, Settings, arguments_of, get_environment, settings_of
+from minivlmrl.extras.agents.time_limit import Overtime, time_limit
 from minivlmrl.json_files import parse_json
 
 # Python constants in Qwen3.5 tool calls, and their JSON equivalents

@@ -16,12 +16,13 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from math import comb, isnan
 from pathlib import Path
 
 from minivlmrl.config.import_utils import recipes_folder
-from minivlmrl.config.loading import as_overrides, changed_prompts, load_config, read_yaml, trained_quantization
+from minivlmrl.config.loading import as_overrides, changed_prompts, flat, load_config, read_yaml, trained_quantization
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.types import Plain
 from minivlmrl.data.download import find_folder
@@ -39,7 +40,7 @@ from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.evaluate import UNFILTERED, evaluation_sampling, generate_for_rows
 from minivlmrl.run.lock import drafted
 from minivlmrl.run.metrics import METRICS
-from minivlmrl.run.same_ranks import check_same_files, check_same_options
+from minivlmrl.run.recipe_changes import check_same, file_hashes
 from minivlmrl.run.setup import build_model
 
 
@@ -82,8 +83,7 @@ def answer_file(tool: str, arguments: list[str]):
     names = [reward.name for reward in rewards]
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
     rows = load_datasets(config, {}, (), required_columns(rewards), world)["eval"]
-    check_same_options(config, world)
-    check_same_files(config, {"evaluate": rows}, world)
+    check_same(flat(asdict(config)) | file_hashes(config), world)
     check_column(options.by, rows)
     if world.is_main:
         print(f"recipe: {config.recipe}", flush=True)
@@ -92,7 +92,7 @@ def answer_file(tool: str, arguments: list[str]):
     lines = []
     with ExitStack() as closing:
         busy = f"another process is writing {out}; wait until it ends, or choose another --out"
-        file = world.run_on_rank_zero(lambda: closing.enter_context(drafted(out, busy)), "open the results file")
+        file = world.run_on_rank_zero(lambda: closing.enter_context(drafted(out, busy)))
         model, processor = build_model(config, world)
         sample = make_sampler(model, processor, evaluation_sampling(config.sampling), world)
         key = f"{config.seed}/evaluate"

@@ -57,9 +57,9 @@ class Preflight(Callback):
             describe_hardware(config, world)
 
     def on_rows(self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World):
-        world.run_on_rank_zero(partial(print_all, describe_rows(config, datasets, processor)), "measure the rows")
+        world.run_on_rank_zero(partial(print_all, describe_rows(config, datasets, processor)))
         try_rewards(config, datasets, processor)
-        world.run_on_rank_zero(partial(check_truths, config, datasets), "check the solutions")
+        world.run_on_rank_zero(partial(check_truths, config, datasets))
 
     def on_model(
         self, config: RunConfig, datasets: dict[str, Dataset], model: VisionLanguageModel, processor: Processor,

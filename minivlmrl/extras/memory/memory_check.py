@@ -70,7 +70,7 @@ class MemoryCheck(Callback):
         for stage in config.stage_names:
             question = MemoryQuestion(config, stage, self.estimator, world.size)
             measure = partial(measure_datasets, question, datasets, processor)
-            rows, held_out = world.compute_on_rank_zero(measure, "measure the rows")
+            rows, held_out = world.compute_on_rank_zero(measure)
             question = replace(question, rows=rows, held_out=held_out)
             phases = estimate_phases(question)
             if peak_bytes(phases) > available:

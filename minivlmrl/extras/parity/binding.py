@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivlmrl.config.import_utils import own_signature
+from minivlmrl.config.import_utils import parameters_of
 from minivlmrl.errors import UserError
 
 LOGP = re.compile(r"(per_token_|token_)?log_?p(rob)?(abilitie)?s?(?![a-z])")
@@ -54,7 +54,7 @@ def bound_forms(my_loss: Callable) -> list[Callable] | None:
 
     Shapes of advantages are not known, so there is one function for (B, T), (B,) and (B, 1).
     """
-    parameters = own_signature(function_of(my_loss)).parameters
+    parameters = parameters_of(function_of(my_loss))
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values()):
         return None
     names = [*parameters]
@@ -189,7 +189,7 @@ def values_of(my_loss: Callable, batch: dict, options: dict, shape: str) -> dict
         values["log_ratio"] = logps - batch["old_per_token_logps"]
         values["ratio"] = values["log_ratio"].exp()
     if options["kind"] == "dpo":
-        by_token = any("mask" in name for name in own_signature(function_of(my_loss)).parameters)
+        by_token = any("mask" in name for name in parameters_of(function_of(my_loss)))
         for side, answer in enumerate(("chosen", "rejected")):
             values[f"{answer}_mask"] = mask[:, side]
             for model, x in (("", logps), ("ref_", batch["ref_per_token_logps"])):
