@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from uuid import uuid4
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -25,8 +24,6 @@ ADAPTER_CONFIG = "adapter/adapter_config.json"
 RUN_CONFIG = "config.yaml"  # all run options, saved in output_dir
 # generation options, saved with the weights
 INFERENCE_CONFIG = "minivlmrl.yaml"
-CARD = "README.md"  # model card
-CARD_MARK = "<!-- Written by minivlmrl, and again when weights are saved, unless you delete this line. -->\n"
 
 
 def _what_to_do(folder: Path) -> str:
@@ -75,7 +72,10 @@ def save_tensors(tensors: dict[str, Tensor], path: Path):
     """Write a safetensors file with default permissions; save_file would set 0600."""
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 requires the metadata key `format`
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 requires the metadata key `format`
+    except SafetensorError as error:  # such as a full disk
+        raise OSError(f"{path} was not written ({error})") from error
     path.chmod(mode)
 
 
@@ -126,13 +126,9 @@ def file_stamps(*folders: str | Path) -> dict[Path, tuple[int, ...]]:
 
 
 @contextmanager
-def unchanged(*folders: str | Path, since: dict[Path, tuple[int, ...]] | None = None) -> Iterator[None]:
-    """Raise UserError if files are replaced during the `with` block.
-
-    Args:
-        since: result of file_stamps at an earlier time, None = at the start of the `with` block.
-    """
-    since = file_stamps(*folders) if since is None else since
+def unchanged(*folders: str | Path) -> Iterator[None]:
+    """Raise UserError if files are replaced during the `with` block."""
+    since = file_stamps(*folders)
     try:
         yield
     finally:
@@ -178,14 +174,10 @@ def replacing(folder: str | Path) -> Iterator[Path]:
             remove_folder(replaced)
             folder.rename(replaced)
         new.rename(folder)
-    except BaseException as error:
+    except BaseException:
         shutil.rmtree(new, ignore_errors=True)  # delete incomplete files: the disk may be full
         if replaced.is_dir() and not folder.exists():
             replaced.rename(folder)
-        if isinstance(error, OSError | SafetensorError):
-            raise OSError(
-                f"{folder} was not saved ({error}). The earlier content of the folder is unchanged."
-            ) from error
         raise
     flush_file(folder.parent)
     remove_folder(replaced)
@@ -193,14 +185,10 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
 def remove_folder(folder: Path):
     """Delete a folder, or print why it stays. Of a link, delete only the link."""
-    removed = [*folder.parent.glob(f"{folder.name}.*.removed")]  # that an earlier call could not delete
     try:
         if folder.is_symlink():
             folder.unlink()
         elif folder.is_dir():
-            # rename first: an incomplete folder must not keep its name
-            removed.append(folder.rename(f"{folder}.{uuid4().hex[:8]}.removed"))
-        for folder in removed:
             shutil.rmtree(folder)
     except OSError as error:
         print(f"{folder} could not be deleted ({error}); delete it by hand", file=sys.stderr, flush=True)

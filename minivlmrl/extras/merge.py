@@ -9,7 +9,7 @@ from minivlmrl.config.loading import trained_quantization
 from minivlmrl.data.download import find_folder
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.errors import UserError
-from minivlmrl.files import CARD, INFERENCE_CONFIG, unchanged
+from minivlmrl.files import INFERENCE_CONFIG, unchanged
 from minivlmrl.model.checkpoint import carried_files, load_model, load_processor
 from minivlmrl.model.lora import merge_note, quantize_base
 from minivlmrl.model.peft import WEIGHTS, find_adapter, load_adapter
@@ -38,7 +38,7 @@ def main(arguments: list[str]):
         load_adapter(model, adapter)
     if options.quantize or trained_quantization(adapter / INFERENCE_CONFIG):
         quantize_base(model)
-    processor.tokenizer.files |= carried_files(adapter, re.compile("|".join(map(re.escape, (INFERENCE_CONFIG, CARD)))))
+    processor.tokenizer.files |= carried_files(adapter, re.compile(re.escape(INFERENCE_CONFIG)))
     save_model(options.out, model, processor, base=options.model)
     note = merge_note(model)
     if note:

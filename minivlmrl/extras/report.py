@@ -34,10 +34,11 @@ from minivlmrl.run.metrics import (
     describe_speed,
     short_names,
 )
-from minivlmrl.run.model_card import FOLDERS
 from minivlmrl.run.results import SUMMARY
 from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, LogLine, check_numbers, read_lines, read_metrics
 from minivlmrl.trainers.base import Step, Trainer
+
+FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # absolute folders, such as /home/ann/ in /home/ann/cat.jpg
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")

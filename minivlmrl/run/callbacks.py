@@ -86,15 +86,6 @@ class Callback:
         return {}
 
 
-class Callbacks(list[Callback]):
-    """List of callbacks. Calling a Callback method on it calls all callbacks, and returns a list of their results."""
-
-    def __getattr__(self, hook: str) -> Callable[..., list]:
-        if hook not in vars(Callback):
-            raise AttributeError(f"Callback has no method {hook!r}")
-        return lambda *arguments: [getattr(callback, hook)(*arguments) for callback in self]
-
-
 class Watcher(Callback):
     """Base class for callbacks whose errors must not end the run."""
 
@@ -139,7 +130,7 @@ WATCHERS = {  # {name of a monitoring callback: "module:class" in minivlmrl/extr
 }
 
 
-def default_callbacks(config: RunConfig) -> Callbacks:
+def default_callbacks(config: RunConfig) -> list[Callback]:
     """Build the monitoring callbacks, and callbacks for recipe options such as reference.sync_ref_model."""
     names = dict(WATCHERS) if has_extras() else {}
     if not (config.check_memory and config.model.path):
@@ -148,4 +139,4 @@ def default_callbacks(config: RunConfig) -> Callbacks:
         names["reference.sync_ref_model"] = "moving_reference:MovingReference"
     if config.dpo.precompute_ref_log_probs and "dpo" in config.stage_names:
         names["dpo.precompute_ref_log_probs"] = "reference_logps:ReferenceLogps"
-    return Callbacks(load_extra(f"minivlmrl.extras.{name}", option)() for option, name in names.items())
+    return [load_extra(f"minivlmrl.extras.{name}", option)() for option, name in names.items()]

@@ -17,7 +17,7 @@ from minivlmrl.distributed.watchdog import hang_watchdog
 from minivlmrl.distributed.weights import begin_micro_batch, end_micro_batches, is_sharded
 from minivlmrl.errors import UserError, error_phase
 from minivlmrl.files import remove_folder
-from minivlmrl.run.callbacks import Callback, Callbacks, default_callbacks
+from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.lock import locked
 from minivlmrl.run.metrics import MetricsLog, check_mismatch, merge
 from minivlmrl.run.optimizer import build_optimizer, finish_gradients, learning_rate
@@ -38,10 +38,11 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
     Returns:
         exit code: 0, or 75 after a stop signal
     """
-    callbacks = default_callbacks(config) if callbacks is None else Callbacks(callbacks)
+    callbacks = default_callbacks(config) if callbacks is None else callbacks
     trainers = find_trainers(config)
     check_outputs(config, trainers)
-    callbacks.on_recipe(config, trainers)
+    for callback in callbacks:
+        callback.on_recipe(config, trainers)
 
     signals = StopSignals(
         process_group.setup(config.num_threads, config.timeout, config.uses_fsdp, 3600 * config.max_wait_hours)
@@ -99,25 +100,17 @@ def train_stages(
             state.stage += 1
             state.step = 0
             state.batches_consumed = 0
-            state.rows = 0
-        num_rows = len(datasets[stage])
-        if state.rows not in (0, num_rows):
-            raise UserError(
-                f"resume: the state was saved with {state.rows} rows, but the dataset now has {num_rows}; restore "
-                "the earlier rows, or accept the change with --resume=FOLDER (the state)"
-            )
-        state.rows = num_rows
         optimizer = build_optimizer(trainer.trained, trainer.options, config.optimizer)
         if is_first and resumed.folder is not None:
             with error_phase("load"):
-                load_state(resumed.folder, resumed.stamps, trainer, optimizer)
+                load_state(resumed.folder, trainer, optimizer)
             for group, numbers in zip(optimizer.param_groups, state.optimizer, strict=False):
                 group.update(numbers)
         saver.trainer = trainer
         saver.optimizer = optimizer
         if is_first:
             begin_run(results, resumed)
-        train_stage(trainer, optimizer, datasets[stage], results, saver, resumed.ended_at if is_first else None)
+        train_stage(trainer, optimizer, datasets[stage], results, saver)
     if trainer is None:
         begin_run(results, resumed)
     results.write(trainer)
@@ -128,7 +121,7 @@ def begin_run(results: Results, resumed: Resumed):
     log = results.log
     if log.world.is_main:
         newer = [folder for folder in resumed.saved if not resumed.folder or int(folder.name) > results.state.steps]
-        for folder in (*newer, *results.folder.glob("states/*.partial"), *results.folder.glob("states/*.removed")):
+        for folder in (*newer, *results.folder.glob("states/*.partial")):
             remove_folder(folder)
     log.open_files(resumed.folder)
     # forget the best evaluation so far if its weights were deleted
@@ -144,45 +137,43 @@ def begin_run(results: Results, resumed: Resumed):
 
 
 @contextmanager
-def notify_on_error(callbacks: Callbacks) -> Iterator[None]:
+def notify_on_error(callbacks: Sequence[Callback]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        callbacks.on_error(error)
+        for callback in callbacks:
+            callback.on_error(error)
         raise
 
 
-def train_stage(
-    trainer: Trainer, optimizer: Optimizer, rows: Dataset, results: Results, saver: StateSaver, ended_at: int | None
-):
-    """Train one stage, from its first step or a state.
-
-    Args:
-        ended_at: step at which the stage ended before this run continues it, None if it was not complete.
-    """
+def train_stage(trainer: Trainer, optimizer: Optimizer, rows: Dataset, results: Results, saver: StateSaver):
+    """Train one stage, from its first step or a state."""
     stage = trainer.stage
     log = results.log
     state = results.state
     callbacks = results.callbacks
     batches = Batches(rows, trainer, state.batches_consumed)
     steps = trainer.steps(batches)  # lazy: next(steps) samples completions
-    callbacks.on_stage_begin(trainer, optimizer, state)
+    for callback in callbacks:
+        callback.on_stage_begin(trainer, optimizer, state)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
     for number in range(state.step, trainer.options.max_steps):
         # evaluate after saving, so that a run killed here loses no step
         if number > 0:
-            results.evaluate_if_due(trainer, number, is_due=number == ended_at)
+            results.evaluate_if_due(trainer, number)
         # at every step, so that a resumed run draws the same numbers
         key = f"{trainer.config.seed}/{stage}/{number}/{trainer.world.rank}"
         seed_user_code(f"{key}/rollout")
         try:
             with trainer.phase("preparation"):
                 step = next(steps)
-            callbacks.on_step_begin(trainer, optimizer, step, number, batches)
+            for callback in callbacks:
+                callback.on_step_begin(trainer, optimizer, step, number, batches)
             seed_user_code(f"{key}/update")  # callbacks may have called the loss
             metrics = optimizer_step(trainer, step, optimizer, number)
             saver.signals.can_save = False  # until the step is logged
-            callbacks.after_step(trainer, number)
+            for callback in callbacks:
+                callback.after_step(trainer, number)
         except FloatingPointError as error:
             raise UserError(
                 f"{stage} step {number}: {error}. The run stopped before this update; try a lower {stage}.learning_rate"
@@ -191,7 +182,8 @@ def train_stage(
         state.steps += 1
         state.batches_consumed = batches.batches_consumed
         values = log.step(number, metrics, step)
-        callbacks.on_step_end(trainer, step, number, values)
+        for callback in callbacks:
+            callback.on_step_end(trainer, step, number, values)
         trainer.world.barrier()
         log.count_lines()
         state.seconds[stage] = log.seconds

@@ -78,19 +78,6 @@ class MetricsLog(ExitStack):
             self.num_lines[name] = len(kept)
             self.files[name] = self.enter_context(path.open("ab", buffering=0))
 
-    def __exit__(self, kind, error, traceback) -> bool | None:
-        """Close callbacks, trackers and files; if this fails after another error, raise the first error."""
-        try:
-            return super().__exit__(kind, error, traceback)
-        except (Exception, SystemExit) as failure:
-            if error is None:
-                raise
-            while failure is not None and failure is not error:
-                text = f"after the error that ended the run, closing failed: {type(failure).__name__}: {failure}"
-                print(text, file=sys.stderr, flush=True)
-                failure = failure.__context__
-            return False
-
     def write(self, name: str, line: dict):
         rest = encode(line)
         while rest:  # unbuffered files, so closing them cannot fail on a full disk

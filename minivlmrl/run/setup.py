@@ -1,7 +1,7 @@
 """Build model, processor and datasets, and check them before the first step."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -29,7 +29,7 @@ from minivlmrl.model.checkpoint import DTYPES, load_model, load_processor
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.trainable import select_trained
 from minivlmrl.rewards.registry import held_out_rewards, required_columns, training_rewards
-from minivlmrl.run.callbacks import Callbacks
+from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.datasets import columns_read, load_datasets
 from minivlmrl.run.metrics import find_tracker
 from minivlmrl.run.optimizer import check_optimizer
@@ -40,11 +40,12 @@ from minivlmrl.trainers.registry import find_trainer
 
 
 def prepare(
-    config: RunConfig, trainers: dict[str, type[Trainer]], world: World, callbacks: Callbacks
+    config: RunConfig, trainers: dict[str, type[Trainer]], world: World, callbacks: Sequence[Callback]
 ) -> tuple[VisionLanguageModel, Processor, dict[str, Dataset]]:
     """Check recipe and rows, and build model, processor and datasets."""
     # check device, disk and options
-    callbacks.on_setup(config, world)
+    for callback in callbacks:
+        callback.on_setup(config, world)
     check_optimizer(config.optimizer)
     for name in config.report_to:
         find_tracker(name)  # fail early if a tracker is not installed
@@ -70,11 +71,13 @@ def prepare(
     processor = build_processor(config, datasets)
     datasets = filter_long_rows(config, datasets, processor, world)
     limit_epochs(config, datasets)
-    callbacks.on_rows(config, datasets, processor, world)
+    for callback in callbacks:
+        callback.on_rows(config, datasets, processor, world)
 
     # load weights
     model = build_weights(config, world, processor)
-    callbacks.on_model(config, datasets, model, processor, world)
+    for callback in callbacks:
+        callback.on_model(config, datasets, model, processor, world)
     world.run_on_rank_zero(partial(check_positions, config, needs, datasets, model, processor))
     return model, processor, datasets
 

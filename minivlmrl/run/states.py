@@ -8,20 +8,18 @@ output_dir/states/000120/
     complete.json            checksums of the other files; written last
 
 States need no completions, because they are saved only after a rollout's last optimizer step. Random states are not
-saved: generators are seeded from run seed and stage, step or row. Incomplete states are named *.partial, and states
-that could not be deleted *.removed.
+saved: generators are seeded from run seed and stage, step or row. Incomplete states are named *.partial.
 """
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic as clock
 from typing import NamedTuple
 
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,10 +27,10 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
 from minivlmrl.errors import UserError, error_context, error_phase, pluralize
-from minivlmrl.files import file_stamps, flush_file, remove_folder, unchanged
+from minivlmrl.files import flush_file, remove_folder
 from minivlmrl.json_files import read_json, write_json
 from minivlmrl.model.plain_weights import base_weights, plain_name, shared_weights
-from minivlmrl.run.callbacks import Callbacks
+from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.optimizer import begin_state, group_numbers
 from minivlmrl.run.recipe_changes import changes, check_same, checksum, file_hashes, recipe_options
@@ -101,8 +99,6 @@ class Resumed(NamedTuple):
     folder: Path | None  # state to load, None for a new run
     state: TrainerState
     saved: list[Path]
-    stamps: dict[Path, tuple[int, ...]]  # {state file: size and times}, to detect later changes
-    ended_at: int | None = None  # step of the state if its stage was complete
 
 
 def resume(config: RunConfig, world: World) -> Resumed:
@@ -112,9 +108,9 @@ def resume(config: RunConfig, world: World) -> Resumed:
     new = TrainerState(config.seed, config.stage_names, recipe=recipe_options(config), hashes=hashes)
     # take rank 0's states: ranks on a network file system may see different ones
     saved = world.gather_objects(state_folders(Path(config.output_dir) / "states"))[0]
-    folder, state, stamps = select_state(config.resume, saved, world)
+    folder, state = select_state(config.resume, saved, world)
     if state is None:
-        return Resumed(None, new, saved, stamps)
+        return Resumed(None, new, saved)
     num_begun = state.stage + 1
     if state.stages[:num_begun] != new.stages[:num_begun] or state.seed != new.seed:
         raise UserError(
@@ -125,8 +121,6 @@ def resume(config: RunConfig, world: World) -> Resumed:
         print(f"resuming from {folder}: {pluralize(state.step, 'step')} of {new.stages[state.stage]} done", flush=True)
     # --resume=auto rejects changed rows, --resume=FOLDER accepts them
     same_rows = config.resume == "auto"
-    if not same_rows:
-        state.rows = 0
     lacks_weights = state.recipe.get("adapter.r") or state.recipe.get("model.freeze")
     frozen = ("weights of model.path", "settings of model.config") if lacks_weights else ()
     is_changed = any(state.hashes.get(name, now) != now for name, now in hashes.items() if name in frozen)
@@ -136,7 +130,7 @@ def resume(config: RunConfig, world: World) -> Resumed:
             f"resume: the frozen weights, which a state does not contain, have changed since {folder} "
             "was saved; restore the earlier weights (model.path) and adapter.quantize"
         )
-    batch_sizes = [f"{new.stages[state.stage]}.{name}" for name in BATCH_SIZE_OPTIONS] if state.rows else []
+    batch_sizes = [f"{new.stages[state.stage]}.{name}" for name in BATCH_SIZE_OPTIONS]
     for name, text in changes(state, new):
         option = name.removeprefix("rows of ")
         is_about_rows = option.startswith("data.") and not option.startswith("data.eval_")
@@ -149,45 +143,30 @@ def resume(config: RunConfig, world: World) -> Resumed:
             print(text, flush=True)
         if option in BEST_OPTIONS:
             state.best = None
-    ended_at = state.step if state.step == state.recipe.get(f"{state.stages[state.stage]}.max_steps") else None
     state.recipe = new.recipe
     state.hashes = hashes
     state.stages = new.stages
-    return Resumed(folder, state, saved, stamps, ended_at)
+    return Resumed(folder, state, saved)
 
 
-def select_state(
-    resume: str | None, saved: list[Path], world: World
-) -> tuple[Path, TrainerState, dict] | tuple[None, None, dict]:
-    """Return the newest undamaged state, its TrainerState, and file sizes and times."""
+def select_state(resume: str | None, saved: list[Path], world: World) -> tuple[Path, TrainerState] | tuple[None, None]:
+    """Return the newest undamaged state."""
     candidates = [] if resume in (None, "never") else [Path(resume)]
     if resume == "auto":
         candidates = saved[::-1]
     for folder in candidates:
-        stamps = file_stamps(folder)
-        state = read_state(folder, world)
-        if state is None:
-            continue
-        if folder in saved and int(folder.name) != state.steps:
-            raise UserError(
-                f"resume: the state {folder} was saved after {pluralize(state.steps, 'step')}, but its "
-                f"name says otherwise; rename the folder to {state.steps:06d}"
-            )
-        return folder, state, stamps
+        if state := read_state(folder, world):
+            return folder, state
     if candidates:
         raise UserError(
             f"resume is {resume}, but every state that it selects is damaged; "
             "--resume=never deletes all states and starts again"
         )
-    return None, None, {}
+    return None, None
 
 
 def read_state(folder: Path, world: World) -> TrainerState | None:
-    """Return a state's TrainerState; if damaged, print why and return None.
-
-    Raises:
-        UserError: the state cannot be read now, for example if a network drive fails.
-    """
+    """Return a state's TrainerState; if damaged, print why and return None."""
 
     def check() -> TrainerState:
         checksums = read_json(folder / COMPLETE)
@@ -204,23 +183,14 @@ def read_state(folder: Path, world: World) -> TrainerState | None:
         if world.is_main:
             print(f"state {folder} is damaged and is ignored: {error}", flush=True)
         return None
-    except OSError as error:
-        raise UserError(
-            f"resume: the state {folder} cannot be read ({error}). Try again, or continue from an older "
-            "state with --resume=FOLDER, which deletes this one"
-        ) from error
 
 
-def load_state(folder: Path, stamps: dict, trainer: Trainer, optimizer: Optimizer):
+def load_state(folder: Path, trainer: Trainer, optimizer: Optimizer):
     """Copy a state's tensors into weights and optimizer.
 
     Weights that were frozen when the state was saved keep their values.
-
-    Args:
-        stamps: {file: size and times}, read before the checksum test, to detect later changes.
     """
-    what = f"{folder}: this state was saved with a different model or recipe"
-    with unchanged(folder, since=stamps), error_context(what):
+    with error_context(f"{folder}: this state was saved with a different model or recipe"):
         shards = find_shards(folder)
         saved = {key.split("/")[0] for key in shards}
         with_moments = [p for name, p in trainer.trained.named_parameters() if f"optimizer.{name}" in saved]
@@ -264,10 +234,8 @@ def save_state(folder: Path, state: TrainerState, trainer: Trainer, optimizer: O
             for rank_checksums in world.gather_objects(checksums):
                 checksums.update(rank_checksums)
             world.run_on_rank_zero(finish)
-    except Exception as error:
+    except Exception:
         shutil.rmtree(draft, ignore_errors=True)
-        if isinstance(error, OSError | SafetensorError):
-            raise UserError(f"the state {folder} could not be written ({error})") from error
         raise
 
 
@@ -275,7 +243,7 @@ class StateSaver:
     """Decide when to save a state."""
 
     def __init__(
-        self, config: RunConfig, resumed: Resumed, signals: StopSignals, log: MetricsLog, callbacks: Callbacks
+        self, config: RunConfig, resumed: Resumed, signals: StopSignals, log: MetricsLog, callbacks: Sequence[Callback]
     ):
         self.folder = Path(config.output_dir) / "states"
         self.config = config
@@ -315,8 +283,8 @@ class StateSaver:
         self.log.flush()
         state.optimizer = group_numbers(self.optimizer)
         state.logs = {}
-        for texts in self.callbacks.state_dict():
-            state.logs.update(texts)
+        for callback in self.callbacks:
+            state.logs.update(callback.state_dict())
         save_state(self.folder / f"{state.steps:06d}", state, self.trainer, self.optimizer, self.world)
         self.saved_steps = state.steps
         self.saved_time = clock()

@@ -18,7 +18,6 @@ class TrainerState:
     step: Annotated[int, ">= 0"] = 0  # optimizer steps in the current stage
     steps: Annotated[int, ">= 0"] = 0  # optimizer steps in all stages
     batches_consumed: Annotated[int, ">= 0"] = 0  # row batches used in the current stage
-    rows: Annotated[int, ">= 0"] = 0  # rows in the current dataset, 0 before the stage begins
     # evaluation metrics, such as {"after_sft": {"eval/accuracy_greedy": 0.4}}
     results: dict[str, dict[str, float]] = field(default_factory=dict)
     best: float | None = None  # best evaluation so far (best_metric), negated if lower is better

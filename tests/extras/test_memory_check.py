@@ -22,7 +22,7 @@ from minivlmrl.extras.memory.memory_check import MemoryCheck, cause
 from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
 from minivlmrl.run import setup
-from minivlmrl.run.callbacks import Callbacks, default_callbacks
+from minivlmrl.run.callbacks import default_callbacks
 from minivlmrl.run.loop import run_training
 from minivlmrl.trainers.registry import find_trainers
 from tests.helpers.runs import write_lines
@@ -36,7 +36,7 @@ def refusal_of(options, home, free, monkeypatch, check=None):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(setup, "build_weights", None)  # a call of None raises TypeError
     try:
-        setup.prepare(run, find_trainers(run), world, Callbacks([check]))
+        setup.prepare(run, find_trainers(run), world, [check])
     except ValueError as error:
         return str(error)
     except TypeError:

@@ -142,25 +142,6 @@ def test_a_tracker_that_raises(end, tmp_path, place, code, line, steps):
     assert states(tmp_path) == steps
 
 
-FIRST = {  # the error of the run: its callback, exit code, and a part of its message
-    "a mistake of the user": (Bad("on_step_begin", 2, OSError(28, "No space left on device")), 2, "No space left"),
-    "a signal": (Signal(), 75, "preempted"),
-    "a bug": (Bad("on_step_begin", 2, ZeroDivisionError("the first bug")), 1, "the first bug"),
-}
-
-
-@pytest.mark.parametrize("name", FIRST)
-def test_an_error_in_closing_does_not_replace_the_error_of_the_run(end, tmp_path, name):
-    first, code, sentence = FIRST[name]
-    (tmp_path / "my_tracker.py").write_text(TRACKER.format(place="close"))
-    tracker = f"--report_to=[{tmp_path}/my_tracker.py:tracker]"
-    codes, message = end(first, Bad("on_run_end", 1, RuntimeError("a second bug")), options=[tracker])
-    assert codes == [code] and sentence in message
-    assert "continue with --resume=auto" in message
-    for failure in ("RuntimeError: a second bug", "KeyError: 'a bug of mine'"):
-        assert f"after the error that ended the run, closing failed: {failure}" in message
-
-
 @pytest.mark.parametrize("first", [None, Signal()])
 def test_a_page_that_cannot_be_written_ends_no_run(end, tmp_path, monkeypatch, first):
     def full(*_):

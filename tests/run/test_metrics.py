@@ -49,12 +49,11 @@ def open_log(folder, world=ONE, report_to=(), resumed=None, **state):
     return log
 
 
-def test_a_full_disk_is_told_once(tmp_path, capsys):
+def test_a_full_disk_ends_the_run(tmp_path):
     with pytest.raises(OSError, match="No space left"), open_log(tmp_path) as log:
         with Path("/dev/full").open("ab", buffering=0) as full:
             os.dup2(full.fileno(), log.files["metrics.jsonl"].fileno())
         begin(log, "sft", 1).step(0, {"loss": 1.0}, STEP)
-    assert "closing failed" not in capsys.readouterr().err
 
 
 IDS = torch.zeros(3, dtype=torch.long)

