@@ -60,8 +60,6 @@ def user_error_message(error: BaseException) -> str | None:
     if is_out_of_memory(error):
         size = f" ({truncate_message(str(error).splitlines()[0])})" if str(error) else ""
         return f"not enough memory{size}; reduce the sizes in the recipe or in the model's files"
-    if "can't start new thread" in str(error):
-        return "the system allows no more threads; raise its limits (ulimit -u for threads, ulimit -v for memory)"
     is_known = isinstance(error, UserError | FloatingPointError | OSError)
     if isinstance(error, ValueError) and not is_known:
         is_known = extract_tb(error.__traceback__)[-1].filename.startswith(TORCH_ONLY)

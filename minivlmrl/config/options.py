@@ -155,7 +155,6 @@ class FileOptions:
     file: FilePath  # data file; see data/row_files.py
     # copies of each row per epoch; 0.5 uses every second row
     weight: Annotated[float, "(0, 1000]"] = 1.0
-    sampling: str = "all"  # rows to use: all, first:N, end:N or random:N; N may be a percentage such as 10%
     # folder for relative image paths; None uses data.image_root
     image_root: FilePath | None = None
     # reward names for rows in this file; [] uses all rewards in the recipe
@@ -531,12 +530,6 @@ class RunConfig:
             raise UserError(
                 f"rewards are {self.rewards}; at least one weight must not be 0, because otherwise nothing is learned"
             )
-
-    def __getattr__(self, name: str):
-        """Say where a stage finds its options, such as `beta`, which are not attributes of the recipe."""
-        stages = [stage for stage, section in vars(self).items() if name in getattr(section, "__dict__", ())]
-        hint = f"; the sections {', '.join(stages)} have it: a stage reads self.options.{name}" if stages else ""
-        raise AttributeError(f"the recipe has no option {name!r}{hint}", name=name, obj=self)
 
     @property
     def stage_names(self) -> list[str]:

@@ -1,8 +1,5 @@
 """Open datasets: training rows per stage, and held-out rows."""
 
-import math
-import random
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -172,11 +169,11 @@ def mix(parts: Sequence[FileDataset], sections: Sequence[FileOptions]) -> FileDa
     facts = []
     for rows, section in zip(parts, sections, strict=True):
         with error_context(section.file):
-            indices = repeat(sample(section.sampling, len(rows)), section.weight)
+            indices = repeat(range(len(rows)), section.weight)
             if not indices:
                 raise UserError(
-                    f"sampling {section.sampling} and weight {section.weight} take none of its {len(rows)} rows; raise "
-                    "them, or remove the file from data.train"
+                    f"weight {section.weight} takes none of its {len(rows)} rows; raise it, or remove the file from "
+                    "data.train"
                 )
         facts += [rows.facts[index] for index in indices]
     return parts[0].select(facts)
@@ -191,29 +188,3 @@ def repeat(chosen: Sequence[int], weight: float) -> list[int]:
     items = [item for item in chosen for _ in range(repeats)]
     num_extra = round(weight * len(chosen)) - len(items)
     return items + [chosen[i * len(chosen) // num_extra] for i in range(num_extra)]
-
-
-def sample(strategy: str, total_rows: int) -> list[int]:
-    """Return row indices for a strategy such as "first:100" or "random:10%".
-
-    Args:
-        strategy: all, first:N, end:N (last N rows) or random:N (independent of the run seed). N is a number of rows,
-            or a percentage, which is rounded up to whole rows.
-
-    Source: sampling_strategy in VLM-R1, grpo_rec.py.
-    """
-    match = re.fullmatch(r"all|(first|end|random):([0-9]+)(%?)", strategy)
-    if not match:
-        raise UserError(
-            f"sampling is {strategy!r}, but it must be all, first:N, end:N or random:N, where N "
-            "is a number such as 10 or a percentage such as 10%"
-        )
-    name, size_text, percent = match.groups(default="")
-    num_rows = int(size_text or total_rows)
-    if percent:
-        num_rows = math.ceil(num_rows * total_rows / 100)
-    num_rows = min(num_rows, total_rows)
-    if name == "random":
-        return sorted(random.Random(0).sample(range(total_rows), num_rows))
-    first_row = total_rows - num_rows if name == "end" else 0
-    return list(range(first_row, first_row + num_rows))

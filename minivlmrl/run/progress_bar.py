@@ -1,19 +1,12 @@
 """Show a progress bar on the last line of the terminal."""
 
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 
 SECONDS = 0.5  # minimum time between redraws, in seconds
-
-
-def cut(line: str, width: int) -> str:
-    """Truncate a line between words, so that no number loses digits."""
-    match = re.match(rf".{{,{width}}}(?=[ ,]|$)", line)
-    return match[0].rstrip(",") if match else ""
 
 
 class ProgressBar:
@@ -75,10 +68,10 @@ class ProgressBar:
         self.hidden = True
 
     def _replace(self, line: str, end: str):
-        """Overwrite the bar with a line, truncated between words to the terminal width."""
+        """Overwrite the bar with a line, truncated to the terminal width."""
         if not self.hidden:
             width = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # some terminals report a width of 0
-            print(f"\r{cut(line, width - 1):{width - 1}}", end=end, file=sys.stderr, flush=True)
+            print(f"\r{line[: width - 1]:{width - 1}}", end=end, file=sys.stderr, flush=True)
 
     def __enter__(self):
         return self

@@ -25,7 +25,7 @@ from minivlmrl.run.evaluate import ANSWER_METRICS, IMAGE_ABLATIONS, evaluate, lo
 from minivlmrl.run.metrics import FILES, METRICS, MetricsLog, short_names
 from minivlmrl.run.recipe_changes import MODELS
 from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES
-from minivlmrl.run.states import COMPLETE, check_resume
+from minivlmrl.run.states import check_resume
 from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
 
@@ -60,9 +60,7 @@ def check_output_dir(config: RunConfig):
     metrics_file = folder / METRICS
     names = (*OUTPUTS, *config.report_to)
     found = [name for name in names if (folder / name).exists()]
-    # states of earlier versions have no mark
-    is_marked = (folder / MARK).is_file() or any((state / COMPLETE).is_file() for state in states)
-    if found and not is_marked:
+    if found and not (folder / MARK).is_file():
         raise UserError(
             f"output_dir: {folder} contains {', '.join(found)}, which the run would replace, but no file {MARK}, which "
             "marks the folder of a run; choose another --output_dir, or move them. If an earlier version of minivlmrl "

@@ -16,6 +16,7 @@ from minivlmrl.model.value_head import ValueModel
 from minivlmrl.run.evaluate import evaluate
 from minivlmrl.run.setup import build_model
 from minivlmrl.tasks import shapes
+from tests.helpers.children import fork_ranks
 from tests.helpers.on_ranks import ONE, PROMPTS_PER_STEP, SHARDS_BYTES, Uneven, launch, shards_bytes, stage_on_ranks
 from tests.helpers.stages import write_recipe
 from tests.helpers.tiny import recipe
@@ -183,3 +184,23 @@ def test_ranks_on_one_machine_need_no_host_name(monkeypatch, hosts, network):
     monkeypatch.setattr(process_group.dist, "new_group", lambda **_: None)
     process_group.setup(torch.get_num_threads(), 30.0, sharded=False)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == network
+
+
+def test_gradients_are_summed_one_by_one():
+    """A joined copy would need as much memory as the gradients; a gradient that no rank has stays None."""
+
+    def begin(world):
+        parameters = [torch.nn.Parameter(torch.ones(n)) for n in (1, 2, 3)]
+        parameters[0].grad = torch.full((1,), world.rank + 1.0)
+        if world.rank == 0:  # as vision weights, if only one rank has images
+            parameters[1].grad = torch.full((2,), 5.0)
+        sizes = []
+        all_reduce = process_group.dist.all_reduce
+        process_group.dist.all_reduce = lambda x: (sizes.append(x.numel()), all_reduce(x))
+        world.sum_gradients(parameters)
+        process_group.dist.all_reduce = all_reduce
+        assert [None if x.grad is None else x.grad.tolist() for x in parameters] == [[3.0], [5.0, 5.0], None]
+        assert sizes == [3, 1, 2]  # first, which gradients the ranks have
+        process_group.shutdown(world)
+
+    assert fork_ranks(2, begin, 30.0) == [0, 0]

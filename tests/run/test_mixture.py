@@ -4,28 +4,8 @@ import PIL.Image
 import pytest
 
 from minivlmrl.config.options import DataOptions, FileOptions, RunConfig
-from minivlmrl.run.datasets import load_datasets, repeat, sample
+from minivlmrl.run.datasets import load_datasets, repeat
 from tests.helpers.runs import write_lines
-
-# rows that VLM-R1's loader selects from the rows 0 to 6
-STRATEGIES = {
-    **{name: [0, 1, 2, 3, 4, 5, 6] for name in ("all", "first:9", "end:9")},
-    "first:3": [0, 1, 2], "first:50%": [0, 1, 2, 3], "end:2": [5, 6], "end:10%": [6],
-}  # fmt: skip
-
-
-def test_first_and_end_select_the_rows_of_vlm_r1():
-    assert {strategy: sample(strategy, 7) for strategy in STRATEGIES} == STRATEGIES
-
-
-def test_random_is_the_same_for_every_run():
-    assert sample("random:3", 100) == sample("random:3", 100) and len(set(sample("random:3%", 100))) == 3
-
-
-@pytest.mark.parametrize("strategy", ["some:3", "first", "all:3", "end:-1", "first:2.5"])
-def test_unknown_strategies_are_reported(strategy):
-    with pytest.raises(ValueError, match=f"sampling is '{strategy}', but it must be all, first:N"):
-        sample(strategy, 7)
 
 
 @pytest.mark.parametrize(("weight", "rows"), [(1, "abcd"), (2, "aabbccdd"), (0.5, "ac"), (1.5, "abcdac")])
@@ -56,9 +36,9 @@ def problems(rows):
 
 
 def test_files_have_weights_image_roots_and_rewards(files):
-    b = FileOptions(str(files / "b.jsonl"), 2.0, "end:1", str(files / "elsewhere"), ["format"])
+    b = FileOptions(str(files / "b.jsonl"), 2.0, str(files / "elsewhere"), ["format"])
     rows = load(train=[FileOptions(str(files / "a.jsonl")), b])["grpo"]
-    assert problems(rows) == ["a0", "a1", "a2", "a3", "b1", "b1"]
+    assert problems(rows) == ["a0", "a1", "a2", "a3", "b0", "b0", "b1", "b1"]
     assert [row.columns.get("row_rewards") for row in rows][3:5] == [None, ["format"]]
     assert rows[4].images[0].size == (8, 8)
     with pytest.raises(ValueError, match=r"b\.jsonl: unknown reward 'iou'; .* are: accuracy, format"):
@@ -66,9 +46,8 @@ def test_files_have_weights_image_roots_and_rewards(files):
     with pytest.raises(ValueError, match=r"b\.jsonl: 2 missing image or video files in .* set data.image_root"):
         load(train=[FileOptions(str(files / "b.jsonl"), rewards=["format"])])
     file = str(files / "a.jsonl")
-    for none in (FileOptions(file, 0.1), FileOptions(file, sampling="first:0")):
-        with pytest.raises(ValueError, match=r"a\.jsonl: sampling .* and weight .* take none of its 4 rows"):
-            load(train=[FileOptions(file), none])
+    with pytest.raises(ValueError, match=r"a\.jsonl: weight 0\.1 takes none of its 4 rows"):
+        load(train=[FileOptions(file), FileOptions(file, 0.1)])
 
 
 def test_a_file_has_a_prompt_template_of_its_own(files):

@@ -2,15 +2,12 @@
 
 import fcntl
 import os
-import re
 import struct
 import subprocess
 import sys
 import termios
 
 import pytest
-
-from minivlmrl.run.progress_bar import cut
 
 CODE = """
 import sys
@@ -62,14 +59,6 @@ def test_a_bar_is_as_wide_as_its_terminal(columns, width):
     """A bar of the whole width would begin a new line; a terminal that says 0 columns is taken as one of 80."""
     lines = [line.rstrip("\n") for line in screen(columns) if "held-out" not in line]
     assert max(map(len, lines)) == width
-
-
-def test_a_bar_is_cut_between_words():
-    line = "grpo:  25%|##        | 40/160 [0:00:21<0:01:03, 1.90it/s, reward=0.81, kl=0.0123]"
-    for width in range(6, len(line)):
-        shown = cut(line, width)
-        assert len(shown) <= width and re.match(r"\W|$", line[len(shown) :])
-    assert cut(line, 70) == line[: line.index(", kl")] and cut(line, 100) == line
 
 
 def test_a_file_gets_only_the_lines():
