@@ -118,7 +118,8 @@ class World:
             future.set_exception(error)
         self.barrier()
         for error in filter(None, self.gather_objects(future.exception())):
-            error.on_all_ranks = True  # so all ranks can save a state together
+            # all ranks can save a state together
+            error.on_all_ranks = True  # pyright: ignore[reportAttributeAccessIssue]
             raise error from future.exception()  # also show the traceback of this rank's error
         return future.result()
 

@@ -30,7 +30,7 @@ for name in [name for name in sys.modules if name.startswith("minivlmrl")]:
 pretend()
 train("--output_dir=windows", "--grpo.max_steps=1")
 train("--output_dir=windows", "--resume=auto")
-from minivlmrl.config.time_limit import time_limit
+from minivlmrl.extras.agents.time_limit import time_limit
 from minivlmrl.run.lock import locked
 from minivlmrl.distributed.process_group import World
 with time_limit(1), locked("windows", World()), locked("windows", World()):
