@@ -57,8 +57,8 @@ def test_removed_options_name_their_successors(write, capsys):
             ValueError, match=f"{option} was removed. Instead: `{option.replace('checkpoint', 'state')}`"
         ):
             load_config(write({option: 7}))
-    # removed options of a recipe that an earlier version wrote are left out, and named if they have a value
-    path = write({"seed": 5, "data": {"resize_backend": None, "gone": 1}, "also_gone": 2})
+    # removed options of a recipe that an earlier version wrote are left out, and named
+    path = write({"seed": 5, "data": {"gone": 1}, "also_gone": 2})
     assert load_config(path, is_found=True).seed == 5
     assert "no longer the options also_gone, data.gone, and ignores them" in capsys.readouterr().err
 

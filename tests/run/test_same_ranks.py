@@ -9,7 +9,7 @@ from tests.helpers.children import fork_ranks
 
 CHANGED = {  # what differs on rank 1: (options, rows, message)
     "nothing": ([], "1", None),
-    "a row": ([], "2", "rows of data.train_file is '.*' on rank 0, but '.*' on rank 1; start all ranks with the same"),
+    "a row": ([], "2", "rows of data.train_file is '.* on rank 0, but '.* on rank 1; start all ranks with the same"),
     "an option": (["--grpo.learning_rate=0.5"], "1", "grpo.learning_rate is 0.001 on rank 0, but 0.5 on rank 1; start"),
 }
 
