@@ -24,7 +24,8 @@ from PIL import Image
 import minimal
 from docs.scripts.museum import EXHIBITS, changed
 
-VISIBLE = (3, 4, 5)  # exhibits that change the curve of rewards
+VISIBLE = (4, 5, 7)  # exhibits whose rewards look wrong
+STEPS = 60  # of lab 2
 ROWS = 64  # hidden rows
 
 
@@ -53,12 +54,18 @@ def check_reward(path: str, seed: int, options: Namespace) -> Iterator[str]:
     """Compare rewards, reward(text, solution) -> float, of right answers in several spellings with those of attacks."""
     reward = runpy.run_path(path)["reward"]
     draw = random.Random(seed)
+    found = {}  # {kind of answer: its first example}
     for solution in draw.sample(minimal.LABELS, 6):
         spellings = [solution, solution.upper(), f" {solution}. "]
-        right = min(reward(f"<think>I see it</think><answer>{text}</answer>", solution) for text in spellings)
-        for description, text in attacks(solution, draw).items():
+        earned = [reward(f"<think>I see it</think><answer>{text}</answer>", solution) for text in spellings]
+        right = max(earned)
+        if min(earned) < right:
+            text = spellings[earned.index(min(earned))]
+            found.setdefault("spelling", f"the right answer earns {right} and, spelled {text!r}, {min(earned)}")
+        for kind, text in attacks(solution, draw).items():
             if reward(text, solution) >= right:
-                yield f"{description} earns as much as the right answer {solution!r}: {text[:120]!r}"
+                found.setdefault(kind, f"{kind} earns as much as the right answer {solution!r}: {text[:120]!r}")
+    yield from found.values()
 
 
 def check_curve(path: str, seed: int, options: Namespace) -> Iterator[str]:
@@ -67,16 +74,17 @@ def check_curve(path: str, seed: int, options: Namespace) -> Iterator[str]:
     if options.answer is None:
         Path(path).write_text(curve(changed(EXHIBITS[number - 1]), seed), "utf-8")
         yield f"{path} is written; find its bug among {VISIBLE} of docs/museum.md, and add --answer=NUMBER"
+        yield f"without a bug, python minimal.py --max_steps={STEPS} --seed={seed} prints the curve to compare"
     elif options.answer != number:
         yield f"it is another bug than number {options.answer}"
 
 
-def curve(names: dict, seed: int, steps: int = 60) -> str:
+def curve(names: dict, seed: int) -> str:
     """Train the built-in task with the functions of a changed minimal.py; return what it prints."""
     random.seed(seed)
     torch.manual_seed(seed)
     torch.set_num_threads(1)
-    train = {"max_steps": steps, "prompts_per_step": 16, "learning_rate": 3e-4, "warmup_steps": 5, "beta": 0.02}
+    train = {"max_steps": STEPS, "prompts_per_step": 16, "learning_rate": 3e-4, "warmup_steps": 5, "beta": 0.02}
     sampling = {"num_generations": 8, "max_new_tokens": 20, "reward": names["reward"], "stage": names["grpo"]}
     printed = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):

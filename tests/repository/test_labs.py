@@ -21,16 +21,21 @@ def reward(text, solution):
     found = re.search("<answer>(.*?)</answer>", text)
     return float(found is not None and found[1].strip(" .").lower() == solution)
 """
+EXACT = """
+def reward(text, solution):
+    return float(text.endswith(f"</think><answer>{solution}</answer>"))
+"""
 HACKED = "def reward(text, solution):\n    return float(solution.lower() in text.lower())\n"
 
 
 def test_a_reward_that_counts_words_or_reads_the_first_tags_is_refused(tmp_path, capsys):
-    for code, status in ((STRICT, 0), (HACKED, 1), (FIRST, 1)):
+    for code, status in ((STRICT, 0), (HACKED, 1), (FIRST, 1), (EXACT, 1)):
         (tmp_path / "reward.py").write_text(code)
         assert labs.main(["1", str(tmp_path / "reward.py"), "--seed=3"]) == status
     printed = capsys.readouterr().out
     assert printed.startswith("pass\n") and "not yet: all answers at once earns as much" in printed
     assert "not yet: the right tags only in <think> earns" in printed
+    assert "not yet: the right answer earns 1.0 and, spelled 'GREEN" in printed
 
 
 def test_the_seed_chooses_the_bug_and_other_numbers_are_refused(tmp_path, monkeypatch):
