@@ -84,7 +84,7 @@ def write_json(path: Path, content: dict):
 
 
 def write_file(path: Path, content: bytes):
-    """Write a draft that replaces the file `path`: no reader sees half a file, and a link is not written through."""
+    """Write a draft to replace the file `path`: no reader sees half a file, and a link is not written through."""
     draft = path.with_name(f"{path.name}.partial")
     draft.unlink(missing_ok=True)  # may be a link
     draft.write_bytes(content)

@@ -34,7 +34,7 @@ REWARDS: dict[str, str | Callable] = {  # {reward name: "module:function" or fun
 # before training, a check calls these rewards to find invalid solutions
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
-STEP_METRICS = {  # first parts of the names of a run's own metrics, which rewards must not log
+STEP_METRICS = {  # first parts of metric names forbidden for rewards
     "stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate", "reward", "reward_std",
     "group_reward_std", "frac_reward_zero_std", "rewards", "completions", "clip_ratio", "rollout", "tools", "eval",
     "mean_turns", "num_gen_batches", "cispo_clip_ratio", "vespo", "policy_loss", "value_loss", "approx_kl", "ratio",
@@ -56,13 +56,13 @@ class RewardLog:
 
     def log_metric(self, name: str, value: float):
         """Log a number; metrics.jsonl has the mean over the rollout."""
-        if name.partition("/")[0] in STEP_METRICS:  # the check of rewards before a run calls this, too
+        if name.partition("/")[0] in STEP_METRICS:  # the reward check before a run also calls this
             raise UserError(f"log_metric: {name!r} is a name of the run's own metrics; use another name")
         self.metrics.setdefault(name, []).append(float(value))
 
 
 class RewardFailed(UserError):
-    """A reward function failed. All ranks raise this error, so that they can save a state together."""
+    """A reward function failed. All ranks raise this error, to save a state together."""
 
 
 @dataclass(eq=False)
@@ -136,7 +136,7 @@ class Reward:
     def _choose_form(self, columns: dict[str, list], callbacks: dict[str, Any], prefix: str):
         """Call the function with one completion as text and, if this fails, as chat messages; keep what works."""
         one = {name: values[:1] for name, values in columns.items()}
-        one["completions"] = [one["completions"][0] or "?"]  # ""[0] would fail in a function that reads texts
+        one["completions"] = [one["completions"][0] or "?"]  # ""[0] would fail in a function of texts
         errors: list[Exception] = []
         for reads_messages in (False, True):
             try:
@@ -153,7 +153,7 @@ class Reward:
         ) from errors[0]
 
     def _call(self, columns: dict[str, list], callbacks: dict[str, Any], reads_messages: bool | None = None) -> Any:
-        """Call the function with its own copy of the columns, and with prompts and completions in the chosen form."""
+        """Call the function with its own copy of columns, and with prompts and completions in their form."""
         reads_messages = READS_MESSAGES[self.name] if reads_messages is None else reads_messages
         arguments: dict[str, Any] = {**callbacks}
         for name, values in columns.items():
@@ -221,12 +221,12 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
 
 @cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop for all calls: clients and semaphores of a reward belong to one loop."""
+    """Return the event loop for all calls: clients and semaphores in a reward belong to one loop."""
     return asyncio.new_event_loop()
 
 
 def run_async(value: Any) -> Any:
-    """Return the result of an `async def` function, and other values unchanged."""
+    """Await an `async def` result; return other values unchanged."""
     return event_loop().run_until_complete(value) if inspect.isawaitable(value) else value
 
 

@@ -66,7 +66,7 @@ class Callback:
         """Run code after sampling, before the weight update."""
 
     def after_step(self, trainer: Trainer, number: int):
-        """Update state that depends on the weights, such as a moving reference model, before a state is saved.
+        """Update state depending on weights, such as a moving reference model, before a state is saved.
 
         Args:
             number: optimizer step in this stage, from 0.
@@ -99,7 +99,7 @@ class Watcher(Callback):
 
 
 def harmless(hook: Callable) -> Callable:
-    """Wrap a hook: an error is printed once, and later hooks of the callback do nothing."""
+    """Wrap a hook: print an error once, and skip later hooks in the callback."""
 
     @wraps(hook)
     def call(self: Watcher, *arguments, **options):

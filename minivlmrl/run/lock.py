@@ -1,4 +1,4 @@
-"""Lock the output folder and other outputs, so that no other process writes to them."""
+"""Lock the output folder and other outputs against other processes."""
 
 import errno
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def lock_file(file: IO):
     import msvcrt
 
     try:
-        # pyright on Linux does not know msvcrt's functions
+        # pyright on Linux does not know functions in msvcrt
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # pyright: ignore[reportAttributeAccessIssue]
     except OSError as error:  # msvcrt raises PermissionError, or EDEADLK if the lock is taken
         raise BlockingIOError(*error.args) from error

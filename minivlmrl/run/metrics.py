@@ -66,7 +66,7 @@ class MetricsLog(ExitStack):
             self.trackers[name] = find_tracker(name)(config, state.steps, self)
 
     def open_files(self, resumed: Path | None = None):
-        """Create the log files, or delete lines written after the resumed state."""
+        """Create log files, or delete lines written after the resumed state."""
         config = self.config
         self.completions = CompletionsLog(config, self.world, partial(self.write, COMPLETIONS), resumed)
         names = [*FILES, COMPLETIONS] if config.log_completions else FILES

@@ -1,13 +1,13 @@
 """Save and load states, from which a run resumes; a resumed run gives exactly the same results.
 
-Files of a state after 120 optimizer steps in all stages:
+Files after 120 optimizer steps in all stages:
 
 output_dir/states/000120/
     *.safetensors            weights and optimizer moments; see run/state_files.py
     run.json                 TrainerState
     complete.json            checksums of the other files; written last
 
-States need no completions, because they are saved only after a rollout's last optimizer step. Random states are not
+States need no completions, because they are saved only after a last optimizer step. Random states are not
 saved: generators are seeded from run seed and stage, step or row. Incomplete states are named *.partial.
 """
 
@@ -106,7 +106,7 @@ def resume(config: RunConfig, world: World) -> Resumed:
     hashes = file_hashes(config)
     check_same(hashes, world)
     new = TrainerState(config.seed, config.stage_names, recipe=recipe_options(config), hashes=hashes)
-    # take rank 0's states: ranks on a network file system may see different ones
+    # take states seen by rank 0: ranks on a network file system may see different ones
     saved = world.gather_objects(state_folders(Path(config.output_dir) / "states"))[0]
     folder, state = select_state(config.resume, saved, world)
     if state is None:
@@ -166,7 +166,7 @@ def select_state(resume: str | None, saved: list[Path], world: World) -> tuple[P
 
 
 def read_state(folder: Path, world: World) -> TrainerState | None:
-    """Return a state's TrainerState; if damaged, print why and return None."""
+    """Return the TrainerState in a state; if damaged, print why and return None."""
 
     def check() -> TrainerState:
         checksums = read_json(folder / COMPLETE)
@@ -186,9 +186,9 @@ def read_state(folder: Path, world: World) -> TrainerState | None:
 
 
 def load_state(folder: Path, trainer: Trainer, optimizer: Optimizer):
-    """Copy a state's tensors into weights and optimizer.
+    """Copy state tensors into weights and optimizer.
 
-    Weights that were frozen when the state was saved keep their values.
+    Weights frozen at saving keep their values.
     """
     with error_context(f"{folder}: this state was saved with a different model or recipe"):
         shards = find_shards(folder)
@@ -205,7 +205,7 @@ def load_state(folder: Path, trainer: Trainer, optimizer: Optimizer):
 
 
 def save_state(folder: Path, state: TrainerState, trainer: Trainer, optimizer: Optimizer, world: World):
-    """Write a state from the ranks in `world`, and keep only the two newest."""
+    """Write a state from ranks in `world`, and keep only two."""
     draft = Path(f"{folder}.partial")
     checksums = {}
 

@@ -24,7 +24,7 @@ class TrainerState:
     seconds: dict[str, float] = field(default_factory=dict)  # training time per stage, in seconds
     recipe: dict = field(default_factory=dict)  # recipe options; see run/recipe_changes.py
     hashes: dict[str, str] = field(default_factory=dict)  # of files that the run reads
-    # {log file: number of lines at the state}
+    # {log file: lines at the state}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(default_factory=dict)
     optimizer: list[dict] = field(default_factory=list)  # see group_numbers in run/optimizer.py
     logs: dict[str, str] = field(default_factory=dict)  # callback state, from Callback.state_dict

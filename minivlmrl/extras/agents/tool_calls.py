@@ -110,7 +110,7 @@ def call_method(environment: Environment, name: str, /, *arguments, **columns):
 
 
 def call(tools: dict[str, Callable], name: str, inside: str):
-    """Parse the arguments of a tool call, and run the tool."""
+    """Parse tool call arguments, and run the tool."""
     if name:
         arguments = read_values(name, inside, tools)
     else:

@@ -68,7 +68,7 @@ def build_parser(name: str) -> argparse.ArgumentParser:
 
 
 def answer_file(tool: str, arguments: list[str]):
-    """Answer all rows of a file; `evaluate` also scores them."""
+    """Answer all rows in a file; `evaluate` also scores them."""
     options, overrides = build_parser(tool).parse_known_args(arguments)
     out = results_file(tool, options)
     if options.num_generations < 1 or options.rows < 1:
@@ -115,7 +115,7 @@ def check_column(name: str | None, rows: Dataset):
 
 
 def results_file(tool: str, options: argparse.Namespace) -> Path:
-    """Return --out, by default a name with that of the data file, beside the model."""
+    """Return --out, by default beside the model, with the data file in its name."""
     model_folder = Path(options.model)
     out_folder = model_folder.resolve().parent if model_folder.is_dir() else Path()
     out = Path(options.out or out_folder / f"{tool}_{Path(options.data).stem}.jsonl")
@@ -167,7 +167,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
 
 
 def note_changes(options: argparse.Namespace, config: RunConfig):
-    """Print prompt options that differ from those of the training run."""
+    """Print prompt options other than in the training run."""
     trained = find_recipe(options.model) if options.recipe else None
     changed = changed_prompts(trained, config)
     if changed:
@@ -197,7 +197,7 @@ def contains(recipe: Plain, options: Plain) -> bool:
 def result_line(
     processor: Processor, names: Sequence[str], by: str | None, row: Row, completions: list, rewards_of_row: list
 ) -> dict:
-    """Return the line of the results file for one row."""
+    """Return the results line for one row."""
     answers = []
     for completion, values in zip(completions, rewards_of_row, strict=True):
         text = processor.decode_assistant_turn(completion)
@@ -238,7 +238,7 @@ def summarize(lines: list[dict], names: Sequence[str]) -> dict:
 
 
 def by_value(lines: list[dict], names: Sequence[str], column: str | None) -> dict[str, float | int | None]:
-    """Return {"kind=count rows": 20, "kind=count accuracy": 0.7, ...} for the values of a column."""
+    """Return {"kind=count rows": 20, "kind=count accuracy": 0.7, ...} for all values in a column."""
     groups = defaultdict(list)
     for line in lines if column else ():
         groups[f"{column}={line[column]}"].append(line)
