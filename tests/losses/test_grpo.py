@@ -6,7 +6,7 @@ from math import exp, log
 import pytest
 import torch
 
-from minivlmrl.losses.grpo import AVERAGES, grpo_loss, kl_term
+from minivlmrl.losses.grpo import AVERAGES, RATIOS, grpo_loss, kl_term
 from minivlmrl.losses.ppo import token_rewards
 from tests.helpers.by_hand import loss_of, near, policy, tensor
 
@@ -53,6 +53,25 @@ def test_a_batch_without_tokens_has_the_loss_0(loss_type, level):
     assert loss.item() == 0
     assert not torch.autograd.grad(loss, logps)[0].any()
     assert all(value.isfinite() for value in metrics.values())
+
+
+@pytest.mark.parametrize("level", RATIOS)
+@pytest.mark.parametrize("loss_type", AVERAGES)
+def test_padding_tokens_change_nothing(loss_type, level):
+    """exp(9000) is infinite, and infinity times the mask 0 is NaN."""
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    options = {"loss_type": loss_type, "importance_sampling_level": level, "max_completion_length": 3, "beta": 0.1}
+    results = []
+    for padding in (0.0, 9000.0):
+        old = torch.tensor([[-0.5, -2.0, padding], [-1.5, -padding, padding]])
+        logps = torch.where(mask > 0, -1.0, -padding).requires_grad_()
+        loss, metrics = loss_of(
+            logps, torch.tensor([1.0, -1.0]), mask, old_per_token_logps=old, ref_per_token_logps=-2 * old, **options
+        )
+        [gradient] = torch.autograd.grad(loss, logps)
+        results.append(torch.cat([loss[None], gradient.flatten(), torch.stack([*metrics.values()])]))
+    assert results[0].isfinite().all()
+    assert torch.equal(*results)
 
 
 def test_beta_weights_the_kl_and_token_weights_the_policy_term():
