@@ -15,7 +15,6 @@ from minivlmrl.data.messages import content_parts, part_kind
 from minivlmrl.distributed.saving import divide
 from minivlmrl.generation.filters import filter_logits
 from minivlmrl.model.rope import get_rope_index
-from minivlmrl.trainers.rebalancing import WORTH_MOVING, assign_groups
 from tests.helpers import tiny
 
 pytest.importorskip("hypothesis", reason="extra missing: pip install hypothesis")
@@ -147,30 +146,6 @@ def test_a_packed_batch_has_the_content_of_its_parts(parts):
     assert batch.layout.row_lengths == [len(completion) for completion in scored]
     padded = zip(batch.pad(batch.completion_ids), batch.completion_mask, strict=True)
     assert [row[mask.bool()].tolist() for row, mask in padded] == [completion.tolist() for completion in scored]
-
-
-@st.composite
-def lengths_of_ranks(draw):
-    """Draw the numbers of tokens in the groups of each rank; all ranks have the same number of groups."""
-    ranks, groups = draw(st.integers(1, 8)), draw(st.integers(1, 6))
-    tokens = st.lists(st.integers(1, 1000), min_size=groups, max_size=groups)
-    return draw(st.lists(tokens, min_size=ranks, max_size=ranks))
-
-
-@any_input
-@given(lengths_of_ranks())
-def test_groups_are_dealt_once_and_more_evenly(lengths):
-    parts = assign_groups(lengths)
-    ranks, groups = len(lengths), len(lengths[0])
-    assert [len(part) for part in parts] == [groups] * ranks
-    assert sorted(place for part in parts for place in part) == [(r, i) for r in range(ranks) for i in range(groups)]
-    tokens = [[lengths[rank][i] for rank, i in part] for part in parts]
-    assert all(row == sorted(row, reverse=True) for row in tokens)
-    average = sum(map(sum, lengths)) / ranks
-    before, after = max(map(sum, lengths)), max(map(sum, tokens))
-    assert after <= before + WORTH_MOVING * average
-    if before <= (1 + WORTH_MOVING) * average:
-        assert all(rank == source for rank, part in enumerate(parts) for source, _ in part)
 
 
 number = st.integers(0, 5).map(float) | st.floats(0, 5, width=16)  # boxes often touch, are equal or are empty

@@ -85,15 +85,6 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def exchange(self, values: Sequence[Value]) -> list[Value]:
-        """Send picklable values[i] to rank i; return received values in rank order."""
-        received = []
-        for source in range(self.size):
-            arrived: list[Value] = [values[self.rank]]
-            dist.scatter_object_list(arrived, list(values) if source == self.rank else None, source)
-            received += arrived
-        return received
-
     def barrier(self):
         """Wait for all ranks, which may take longer than World.timeout.
 

@@ -22,7 +22,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import chain
 from pathlib import Path
 
 import PIL.Image
@@ -137,15 +136,11 @@ def encode_image(image: PIL.Image.Image) -> bytes:
 
 
 def groups(trainer: Trainer, step: Step, limit: int | None = None) -> list[dict]:
-    """Return completions.jsonl lines of the first `limit` prompts on this rank, without `images`.
-
-    All ranks must call this, because it gathers advantages.
-    """
-    own = {}  # {sample index: advantage}
+    """Return completions.jsonl lines of the first `limit` prompts on this rank, without `images`."""
+    advantages = {}  # {sample index: advantage}
     for batch in step.micro_batches:
         if isinstance(batch, SampledBatch):
-            own.update(zip(batch.completion_index.tolist(), batch.completion_advantages(), strict=True))
-    advantages = dict(chain(*map(dict.items, trainer.world.gather_objects(own))))
+            advantages.update(zip(batch.completion_index.tolist(), batch.completion_advantages(), strict=True))
     return [describe_group(trainer, group, advantages) for group in step.groups[:limit]]
 
 

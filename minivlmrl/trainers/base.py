@@ -127,7 +127,7 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)  # {metric: value}, identical on all ranks
     ends_rollout: bool = True  # states are saved only between rollouts
     rollout: Rollout | None = None
-    groups: Sequence[list[Sample]] = ()  # groups sampled on this rank; rebalancing may send them to other ranks
+    groups: Sequence[list[Sample]] = ()  # all groups of the step on this rank
 
 
 class Trainer:

@@ -106,7 +106,7 @@ class GRPOTrainer(RolloutTrainer):
                 log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
                 kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
             index = torch.cat([batch.completion_index for batch in batches])
-            # sort by sample, because rebalancing moves samples between ranks
+            # sort by sample, because micro-batches with max_tokens_per_micro_batch change the order
             kl = self.world.all_gather(torch.cat(kl))[self.world.all_gather(index).argsort()]
             num_tokens = float(sum(step[0].normalizer.tokens for step in steps))
             rollout.metrics["kl"] = kl.double().sum().item() / num_tokens
@@ -177,10 +177,9 @@ class GRPOTrainer(RolloutTrainer):
         return [sample for sample in samples if advantages[sample.index].any()] or samples[:1]
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
-        """Exchange groups between ranks, and pack micro-batches."""
+        """Pack micro-batches."""
         options = self.options
         normalizer = self.count_tokens(groups)
-        groups = self.rebalance(groups, [self.kept_samples(group, advantages) for group in groups])
         packed = [self.pack(self.kept_samples(part, advantages), normalizer) for part in self.split(groups)]
         needs_entropies = options.top_entropy_quantile < 1
         needs_logps = needs_entropies or options.rollout_correction or self.policy_moves or self.kl_in_reward

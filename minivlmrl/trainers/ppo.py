@@ -109,7 +109,7 @@ class PPOTrainer(RolloutTrainer):
         options = self.options
         normalizer = self.count_tokens(groups)
         batches = []
-        for samples in self.split(self.rebalance(groups, groups)):
+        for samples in self.split(groups):
             batch = self.pack(samples, normalizer)
             group = batch.group
             logps, _, values = self.logps_and_values(group)

@@ -3,7 +3,6 @@
 RolloutTrainer methods, in order:
 
     sample_and_score: sample G completions per prompt, and compute rewards (n, K).
-    rebalance: exchange groups between ranks, to balance token counts.
     split: split samples into micro-batches, by prompts or tokens.
     pack: pack a micro-batch into one sequence.
 
@@ -174,22 +173,6 @@ class RolloutTrainer(Trainer):
         completions = [sample.completion for sample in rollout.samples]
         metrics |= completion_metrics(completions, bool(self.config.sampling.environment), self.world) | rollout.metrics
         return metrics | logged_metrics(self.reward_log, self.world)
-
-    def rebalance(self, groups: Sequence[list[Sample]], kept: Sequence[list[Sample]]) -> Sequence[list[Sample]]:
-        """Exchange groups between ranks, to balance their token counts.
-
-        Args:
-            kept: for each group, the samples to train on.
-        """
-        if self.world.size == 1:
-            return groups
-        from minivlmrl.trainers.rebalancing import rebalance  # lazy import: a single rank never rebalances
-
-        lengths = [
-            len(samples[0].prompt.input_ids) + sum(packed_length(sample.completion) for sample in samples)
-            for samples in kept
-        ]
-        return rebalance(self.batches, groups, lengths)
 
     def split(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
         """Split samples into micro-batches, by micro_batch_size or max_tokens_per_micro_batch."""

@@ -6,9 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from minivlmrl.data.loader import Batches
 from minivlmrl.rewards.registry import RewardLog
 from minivlmrl.trainers import rollout_metrics
 from minivlmrl.trainers.rollout_metrics import group_metrics, reward_metrics, tool_metrics
+from tests.distributed.test_process_group import prepare
+from tests.helpers.on_ranks import Uneven, launch, trainer_on_rank
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2], [2, 0, 1]])
@@ -50,3 +53,17 @@ def test_a_rollout_without_any_reward_ends_the_run():
     nothing = torch.full((4, 2), math.nan)
     with pytest.raises(ValueError, match=r"rewards: format, accuracy returned None for all 4 completions"):
         reward_metrics(nothing, nothing[:, 0], ["format", "accuracy"])
+
+
+def trial_on_rank(folder, overrides, world):
+    """Return the number of samples in each micro-batch that this rank tries before it trains."""
+    trainer = trainer_on_rank(folder, overrides, world)
+    trainer.steps(Batches(Uneven(), trainer))
+    return [len(batch.samples) for batch in trainer.trial_batches([Uneven()[0], Uneven()[1]])]
+
+
+def test_ranks_try_their_largest_batch_before_the_first_step(tmp_path):
+    prepare(tmp_path)
+    stages = {stage: [f"--stages=[{stage}]", f"--{stage}.num_generations=3"] for stage in ("grpo", "ppo")}
+    for rank in launch(2, tmp_path, stages, trial_on_rank):
+        assert rank == {"grpo": [3, 3], "ppo": [3, 3]}
