@@ -262,18 +262,3 @@ def block_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
         rows = min(MAX_ROWS, rows)
         return rows * block_width(rows, vocab) * (4 + dtype.itemsize % 4)
     return 2 * block_rows(rows, vocab, "cuda") * vocab * dtype.itemsize
-
-
-@torch.no_grad()
-def linear_log_sum_sq_probs(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Compute log sum_j p_j^2 for p = softmax(hidden @ weight.T), outside autograd.
-
-    Args:
-        hidden: (M, D) hidden states.
-        weight: (V, D) LM head.
-    Returns:
-        (M,) in nats, at most 0.
-    Source: part of WPO's weights, eq. 2 (arXiv 2406.11827); TRL's log_sum_sq_probs.
-    """
-    rows = block_rows(len(hidden), len(weight), hidden.device.type)
-    return torch.cat([float32_matmul(h, weight.T).log_softmax(-1).mul_(2).logsumexp(-1) for h in hidden.split(rows)])

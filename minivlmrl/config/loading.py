@@ -246,7 +246,7 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
     hint = hints.get(path, Any)
     is_section = any(option.startswith(f"{path}.") for option in hints)
     if not separator and (hint is bool or not (path in hints or is_section)):
-        # a flag such as --dpo.use_weighting, or one of another project, such as --bf16, which is refused by its name
+        # a flag such as --dpo.reference_free, or one of another project, such as --bf16, which is refused by its name
         separator = "="
         text = "true"
     if override.startswith("--") and not separator:

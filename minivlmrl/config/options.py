@@ -362,7 +362,6 @@ class DPOOptions(TrainingOptions):
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
     f_alpha_divergence_coef: Finite = 0.5  # alpha for f_divergence_type=alpha_divergence
     ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight for tokens beyond the shorter answer's length
-    use_weighting: bool = False  # WPO: weight pairs by their probability under the policy
     reference_free: bool = False  # train without a reference model: its log-probabilities are set to 0
     # compute reference log-probabilities before the first step, then train without a reference model in memory
     precompute_ref_log_probs: bool = False

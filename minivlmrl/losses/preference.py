@@ -6,8 +6,8 @@ B pairs, T tokens in the longest answer. In (B, 2, T), [:, 0] is the chosen and 
 `per_token_logps` has a gradient.
 
 Losses are divided by the number of pairs or tokens in the whole optimizer step, from `normalizer` (None = count the
-batch). `normalizer.sequences` counts both answers in a pair. Three losses depend on the micro-batch size: aot,
-aot_unpaired, and sft with use_weighting.
+batch). `normalizer.sequences` counts both answers in a pair. Two losses depend on the micro-batch size: aot and
+aot_unpaired.
 """
 
 import math
@@ -106,11 +106,9 @@ def dpo_loss(
     f_divergence_type: Divergence = "reverse_kl",
     f_alpha_divergence_coef: float = 0.5,
     ld_alpha: float | None = None,
-    use_weighting: bool = False,
     discopop_tau: float = 0.05,
     ref_per_token_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
-    log_sum_sq_probs: Tensor | None = None,
     normalizer=None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute a DPO loss from DPO_LOSSES, or a weighted sum of several.
@@ -127,22 +125,20 @@ def dpo_loss(
         f_divergence_type: divergence between policy and reference; see f_score.
         f_alpha_divergence_coef: alpha for f_divergence_type alpha_divergence.
         ld_alpha: LD-DPO weight in [0, 1] for tokens beyond the shorter answer's length; None means 1.
-        use_weighting: whether to weight pairs by their policy probability (WPO).
         discopop_tau: DiscoPOP temperature, > 0.
         ref_per_token_logps: (B, 2, T) reference log-probabilities.
         ref_logps: (B, 2) reference log-probabilities summed over tokens, instead of ref_per_token_logps.
-        log_sum_sq_probs: (B, 2, T) log sum_j p_j^2 over the vocabulary, required by use_weighting.
         normalizer: totals for the optimizer step, None = count this batch. `tokens` counts only chosen answers.
     Returns:
         Loss, and metrics rewards/chosen and rewards/rejected (beta times log-ratio, nats), rewards/margins,
         rewards/accuracies (share of positive margins), logps/chosen and logps/rejected.
     Raises:
         ValueError: conflicting options, a missing tensor, or an answer without tokens.
-    Source: arXiv 2305.18290; f-DPO 2309.16240; LD-DPO eq. 9, 2409.06411; WPO eq. 2, 2406.11827; equals
+    Source: arXiv 2305.18290; f-DPO 2309.16240; LD-DPO eq. 9, 2409.06411; equals
         DPOTrainer._compute_loss in TRL 1.16, except for sigmoid's label_smoothing.
     """
     loss_types = [loss_type] if isinstance(loss_type, str) else loss_type
-    check_dpo_options(loss_types, loss_weights, label_smoothing, f_divergence_type, use_weighting)
+    check_dpo_options(loss_types, loss_weights, label_smoothing, f_divergence_type)
     if ref_logps is None:
         if ref_per_token_logps is None:
             raise ValueError("pass ref_per_token_logps or ref_logps")
@@ -176,24 +172,9 @@ def dpo_loss(
     terms = [DPO_LOSSES[name](pairs) for name in loss_types]
     weighted = [weight * term for weight, term in zip(weights, terms, strict=True)]
     per_pair_loss = sum(weighted, start=u.new_zeros(()))
-    if use_weighting:
-        if log_sum_sq_probs is None:
-            raise ValueError("use_weighting needs log_sum_sq_probs")
-        pair_weights = wpo_weights(per_token_logps.detach(), log_sum_sq_probs, mask)
-        per_pair_loss = per_pair_loss * pair_weights
     metrics = _reward_metrics(beta * u.detach(), beta * v.detach())
     metrics["logps/chosen"], metrics["logps/rejected"] = logps.detach().mean(0)
     return per_pair_loss.sum() / num_pairs, metrics
-
-
-def wpo_weights(logps: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
-    """Compute WPO's pair weights (B,), large if both answers are likely under the policy.
-
-    A weight is the product of exp(mean_t(logps - log_sum_sq_probs)) over both answers. Arguments are (B, 2, T), as in
-    dpo_loss.
-    """
-    aligned = ((logps - log_sum_sq_probs) * mask).sum(-1) / mask.sum(-1)  # (B, 2)
-    return aligned.sum(-1).exp()
 
 
 def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
@@ -265,7 +246,6 @@ def check_dpo_options(
     loss_weights: Sequence[float] | None,
     label_smoothing: float,
     f_divergence_type: str,
-    use_weighting: bool,
     prefix: str = "",
     **_others: object,
 ):
@@ -279,7 +259,6 @@ def check_dpo_options(
     check_known(f"{prefix}f_divergence_type", f_divergence_type, get_args(Divergence))
     num_weights = len(loss_type) if loss_weights is None else len(loss_weights)
     only_reverse_kl = [name for name in loss_type if name not in F_LOSSES]
-    sorting = [name for name in loss_type if name in ("aot", "aot_unpaired")]
     rules = [
         (not loss_type or len(loss_type) != num_weights,
          f"loss_type is {loss_type} and loss_weights is {loss_weights}; "
@@ -287,8 +266,6 @@ def check_dpo_options(
         (f_divergence_type != "reverse_kl" and only_reverse_kl,
          f"loss_type {only_reverse_kl} is only defined for f_divergence_type reverse_kl; "
          f"with {f_divergence_type} use one of {', '.join(F_LOSSES)}"),
-        (use_weighting and sorting,
-         f"use_weighting does not work with loss_type {sorting}, which sorts the pairs; set it to false"),
         ("exo_pair" in loss_type and not label_smoothing,
          "loss_type exo_pair takes the logarithm of label_smoothing; set it above 0"),
         (not 0 <= label_smoothing < 0.5,

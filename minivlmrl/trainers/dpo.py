@@ -8,16 +8,14 @@ from torch import Tensor
 
 from minivlmrl.config.options import DPOOptions, RunConfig
 from minivlmrl.data.rows import Row
-from minivlmrl.kernels.linear_log_softmax import linear_log_sum_sq_probs
 from minivlmrl.losses.preference import answer_logps, check_dpo_options, dpo_loss
-from minivlmrl.model.logprobs import completion_states, logps_of_states, per_token_logps
+from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.trainers.base import MicroBatch
 from minivlmrl.trainers.offline import PairTrainer
 
 # options to pass to dpo_loss and check_dpo_options
 LOSS_OPTIONS = (
     "loss_type", "loss_weights", "beta", "label_smoothing", "f_divergence_type", "f_alpha_divergence_coef", "ld_alpha",
-    "use_weighting",
 )  # fmt: skip
 
 
@@ -44,19 +42,13 @@ class DPOTrainer(PairTrainer):
         return ("ref_chosen_logps", "ref_rejected_logps") if options.precompute_ref_log_probs else ()
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        options = self.options
         group = batch.group
-        states = completion_states(self.policy, group)
-        logps, entropies = logps_of_states(self.policy, states, group)
-        log_sum_sq_probs = None
-        if options.use_weighting:
-            log_sum_sq_probs = by_pair(group.pad(linear_log_sum_sq_probs(states, self.policy.lm_head.weight)))
+        logps, entropies = per_token_logps(self.policy, group)
         loss, metrics = dpo_loss(
             by_pair(group.pad(logps)),
             by_pair(batch.loss_mask),
-            **loss_options(options),
+            **loss_options(self.options),
             ref_per_token_logps=reference_logps(batch),
-            log_sum_sq_probs=log_sum_sq_probs,
             normalizer=batch.normalizer,
         )
         return loss, metrics | {"entropy": batch.mean(entropies)}

@@ -64,10 +64,10 @@ def test_removed_options_name_their_successors(write, capsys):
 
 
 def test_a_flag_needs_no_value_and_a_value_may_follow_after_a_space(recipe):
-    given = ["--data.train_file", "a.jsonl", "--dpo.use_weighting", "--seed", "-1", "--check_memory=false"]
+    given = ["--data.train_file", "a.jsonl", "--dpo.reference_free", "--seed", "-1", "--check_memory=false"]
     config = load_config(recipe, [*given, "--grpo.beta=0.5"])
     assert (config.data.train_file, config.seed, config.grpo.beta) == ("a.jsonl", -1, 0.5)
-    assert config.dpo.use_weighting is True and config.check_memory is False
+    assert config.dpo.reference_free is True and config.check_memory is False
 
 
 BOUNDED = [  # (path, type, value that the option must refuse) of every option with a bound or a choice

@@ -69,7 +69,6 @@ OPTIONS = [
     *changed([*SFT, "--optimizer.max_grad_norm=1e9", "--sft.max_steps=3"], optimizer={"max_grad_norm": 0.01}),
     *changed(DPO, dpo={
         "loss_type": "[sigmoid, sft]", "beta": 0.5, "label_smoothing": 0.2, "reference_free": "true",
-        "use_weighting": "true",
     }),
     *changed(["own", *DPO], dpo={"ld_alpha": 0.5}),
     *changed([*DPO, "--dpo.loss_type=aot"], dpo={"micro_batch_size": 2}),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minivlmrl.kernels import linear_log_softmax as kernel
-from minivlmrl.kernels.linear_log_softmax import join_masks, linear_log_softmax, linear_log_sum_sq_probs
+from minivlmrl.kernels.linear_log_softmax import join_masks, linear_log_softmax
 from tests.helpers.interpreter import INTERPRETED
 
 only_torch = pytest.mark.skipif(INTERPRETED, reason="looks at PyTorch, not at the kernel")
@@ -145,13 +145,6 @@ def test_what_does_not_fit_is_said():
     for temperature in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match=f"the temperature is {temperature}, but it must be greater than 0"):
             linear_log_softmax(hidden, weight, ids, temperature)
-
-
-@only_torch
-def test_log_of_the_sum_of_squared_probabilities():
-    hidden, weight, *_ = inputs(rows=300)
-    expected = (hidden @ weight.T).softmax(-1).square().sum(-1).log()
-    torch.testing.assert_close(linear_log_sum_sq_probs(hidden, weight), expected.detach(), atol=1e-12, rtol=1e-12)
 
 
 @only_torch

@@ -72,15 +72,6 @@ def test_aot_sorts():
         assert loss.item() == pytest.approx(sum(softplus(-0.5 * margin) for margin in margins) / 2), name
 
 
-def test_wpo_weights_have_no_gradient():
-    """Answers are e and e^-0.5 times as likely as the sum of squared probabilities, on average over their tokens."""
-    logps, squares = PAIR.clone().requires_grad_(), tensor([[-2.0, 0.0], [-1.5, -0.5]])
-    options = {"beta": 0.25, "use_weighting": True, "log_sum_sq_probs": squares}
-    loss, _ = losses.dpo_loss(logps, PAIR_MASK, ref_per_token_logps=PAIR_REF, **options)
-    assert loss.item() == pytest.approx(exp(0.5) * softplus(-Z))
-    assert torch.autograd.grad(loss, logps)[0][0, 0].tolist() == pytest.approx([-exp(0.5) * sigmoid(-Z) * 0.25, 0])
-
-
 def test_divergences_and_rewards_by_hand():
     scores = [
         losses.f_score(tensor(log(4)), name).item() for name in ("forward_kl", "js_divergence", "alpha_divergence")
@@ -155,8 +146,6 @@ def test_kto_kl():
     ({"f_divergence_type": "kl"}, "'kl', but it must be one of reverse_kl, forward_kl, js_divergence, alpha"),
     ({"loss_type": "bco_pair", "f_divergence_type": "js_divergence"},
      r"\['bco_pair'\] is only defined for .* reverse_kl; with js_divergence use one of " + ", ".join(losses.F_LOSSES)),
-    ({"loss_type": "aot", "use_weighting": True}, r"does not work with loss_type \['aot'\], which sorts the pairs"),
-    ({"use_weighting": True}, "use_weighting needs log_sum_sq_probs"),
     ({"mask": tensor([[1.0, 0.0], [0.0, 0.0]])}, "At least one answer has no tokens"),
 ])  # fmt: skip
 def test_a_preference_loss_that_cannot_be_is_refused(options, expected):

@@ -28,19 +28,15 @@ def dpo_cell(q: Question) -> Cell:
     the loss sigmoid, TRL ignores label_smoothing e, so the expected loss is (1 - e) times TRL's loss plus e times TRL's
     loss with chosen and rejected answers exchanged.
     """
-    single, given = q.options.get("f_divergence_type") == "alpha_divergence", {}
+    single = q.options.get("f_divergence_type") == "alpha_divergence"
     batch = preference_batch(q.seed, torch.float32 if single else torch.float64)
-    if "use_weighting" in q.options:  # for the oracle's two tokens, p and 1 - p
-        batch["per_token_logps"] *= 0.1 if q.seed % 2 else 1.0  # likely tokens have a weight over 1
-        p = batch["per_token_logps"].exp()
-        given = {"log_sum_sq_probs": (p.square() + (1 - p).square()).log()}
 
     def ours(batch: dict):
         options = dict(q.options)
         if options.pop("precompute_ref_log_probs", False):
             ref = batch.pop("ref_per_token_logps")
             options["ref_logps"] = preference.answer_logps(ref, batch["mask"], options.get("ld_alpha"))
-        return preference.dpo_loss(**batch, **given, **options)
+        return preference.dpo_loss(**batch, **options)
 
     names = [q.options["loss_type"]] if isinstance(q.options["loss_type"], str) else q.options["loss_type"]
     theirs = partial(trl, "dpo_loss", **{"loss_weights": None, "use_weighting": False, **q.options, "loss_type": names})

@@ -47,7 +47,6 @@ class GivenLogps(torch.nn.Module):
             mask = labels[:, 1:] != -100
             output.update(dict.fromkeys(("entropy", "mean_logits"), torch.zeros_like(p)))
             output.update(log_probs=self.logps * mask, label_mask=mask, is_top1=torch.zeros_like(mask))
-            output.update(log_sum_sq_probs=(p.square() + (1 - p).square()).log() * mask)
         return output
 
 

@@ -13,7 +13,7 @@ LOSSES = {
     "sft": ("trainers.sft", "sft_loss", {"loss_type": "dft"}),
     "dpo": ("trainers.dpo", "dpo_loss", {
         "loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.5], "beta": 0.2, "label_smoothing": 0.1,
-        "f_alpha_divergence_coef": 0.4, "ld_alpha": 0.3, "use_weighting": True,
+        "f_alpha_divergence_coef": 0.4, "ld_alpha": 0.3,
     }),
     "reward_model": ("extras.reward_model", "reward_loss", {"center_rewards_coefficient": 0.1}),
     "grpo": ("trainers.grpo", "grpo_loss", {

@@ -36,7 +36,7 @@ def steps(folder, stage, *overrides):
 
 RUNS = {
     "sft dft": ("sft", ["--sft.loss_type=dft"]),
-    "dpo with options": ("dpo", ["--dpo.use_weighting=true", "--dpo.ld_alpha=0.5"]),
+    "dpo with options": ("dpo", ["--dpo.ld_alpha=0.5"]),
     "dpo with sft": ("dpo", ["--dpo.loss_type=[sigmoid, sft]"]),
     "reward_model": ("reward_model", ["--reward_model.center_rewards_coefficient=0.1"]),
     "grpo": ("grpo", []),
