@@ -14,7 +14,7 @@ from minivlmrl.distributed.weights import reshard
 from minivlmrl.errors import error_phase
 from minivlmrl.files import INDEX, INFERENCE_CONFIG, ONE_FILE, replacing, save_tensors
 from minivlmrl.json_files import write_json
-from minivlmrl.model.checkpoint import check_finite, file_weights, unused_tensors, write_settings
+from minivlmrl.model.checkpoint import check_finite, file_weights, write_settings
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.plain_weights import Stacked, Weight, gather_full_tensor, has_adapters
 
@@ -49,20 +49,15 @@ def save_model(
         reshard(model)
         write_adapter = adapter_writer(model, base)
         weights = file_weights(model) if merge else {}
-        unused = {}
-        if merge:
-            unused = world.run_on_rank_zero(lambda: unused_tensors(model)) or {}
         shapes = {name: on_meta(weight) for name, weight in weights.items()}
         sizes = {name: x.to(model.save_dtype or x.dtype).nbytes for name, x in shapes.items()}
-        sizes |= {name: tensor.nbytes for name, tensor in unused.items()}
-        # only rank 0 knows the sizes of unused tensors, so rank 0 assigns tensors to files
-        files = world.gather_objects(divide(sizes, max_shard_size))[0]
+        files = divide(sizes, max_shard_size)
         new_folder = world.run_on_rank_zero(lambda: saving.enter_context(replacing(folder)))
         new_folder = new_folder or Path(folder)
 
         def write_tensors(file: str, tensors: dict[str, Tensor]):
-            for name in tensors.keys() & weights.keys():
-                check_finite(name, tensors[name], folder)
+            for name, tensor in tensors.items():
+                check_finite(name, tensor, folder)
             save_tensors(tensors, new_folder / file)
 
         def finish():
@@ -79,12 +74,9 @@ def save_model(
         for file, names in files.items():
             tensors = {}
             for name in names:
-                if name in weights:
-                    weight = gather_full_tensor(weights[name])
-                    if world.is_main:
-                        tensors[name] = weight.to(model.save_dtype or weight.dtype).cpu().contiguous()
-                elif world.is_main:
-                    tensors[name] = unused[name]
+                weight = gather_full_tensor(weights[name])
+                if world.is_main:
+                    tensors[name] = weight.to(model.save_dtype or weight.dtype).cpu().contiguous()
             world.run_on_rank_zero(partial(write_tensors, file, tensors))
         world.run_on_rank_zero(finish)
 

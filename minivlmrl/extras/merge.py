@@ -11,7 +11,7 @@ from minivlmrl.distributed.saving import save_model
 from minivlmrl.errors import UserError
 from minivlmrl.files import INFERENCE_CONFIG, unchanged
 from minivlmrl.model.checkpoint import carried_files, load_model, load_processor
-from minivlmrl.model.lora import merge_note, quantize_base
+from minivlmrl.model.lora import quantize_base
 from minivlmrl.model.peft import WEIGHTS, find_adapter, load_adapter
 
 
@@ -40,7 +40,4 @@ def main(arguments: list[str]):
         quantize_base(model)
     processor.tokenizer.files |= carried_files(adapter, re.compile(re.escape(INFERENCE_CONFIG)))
     save_model(options.out, model, processor, base=options.model)
-    note = merge_note(model)
-    if note:
-        print(note)
     print(f"wrote {options.out}")

@@ -2,10 +2,8 @@
 
 import json
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
@@ -73,7 +71,6 @@ def load_model(
         # take_shard: (tensor in a file, parameter) -> this rank's shard
         take_shard = sharding.take_shard if sharding else lambda x, like: x.to(device, like.dtype, copy=True)
         assign(model, _read_weights(folder, files, model, take_shard, device))
-    model.folder = folder.resolve()  # save_model copies unused tensors from this folder
     return model
 
 
@@ -158,23 +155,6 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
             yield hub_name(name), tensor
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file}: not a complete safetensors file ({error}). Download or save it again.") from error
-
-
-def unused_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
-    """Return unused tensors of the model folder, such as Qwen3.5's multi-token prediction layer."""
-    folder = model.folder
-    prefixes = family_of(model).unused_prefixes
-    if folder is None or not prefixes:
-        return {}
-    if not folder.is_dir():
-        warnings.warn(
-            f"The folder {folder}, from which the model was loaded, no longer exists. Its tensors "
-            f"{', '.join(prefixes)}*, which training does not use, are missing in the new folder.",
-            stacklevel=3,
-        )
-        return {}
-    tensors = chain.from_iterable(map(read_tensors, weight_files(folder)))
-    return {name: tensor for name, tensor in tensors if name.startswith(prefixes)}
 
 
 def load_processor(folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> Processor:

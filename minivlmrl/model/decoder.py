@@ -5,7 +5,6 @@ Dimensions: N tokens, H query heads, K key/value heads, D head_dim.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,7 +24,6 @@ class VisionLanguageModel(nn.Module):
     """Vision tower, decoder and LM head, for any family."""
 
     sharding: Any = None  # Sharding from distributed/fsdp.py, None = all weights on all ranks
-    folder: Path | None = None  # folder from which the weights were loaded
     save_dtype: torch.dtype | None = None  # checkpoint dtype, None = current dtype
     modules_to_save: Sequence[Part] = ()  # parts that a model with adapters trains in full
 

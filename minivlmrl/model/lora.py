@@ -89,15 +89,10 @@ class LoRALinear(ReplacedLinear):
     @torch.no_grad()
     def plain_weight(self) -> Tensor:
         """Return the merged weight W + scaling * B A, in the dtype of W; all ranks must call this."""
-        weight, update = self.weight_and_update()
-        return (weight + update).to(weight.dtype)
-
-    def weight_and_update(self) -> tuple[Tensor, Tensor]:
-        """Return W and the update scaling * B A, both (out_features, in_features)."""
         A = gather_full_tensor(self.lora_A)
         B = gather_full_tensor(self.lora_B)
         weight = gather_full_tensor(self.base.weight).to(A.device)
-        return weight, self.scaling * (B @ A)
+        return (weight + self.scaling * (B @ A)).to(weight.dtype)
 
 
 class AdapterSum(torch.autograd.Function):
@@ -150,9 +145,11 @@ def dropout(model: nn.Module, p: float, key: str) -> Iterator[None]:
     layers = adapters(model) if p else {}
     for name, layer in layers.items():
         layer.drop = partial(drop, p, zlib.crc32(f"{key}/{name}".encode()))
-    yield
-    for layer in layers.values():
-        layer.drop = None
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.drop = None
 
 
 @contextmanager
@@ -172,24 +169,6 @@ def sampling_copies(model: nn.Module) -> Iterator[list[nn.Parameter]]:
         for layer, A, B in originals:
             layer.lora_A = A
             layer.lora_B = B
-
-
-@torch.no_grad()
-def merge_note(model: nn.Module) -> str:
-    """Return a message on how many adapter updates survive rounding to 16 bits; all ranks must call this."""
-    layers = adapters(model).values()
-    if not any(layer.dtype.itemsize == 2 for layer in layers):
-        return ""
-    num_changed = num_updated = 0
-    for layer in layers:
-        weight, update = layer.weight_and_update()
-        num_changed += int(((weight + update).to(weight.dtype) != weight).sum())
-        num_updated += int((update != 0).sum())
-    share = num_changed / num_updated if num_updated else 1.0
-    return (
-        f"merged weights: after rounding to 16 bits, {share:.0%} of the weights that the adapter updates differ from "
-        "the base; the folder adapter/ has the whole update"
-    )
 
 
 def drop(p: float, seed: int, x: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Load and save LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors."""
 
-import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -29,20 +28,17 @@ TENSOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_[AB])(?:\.default)?\.weigh
 MERGE = "Merge the adapter into its base model with PEFT, and load the merged model."
 # settings in adapter_config.json that change results, but are not supported
 UNSUPPORTED = (
-    "use_dora", "use_qalora", "bias", "lora_bias", "fan_in_fan_out", "layer_replication",
-    "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
+    "use_dora", "use_qalora", "bias", "lora_bias", "fan_in_fan_out", "layer_replication", "rank_pattern",
+    "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_rslora", "alpha_pattern",
 )  # fmt: skip
 
 
 @dataclass
 class PeftConfig:
-    """Fields read from adapter_config.json; layer names and ranks are read from the tensors."""
+    """Fields read from adapter_config.json; layer names and rank are read from the tensors."""
 
     peft_type: Literal["LORA"]
     lora_alpha: Annotated[float, "(0, inf)"]
-    use_rslora: bool = False
-    # {layer name suffix: alpha}; PEFT's regular expressions are not supported
-    alpha_pattern: dict[str, Annotated[float, "(0, inf)"]] | None = None
 
 
 def load_adapter(model: VisionLanguageModel, folder: str | Path):
@@ -121,16 +117,12 @@ def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) 
             elif not match:
                 whole.append(_whole_name(name))
         ranks = set(shapes.values())
-        if len(ranks) != 1 or config.alpha_pattern:
-            raise UserError(
-                f"the layers have the ranks {sorted(ranks)} and alpha_pattern "
-                f"{config.alpha_pattern}, but only one rank and one alpha are supported here. "
-                "Merge the adapter with `minivlmrl merge`, and use the merged folder."
-            )
+        require(len(ranks) == 1, "the ranks of the layers", sorted(ranks), f"one rank. {MERGE}")
     [r] = ranks
-    alpha = config.lora_alpha * (math.sqrt(r) if config.use_rslora else 1)
     target = ["|".join(map(re.escape, sorted(shapes)))]
-    return LoRAOptions(FilePath(str(folder)), r, alpha, target=target, modules_to_save=_parts(whole), quantize=quantize)
+    return LoRAOptions(
+        FilePath(str(folder)), r, config.lora_alpha, target=target, modules_to_save=_parts(whole), quantize=quantize
+    )
 
 
 def _whole_name(name: str) -> str:
@@ -181,15 +173,8 @@ def _read_config(file: Path) -> PeftConfig:
     config = build(PeftConfig, values, str(file), json=True)
     with error_context(file):
         for name in UNSUPPORTED:
-            if values.get(name) not in (None, False, [], "none"):
+            if values.get(name) not in (None, False, [], {}, "none"):
                 raise UserError(f"{name} is {truncate(values[name], 60)}, which is not supported. {MERGE}")
-        for name in config.alpha_pattern or {}:
-            require(
-                re.fullmatch(r"[\w.]+", name) is not None,
-                "alpha_pattern",
-                name,
-                "a layer name or the end of a layer name",
-            )
     return config
 
 
@@ -210,11 +195,7 @@ def _check_shape(
             f"the adapter of the layer {name} has the shapes {shapes}, but this model needs lora_A "
             f"(r, {layer.in_features}) and lora_B ({layer.out_features}, r). Load the adapter's own base model."
         )
-    # the first matching layer name determines alpha, as in PEFT
-    patterns = (config.alpha_pattern or {}).items()
-    matching = (value for end, value in patterns if f".{module_name(name)}".endswith(f".{end}"))
-    divisor = math.sqrt(r) if config.use_rslora else r  # scaling in rsLoRA: alpha / sqrt(r) (arXiv 2312.03732)
-    return r, next(matching, config.lora_alpha) / divisor
+    return r, config.lora_alpha / r
 
 
 def _check_whole(model: VisionLanguageModel, name: str, tensor: Tensor):
@@ -243,11 +224,7 @@ def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Calla
         for name, parameter in model.named_parameters()
         if is_adapter(name) or name in whole
     }
-    ranks = {name: layer.r for name, layer in layers.items()}
-    # PEFT computes scaling = alpha / r, so rsLoRA adapters are saved as plain LoRA with another alpha
-    alphas = {name: layer.scaling * layer.r for name, layer in layers.items()}
-    r = max(ranks.values())
-    alpha = max(alphas.values())
+    layer = next(iter(layers.values()))  # all layers have the same rank, alpha and dropout
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -255,12 +232,10 @@ def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Calla
         "base_model_name_or_path": base,
         "target_modules": sorted(layers),
         "modules_to_save": sorted({module_name(name).rpartition(".")[0] for name in whole}) or None,
-        "r": r,
-        "lora_alpha": alpha,
-        "lora_dropout": max(layer.dropout for layer in layers.values()),
+        "r": layer.r,
+        "lora_alpha": layer.scaling * layer.r,
+        "lora_dropout": layer.dropout,
         "bias": "none",
-        "rank_pattern": {name: rank for name, rank in ranks.items() if rank != r},
-        "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
     }
 
     def write(folder: Path):

@@ -18,7 +18,6 @@ from minivlmrl.errors import UserError, error_phase, pluralize, require
 from minivlmrl.files import RUN_CONFIG
 from minivlmrl.json_files import write_file, write_json
 from minivlmrl.model.decoder import VisionLanguageModel
-from minivlmrl.model.plain_weights import has_adapters
 from minivlmrl.rewards.text import normalize, solution_text
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.evaluate import ANSWER_METRICS, IMAGE_ABLATIONS, evaluate, lowered_metrics, metrics_by_name
@@ -216,12 +215,6 @@ class Results:
             print(f"training: {', '.join(f'{name} {value:.1f} s' for name, value in seconds.items())}")
         if trainer is not None:
             trainer.save(self.folder)
-            if has_adapters(self.model):
-                from minivlmrl.model.lora import merge_note
-
-                note = merge_note(self.model)  # on all ranks: merge_note gathers sharded weights
-                if note and self.world.is_main:
-                    print(note, flush=True)
         if trainer is None or not trainer.trains_policy:
             base = self.config.model.path
             save_model(self.folder / "checkpoint", self.model, self.processor, self.world, base)

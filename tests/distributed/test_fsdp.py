@@ -99,9 +99,6 @@ def test_each_rank_keeps_its_rows_and_saves_the_whole_checkpoint(loaded, folder,
         saved = dict(load_model(result["saved"]).named_parameters())
         assert saved.keys() == expected.keys() and all(torch.equal(saved[key], p) for key, p in expected.items())
         load_processor(result["saved"])
-        unread = [dict(chain(*map(read_tensors, weight_files(at)))) for at in (folder / name, result["saved"])]
-        both = [x["mtp.fc.weight"] for x in unread if "mtp.fc.weight" in x]
-        assert len(both) == 2 * (name == "drafter") and all(torch.equal(x, both[0]) for x in both)
 
 
 IMAGES = [(1, 4, 6)], [(1, 8, 4)]
