@@ -10,7 +10,7 @@ DeepSeekMath.
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -28,7 +28,6 @@ from minivlmrl.losses.advantages import ADVANTAGES
 from minivlmrl.losses.grpo import AVERAGES, grpo_loss
 from minivlmrl.losses.grpo_variants import kept_tokens, mean_entropy, rollout_importance_ratio, top_entropy_threshold
 from minivlmrl.trainers.base import Rollout, Sample, SampledBatch, checked_loss
-from minivlmrl.trainers.reference import watch
 from minivlmrl.trainers.rollout import RolloutTrainer
 from minivlmrl.trainers.rollout_metrics import CLIP_RATIOS, group_metrics
 
@@ -51,7 +50,6 @@ class GRPOTrainer(RolloutTrainer):
     config_type = GRPOOptions
     batch_type = GRPOBatch  # your subclass may have further fields with defaults, which `prepare` fills
     options: GRPOOptions
-    reads_reference = False  # whether the loss reads the reference log-probabilities, or the user was told
 
     @classmethod
     def check(cls, config: RunConfig):
@@ -177,37 +175,48 @@ class GRPOTrainer(RolloutTrainer):
         return [sample for sample in samples if advantages[sample.index].any()] or samples[:1]
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
-        """Pack micro-batches."""
-        options = self.options
+        """Pack micro-batches, with their advantages and what the loss needs from before the first update."""
         normalizer = self.count_tokens(groups)
         packed = [self.pack(self.kept_samples(part, advantages), normalizer) for part in self.split(groups)]
-        needs_entropies = options.top_entropy_quantile < 1
-        needs_logps = needs_entropies or options.rollout_correction or self.policy_moves or self.kl_in_reward
-        batches = []
-        local_entropies = []
-        for sampled in packed:
-            batch = self.batch_type.extend(sampled, advantages=self.advantages_of(sampled, advantages))
-            if not self.needs_all_samples:
-                batch.loss_mask = batch.loss_mask * batch.advantages.view(len(sampled.samples), -1).any(1, keepdim=True)
-            batches.append(batch)
-            if not needs_logps:
-                continue
-            logps, entropies = self.logps(batch.group)
-            batch.old_per_token_logps = old_logps = batch.group.pad(logps)
-            if needs_entropies:
-                local_entropies.append(batch.group.pad(entropies)[batch.loss_mask.bool()].cpu())
-            if options.rollout_correction:
-                clip_min, clip_max = options.rollout_correction_bounds
-                batch.importance_sampling_ratio = rollout_importance_ratio(
-                    old_logps, batch.sampler_logps, batch.loss_mask, options.rollout_correction, clip_max, clip_min
-                )
-        if needs_entropies:
-            entropies = torch.cat(self.world.gather_objects(torch.cat(local_entropies)))
-            threshold = top_entropy_threshold(entropies, options.top_entropy_quantile)
-            for batch in batches:
-                batch.entropy_threshold = threshold.item()
-                batch.num_entropy_tokens = (entropies >= threshold).sum().item()
+        batches = [self.with_advantages(batch, advantages) for batch in packed]
+        selects_tokens = self.options.top_entropy_quantile < 1
+        if selects_tokens or self.options.rollout_correction or self.policy_moves or self.kl_in_reward:
+            entropies = [self.score_policy(batch) for batch in batches]
+            if selects_tokens:
+                self.set_entropy_threshold(batches, torch.cat(entropies))
         return batches
+
+    def with_advantages(self, sampled: SampledBatch, advantages: Tensor) -> GRPOBatch:
+        """Add advantages to a micro-batch, and mask completions that the loss does not need."""
+        batch = self.batch_type.extend(sampled, advantages=self.advantages_of(sampled, advantages))
+        if not self.needs_all_samples:
+            batch.loss_mask = batch.loss_mask * batch.advantages.view(len(sampled.samples), -1).any(1, keepdim=True)
+        return batch
+
+    def score_policy(self, batch: GRPOBatch) -> Tensor:
+        """Set log-probabilities and sampler ratios of the policy before the first update; return its entropies (n,)."""
+        options = self.options
+        logps, entropies = self.logps(batch.group)
+        batch.old_per_token_logps = batch.group.pad(logps)
+        if options.rollout_correction:
+            clip_min, clip_max = options.rollout_correction_bounds
+            batch.importance_sampling_ratio = rollout_importance_ratio(
+                batch.old_per_token_logps,
+                batch.sampler_logps,
+                batch.loss_mask,
+                options.rollout_correction,
+                clip_max,
+                clip_min,
+            )
+        return batch.group.pad(entropies)[batch.loss_mask.bool()].cpu()
+
+    def set_entropy_threshold(self, batches: Sequence[GRPOBatch], entropies: Tensor):
+        """Set the minimum entropy of trained tokens, from the entropies (n,) of all ranks."""
+        entropies = torch.cat(self.world.gather_objects(entropies))
+        threshold = top_entropy_threshold(entropies, self.options.top_entropy_quantile)
+        for batch in batches:
+            batch.entropy_threshold = threshold.item()
+            batch.num_entropy_tokens = (entropies >= threshold).sum().item()
 
     @cached_property
     def needs_all_samples(self) -> bool:
@@ -267,22 +276,6 @@ class GRPOTrainer(RolloutTrainer):
             entropies: (R, T) policy entropies with gradient, in nats.
         """
         return None
-
-    def training_loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute loss and metrics; note in the first micro-batch if the user's loss ignores the reference."""
-        if self.reads_reference or batch.ref_per_token_logps is None or self.kl_in_reward or not self.is_own:
-            return super().training_loss(batch)
-        watched = watch(batch.ref_per_token_logps)
-        result = super().training_loss(replace(batch, ref_per_token_logps=watched))
-        if not watched.was_read and self.world.is_main:
-            print(
-                f"{self.stage}.beta is {self.options.beta}, but the loss of the stage does not read the reference "
-                f"log-probabilities (ref_per_token_logps), so there is no KL penalty; add the KL to the loss, or set "
-                f"{self.stage}.beta to 0 to save the reference model",
-                flush=True,
-            )
-        self.reads_reference = True
-        return result
 
     def loss(self, batch: GRPOBatch) -> tuple[Tensor, dict[str, Tensor]]:
         options = self.options

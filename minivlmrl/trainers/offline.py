@@ -42,7 +42,7 @@ class OfflineTrainer(Trainer):
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
             with error_phase("preparation", rows):
-                step = self.step([self.micro_batch(part) for part in split(rows, self.options.micro_batch_size)])
+                step = self.build_step([self.micro_batch(part) for part in split(rows, self.options.micro_batch_size)])
             yield step
 
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
@@ -59,7 +59,7 @@ class OfflineTrainer(Trainer):
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
-        """Pack prompts and answers into a micro-batch, with its own loss denominator until `step` sets the total."""
+        """Pack prompts and answers into a micro-batch, with its own loss denominator, which `build_step` replaces."""
         group = pack_turns(prompts, answers, self.policy.config, self.world.device)
         mask = group.completion_mask
         ref_logps = None if self.reference is None else self.reference.logps(group)
@@ -81,7 +81,7 @@ class OfflineTrainer(Trainer):
         self.world.barrier()
         return self.world.shard_evenly(sorted(chain(*self.world.gather_objects(local))))
 
-    def step(self, batches: Sequence[MicroBatch]) -> Step:
+    def build_step(self, batches: Sequence[MicroBatch]) -> Step:
         """Combine micro-batches into one optimizer step, whose loss is the mean over all ranks."""
         tokens = sum(batch.loss_mask[self.counted_rows].sum().item() for batch in batches)
         sequences, tokens = self.world.sum(sum(len(batch.loss_mask) for batch in batches), tokens)

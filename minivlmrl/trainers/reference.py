@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,21 +45,6 @@ class Reference:
             logps, _ = per_token_logps(model, group, temperature)
             reshard(model)
         return group.pad(logps)
-
-
-def watch(tensor: Tensor) -> Any:
-    """Return the same values as a tensor with an attribute `was_read`: whether any function has used it."""
-
-    class Watched(Tensor):
-        was_read = False
-
-        @classmethod
-        def __torch_function__(cls, function, types, args=(), kwargs=None):
-            cls.was_read = True
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **(kwargs or {}))
-
-    return tensor.as_subclass(Watched)
 
 
 class SwappedParameters(nn.Module):

@@ -1,6 +1,5 @@
 """Test the interface of a method in a file of its own: a subclass of GRPOTrainer, a loss, advantages."""
 
-import re
 import shutil
 from dataclasses import dataclass, replace
 
@@ -159,26 +158,6 @@ def test_advantages_may_be_per_token(stage, mine, script):
     assert run.update()["grad_norm"] > 0
     with pytest.raises(ValueError, match=r"(?s)grpo\.advantages .*too_wide returned .* or of shape \(12, \d\)"):
         stage("grpo", mine("advantages", "too_wide")).next()
-
-
-@pytest.mark.parametrize(
-    ("name", "beta", "is_noted"), [("no_kl", 0.1, True), ("with_kl", 0.1, False), ("no_kl", 0, False)]
-)
-def test_a_loss_that_ignores_the_reference_is_noted_once(stage, mine, capsys, name, beta, is_noted):
-    stage("grpo", mine("loss_type", name), f"--grpo.beta={beta}").go(2)
-    notes = re.findall(r"grpo\.beta is .* does not read the reference", capsys.readouterr().out)
-    assert len(notes) == is_noted
-
-
-def test_an_own_stage_that_ignores_the_reference_is_noted(stage, use, capsys):
-    class Silent(GRPOTrainer):
-        def loss(self, batch):
-            return self.logps(batch.group)[0].sum(), {}
-
-    for trainer, is_noted in ((Silent, True), (Own, False)):
-        use(trainer)
-        stage("grpo", "--grpo.beta=0.1").go(1)
-        assert ("does not read the reference" in capsys.readouterr().out) == is_noted
 
 
 ENGINE = """
