@@ -5,11 +5,11 @@ import json
 import re
 import sys
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, groupby, takewhile
 from pathlib import Path
+from unicodedata import normalize
 
 import jinja2
 import jinja2.meta
@@ -17,8 +17,15 @@ from jinja2.ext import LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minivlmrl.config.types import Plain
-from minivlmrl.data.messages import check_messages, content_parts, is_trained, part_kind, shown_parts_of, text_of
-from minivlmrl.data.rendered_texts import find_missing_text
+from minivlmrl.data.messages import (
+    THOUGHT_KEYS,
+    check_messages,
+    content_parts,
+    is_trained,
+    part_kind,
+    shown_parts_of,
+    text_of,
+)
 from minivlmrl.data.tokenizer import SPECIAL_TOKENS, STRUCTURE, SpecialToken
 from minivlmrl.errors import UserError, did_you_mean, error_context, pluralize, truncate
 from minivlmrl.json_files import parse_json, read_json
@@ -55,16 +62,12 @@ def fail(message: str):
     raise jinja2.TemplateError(message)
 
 
-def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 # Jinja sandbox like apply_chat_template in transformers. Templates may use {% break %}, but not {% generation %}.
 # Python internals, files and range() over more than 100,000 items are blocked. Time and memory are not limited, as in
 # {{ 'x' * 10**9 }}: only use templates that you trust.
 SANDBOX = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension])
 # replace Jinja's tojson, which escapes <, > and & for HTML
-SANDBOX.filters["tojson"] = to_json
+SANDBOX.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
 SANDBOX.globals["raise_exception"] = fail
 
 
@@ -97,21 +100,18 @@ class ChatTemplate:
             raise self._error(error) from error
         # control tokens written only by the template
         names: set[str] = {IMAGE, VIDEO}
-        written = [text]
-        # a template may build control tokens: '<|' + message.role + '|>'
-        for roles in [("user",), ("system", "user"), ("user", "assistant"), ("user", "tool")]:
-            with suppress(ValueError):  # a template may reject roles, such as tool
-                written.append(self._render([{"role": role, "content": ""} for role in roles], True))
         for name in special_tokens:
             # exclude single-character tokens such as "#": messages may contain them
-            is_written = len(name) > 1 and any(name in text for text in written)
+            is_written = len(name) > 1 and (name in text or name in self.token_names.values())
             if name in STRUCTURE or (is_written and name not in TAGS):
                 names.add(name)
         # longer tokens first, because a token may begin with a shorter one
         control_names = sorted(names, key=len, reverse=True)
         self.controls = {name: SpecialToken(name) for name in control_names} | {IMAGE: IMAGE, VIDEO: VIDEO}
         self.control = re.compile(f"({'|'.join(map(re.escape, control_names))})")
-        self.literal_tokens = re.compile("|".join(map(_literal_pattern, control_names)))
+        # match only the first character, so that re.sub can insert a placeholder after it
+        patterns = [f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in control_names]
+        self.literal_tokens = re.compile("|".join(patterns))
 
     @classmethod
     def from_folder(cls, folder: str | Path, special_tokens=SPECIAL_TOKENS, default: str = DEFAULT) -> "ChatTemplate":
@@ -192,14 +192,11 @@ class ChatTemplate:
 
     def _check_texts(self, messages: list[dict], rendered: str, history: int):
         missing = find_missing_text(messages, rendered, history)
-        if missing is None:
-            return
-        advice = "Use a template that renders every text unchanged, or remove this text from the row"
-        if "<think>" not in self.text:
-            advice += "; reasoning belongs in the content, as <think>...</think>"
-        if any(text_of(message).count("</think>") > 1 for message in messages):
-            advice = "The template may keep only one of several <think> blocks, so join the blocks of this answer"
-        raise self._error(f"the template does not render {missing}. {advice}")
+        if missing:
+            raise self._error(
+                f"the template does not render {missing}. Use a template that renders every text unchanged, or change "
+                "this text in the row. Reasoning belongs in the content, as a single <think>...</think>"
+            )
 
     def _length(self, text: str, messages: list[dict], add_generation_prompt: bool) -> int:
         beginning = self._render(messages, add_generation_prompt)
@@ -286,16 +283,33 @@ def with_values(template: ChatTemplate, values: dict) -> ChatTemplate:
     return template
 
 
-def _literal_pattern(name: str) -> str:
-    """Return a regular expression that finds a control token in messages.
+def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> str | None:
+    """Describe the first text that a rendered conversation lacks, or return None.
 
-    Only the first character is matched, so that re.sub can insert a placeholder after it.
+    Templates may change whitespace, and drop reasoning from the first `history` messages. Arguments of tool calls are
+    not compared.
     """
-    # by removing spaces or adding text, a template can turn "<|im_ end|>" or a final "<|im_" into a control token
-    others = [re.escape(character) for character in name[1:]]
-    endings = [*([*others[:length], "$"] for length in range(len(others))), others]
-    patterns = [r"\s*".join(["", *ending]) for ending in endings]
-    return f"{re.escape(name[0])}(?={'|'.join(patterns)})"
+    compact = without_space(rendered)
+    start = 0  # texts keep their order
+    for number, message in enumerate(messages):
+        texts = [part["text"] for part in content_parts(message) if part_kind(part) == "text"]
+        if number >= history:
+            texts = [message[key] for key in THOUGHT_KEYS if isinstance(message.get(key), str)] + texts
+        elif message["role"] == "assistant" and "</think>" in text_of(message):
+            continue
+        calls = [call.get("function", call).get("name") for call in message.get("tool_calls") or ()]
+        for text in (*texts, *filter(None, calls)):
+            words = without_space(text)
+            place = compact.find(words, start)
+            if place < 0:
+                role = message["role"]
+                return f"message {number} completely: {truncate(text, 60)} of the role {role!r} is missing or changed"
+            start = place + len(words)
+    return None
+
+
+def without_space(text: str) -> str:
+    return "".join(normalize("NFC", text).split())  # tokenizers also normalize
 
 
 def _with_thought_apart(message: dict) -> dict:

@@ -20,14 +20,6 @@ VALUES = {  # {column: type hint, with bounds for numbers}
 }
 
 
-class LayoutError(UserError):
-    """Raised for rows with another project's columns, which `minivlmrl convert` may convert."""
-
-
-class EmptyColumnError(LayoutError):
-    """Raised if a required column has no value; the row may use the column names of another project."""
-
-
 def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
     """Rename columns, and replace NaN (from pandas) by None; two columns can swap names."""
     row = {name: value if value == value else None for name, value in row.items()}
@@ -46,16 +38,14 @@ def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
 
 
 def missing_column(name: str, columns: dict, cure: str) -> UserError:
-    """Return the error for a missing or empty column, a LayoutError if the row may have another library's format.
+    """Return the error for a missing or empty column.
 
     Args:
         cure: advice in the error message, such as how to rename the column.
     """
+    if name in columns:
+        return UserError(f"column {name!r} has no value in this row: write a value or remove the row")
     given = sorted(other for other, value in columns.items() if value is not None)
     unknown = [other for other in given if other not in (*TEXTS, *VALUES, *MEDIA, "solution")]
-    if name in columns:
-        kind = EmptyColumnError if any(isinstance(columns[other], str | list) for other in unknown) else UserError
-        return kind(f"column {name!r} has no value in this row: write a value or remove the row")
-    meant = did_you_mean(name, unknown)
-    kind = UserError if meant else LayoutError
-    return kind(f"column {name!r} is missing; the row has {truncate(given, 200)}{meant or '.'} {cure}")
+    meant = did_you_mean(name, unknown) or "."
+    return UserError(f"column {name!r} is missing; the row has {truncate(given, 200)}{meant} {cure}")

@@ -4,7 +4,6 @@ When a file is opened, all rows are parsed and checked once, and one RowFacts pe
 row again, so changes to a Row are lost.
 """
 
-import re
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,18 +20,16 @@ from minivlmrl.config.import_utils import resolve_function
 from minivlmrl.config.options import RowOptions
 from minivlmrl.config.types import Plain
 from minivlmrl.data.boxes import MARKED_BOX
-from minivlmrl.data.columns import ANSWERS, READ, EmptyColumnError, LayoutError, rename_columns
+from minivlmrl.data.columns import ANSWERS, READ, rename_columns
 from minivlmrl.data.media import SAMPLING_OPTIONS, Media, Source, fetch_image, files_of, open_image
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.read_row import answer_image_parts, read_row
-from minivlmrl.data.row_checks import checked_row
+from minivlmrl.data.row_checks import check_unread, checked_row
 from minivlmrl.data.row_files import convert_advice, open_rows
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.video import Video, VideoFile, load_video
 from minivlmrl.errors import UserError, error_context, pluralize, require
 from minivlmrl.files import digest
-
-CONTROL = re.compile(r"<\|\w{1,40}\|>")  # control token, such as <|im_end|>
 
 SECONDS = 5  # between lines of progress while a file is read
 Size = tuple[int, int]  # (width, height) in pixels
@@ -47,8 +44,7 @@ def find_format(name: str) -> Callable[[dict], dict]:
         columns = convert(row)
         is_valid = isinstance(columns, Mapping) and all(isinstance(column, str) for column in columns)
         require(is_valid, f"what data.format {name} returns", columns, "a dict from column names to values")
-        # convert arrays and tensors to lists, because rewards compare solutions as JSON values
-        return {column: value.tolist() if hasattr(value, "tolist") else value for column, value in columns.items()}
+        return dict(columns)
 
     return converted
 
@@ -79,15 +75,15 @@ class RowFile:
         where = self.source.where(line)
         with error_context(where):
             try:
-                row, media = checked_row(self.columns_of(line), required, known, self.options, self.folder)
+                columns = self.columns_of(line)
+                row, media = checked_row(columns, required, known, self.options)
             except ValueError as error:
-                # after valid rows, an empty column is a mistake in one row: do not suggest `minivlmrl convert`
-                is_mistake = isinstance(error, EmptyColumnError) and self.given
-                if is_mistake or self.options.format or not is_foreign(error):
+                if self.given or self.options.format:  # given: earlier rows are valid
                     raise
-                advice = convert_advice(self.path, self.options.columns)
                 end = "" if str(error).endswith((".", "?")) else "."
+                advice = convert_advice(self.path, self.options.columns)
                 raise UserError(f"{error}{end} If the rows have the layout of another project, {advice}") from error
+            check_unread(columns, self.folder, known, bool(media or answer_image_parts(row)))
         row.where = where
         return row, media
 
@@ -129,7 +125,6 @@ class RowFacts:
     prompt_hash: int  # hash of the prompt and media file sizes
     text_bytes: dict[str, int]  # {"prompt" or answer column: text length in bytes}
     solution: Plain
-    literal_tokens: tuple[str, ...]  # control tokens written as plain text, such as <|im_end|>
     boxes: dict[str, str]  # {answer column: first box in it}
     box_space: str | None
     # (size, options) of each image in prompt and answers; the size of an unreadable image is None
@@ -248,11 +243,6 @@ def without_rows(rows: Dataset, removed: Collection[int]) -> Dataset:
     return rows.select([facts for index, facts in enumerate(rows.facts) if index not in removed])
 
 
-def is_foreign(error: BaseException | None) -> bool:
-    """Return True for a LayoutError, or an error caused by one."""
-    return isinstance(error, LayoutError) or (error is not None and is_foreign(error.__cause__))
-
-
 def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_files: bool) -> tuple[RowFacts, list[str]]:
     """Return row properties (RowFacts), and missing image and video files.
 
@@ -265,7 +255,6 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
         name: MARKED_BOX.search("\n".join(map(text_of, as_turns(answer or [])))) for name, answer in answers.items()
     }
     solution = row.columns.get("solution")
-    literal_tokens = CONTROL.findall("".join([*texts.values(), str(solution)]))
     shown = media + [part["image"] for part in answer_image_parts(row)]
     with error_context(row.where):
         sizes, missing = look_at_files(row, shown if checks_files else [], file.folder)
@@ -277,7 +266,6 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
         prompt_hash=hash(repr((row.messages, sizes))),
         text_bytes={name: len(text.encode()) for name, text in texts.items()},
         solution=solution,
-        literal_tokens=tuple(dict.fromkeys(literal_tokens)),
         boxes={name: box[0] for name, box in boxes.items() if box},
         box_space=row.columns.get("box_space"),
         images=tuple(
@@ -296,16 +284,14 @@ def look_at_files(row: Row, media: list[Media], folder: Path) -> tuple[list[int]
     """
     sizes = []
     missing = []
-    line = re.sub(r".*:(?=[0-9]+$)", "line ", row.where)
     for item in media:
-        column = f", column {item.column!r}" if item.column else ""
         for source, path in files_of([item], str(folder)):
             if isfile(path):
                 sizes.append(getsize(path))
             else:
                 sizes.append(len(source))
                 if path:
-                    missing.append(f"{source} ({line}{column})")
+                    missing.append(f"{source} ({row.where})")
     return sizes, missing
 
 

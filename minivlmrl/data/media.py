@@ -3,10 +3,9 @@
 import base64
 import contextlib
 import io
-import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os.path import join
 from pathlib import Path
 from urllib.request import url2pathname
@@ -33,17 +32,14 @@ from minivlmrl.errors import UserError, error_context, pluralize, truncate
 from minivlmrl.json_files import check_downloaded
 
 # {"image" or "video": keys for the file in a message part, such as "image_url" or "path"}
-SOURCES = {kind: (kind, f"{kind}_url", "url", "path", "base64", "source") for kind in KINDS}
-# keys of an image dict in Hugging Face, OpenAI and Anthropic formats
-SOURCE_KEYS = ("bytes", "path", "url", "type", "media_type", "data")
+SOURCES = {kind: (kind, f"{kind}_url", "url", "path") for kind in KINDS}
 SAMPLING_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
 # unsafe formats: EPS runs Ghostscript, IPTC opens other files, WMF calls Windows functions
 PROGRAMS = "EPS", "IPTC", "WMF"
-# maximum pixels, as in Pillow: a small compressed file could fill the memory
-MAX_IMAGE_PIXELS = 178_956_970
 
 EMPTY = (None, "")  # values that mean no image or video
 
+MAX_IMAGE_PIXELS = 178_956_970  # in a frame of a video, as in Pillow
 Source = str | Path | bytes
 
 
@@ -67,11 +63,6 @@ def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Ima
     try:
         # pass a stream: if given a path, Pillow 13 swaps the width and height of a rotated grayscale TIFF
         with file.open("rb") if isinstance(file, Path) else file as stream, PIL.Image.open(stream) as image:
-            if image.width * image.height > MAX_IMAGE_PIXELS:
-                raise UserError(
-                    f"the image has {image.width} x {image.height} pixels, which is more than the "
-                    f"limit of {MAX_IMAGE_PIXELS}; scale the image down"
-                )
             if image.format in PROGRAMS:
                 raise UserError(
                     f"the format {image.format} is not allowed, because such files can run other "
@@ -108,9 +99,6 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     if text.startswith("file://"):
         text = url2pathname(text.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
-    # pipes and devices could be endless
-    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise UserError(f"{path} is a pipe or a device; use a regular file instead")
     return str(path) if len(str(path)) <= 400 else name, path
 
 
@@ -122,7 +110,6 @@ class Media:
     # path, data URI or bytes; list of frames for some videos
     source: str | bytes | list[str]
     options: dict[str, float]
-    column: str | None = None  # data column that lists the file, None = listed in a message part
 
     @property
     def sources(self) -> Sequence[str | bytes]:
@@ -148,7 +135,7 @@ def read_media(columns: dict) -> dict[str, list[Media]]:
         if name == "video" or not isinstance(entries, list):
             entries = [entries]  # a list in column `video` contains the frames of one video
         with error_context(f"column {name!r}"):
-            row_media[kind] = [replace(_media(entry, kind), column=name) for entry in entries]
+            row_media[kind] = [_media(entry, kind) for entry in entries]
     return row_media
 
 
@@ -225,7 +212,7 @@ def source_keys(part: dict, kind: str) -> list[str]:
 
 def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -> Media:
     if isinstance(entry, str) and kind == "image" and re.match(BASE64, entry):
-        entry = {"base64": entry}  # MMBench images are base64 without a data URI header
+        entry = f"data:;base64,{entry}"  # MMBench images are base64 without a data URI header
     if not isinstance(entry, dict) or "bytes" in entry:
         entry = {kind: entry}
     names = source_keys(entry, kind)
@@ -237,15 +224,11 @@ def _media(entry: Plain, kind: str, next_media: Iterator[Media] | None = None) -
     )
     if not names and next_media is not None:
         listed = next(next_media)  # check_counts ensures that next() finds a file
-        return Media(kind, listed.source, listed.options | options, listed.column)
+        return Media(kind, listed.source, listed.options | options)
     source: Plain = entry[names[0]] if names else None
-    if names == ["base64"]:
-        source = {"bytes": source}
     if isinstance(source, dict):  # dict such as {"bytes": ..., "path": ...} (Hugging Face) or {"url": ...} (OpenAI)
-        # reject OpenAI's {"detail": "low"}, which would not shrink the image
-        known = SOURCE_KEYS if source.get("detail") == "low" else (*SOURCE_KEYS, "detail")
-        check_keys(source, known, "the source")
-        content = source.get("bytes", source.get("data"))
+        check_keys(source, ("bytes", "path", "url", "detail"), "the source")
+        content = source.get("bytes")
         if content is None:
             source = source.get("path" if "bytes" in source else "url")
         else:  # JSON files contain bytes as base64

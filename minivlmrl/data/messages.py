@@ -13,8 +13,6 @@ MARK = re.compile("<(image|video)>")
 KINDS = ("image", "video")
 BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # beginnings of JPEG, PNG, WebP and GIF files, in base64
 ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
-# maximum characters per message; `tokenizers` fails on ten million
-MAX_TEXT = 2**20
 # message keys for reasoning, if outside "content"
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 # message keys that turn the loss on (true or 1) or off (false or 0)
@@ -199,5 +197,3 @@ def check_messages(messages: list[dict]):
                 raise UserError(
                     f"message {number} has a part that is neither text, image nor video: {truncate(part, 80)}"
                 )
-        if len(text_of(message)) > MAX_TEXT:
-            raise UserError(f"message {number} has more than {MAX_TEXT} characters of text; shorten the text")

@@ -1,7 +1,5 @@
 """Check conversations, texts, answers and unread columns once, when a data file is opened."""
 
-import ast
-import json
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -12,8 +10,8 @@ from pathlib import Path
 from minivlmrl.config.options import RowOptions
 from minivlmrl.config.parsing import read_value
 from minivlmrl.config.types import Plain
-from minivlmrl.data.columns import ANSWERS, MEDIA, PROMPTS, TEXTS, VALUES, LayoutError, missing_column
-from minivlmrl.data.media import Media, read_media
+from minivlmrl.data.columns import ANSWERS, MEDIA, PROMPTS, TEXTS, VALUES, missing_column
+from minivlmrl.data.media import Media
 from minivlmrl.data.messages import (
     ENCODED,
     LOSS_KEYS,
@@ -28,9 +26,9 @@ from minivlmrl.data.messages import (
     shown_parts_of,
     text_of,
 )
-from minivlmrl.data.read_row import answer_image_parts, column_of, read_row
+from minivlmrl.data.read_row import column_of, read_row
 from minivlmrl.data.rows import Row
-from minivlmrl.errors import UserError, error_context, pluralize, require, truncate
+from minivlmrl.errors import UserError, error_context, require, truncate
 from minivlmrl.json_files import parse_json
 
 TYPE_WORDS = {str: "a string", list: "a list of turns", str | list: "a string or a list of turns"}
@@ -58,16 +56,18 @@ FILE_NAMES = {
 MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
 # start of a conversation rendered by a chat template
 RENDERED = re.compile(r"\s*<\|im_start\|>(system|user)\n")
-# other projects' tags: ms-swift (names and boxes from column `objects`), Qwen-VL (image path in <img> tags), MMMU
-# <image 1>, Phi <|image_1|>, LLaVA-OneVision <image_placeholder>, InternLM <ImageHere>
-OBJECT_TAG = re.compile("<ref-object>|<bbox>")
-PATH_TAG = re.compile("<img>.*?</img>")
-OTHER_TAG = re.compile(r"<\|?\s*image[ _-]?(\d*)\s*\|?>|<image_?placeholder>|<imagehere>|\[img\]", re.IGNORECASE)
-LIST = re.compile(r"""\s*\[\s*(\{\s*)?['"]""")  # start of a JSON or Python list with objects or strings
+# start of a list of turns, written as a string
+TURNS = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]""")
+# tags of other projects: Qwen-VL's <img>, MMMU's <image 1>, Phi's <|image_1|>, ms-swift's <bbox>
+OTHER_TAG = re.compile(
+    r"(?-i:(?!<image>))<\|?\s*image[ _-]?\d*\s*\|?>|<image_?placeholder>|<imagehere>|<img>.*?</img>|<ref-object>"
+    r"|<bbox>",
+    re.IGNORECASE,
+)
 
 
 def checked_row(
-    columns: dict, required: Collection[str], known: Collection[str], options: RowOptions, folder: Path
+    columns: dict, required: Collection[str], known: Collection[str], options: RowOptions
 ) -> tuple[Row, list[Media]]:
     """Check and read a row; see read_row.
 
@@ -76,26 +76,13 @@ def checked_row(
         known: columns read by a stage, a reward or data.columns.
     Raises:
         UserError: invalid row.
-        LayoutError: the row has another project's format.
     """
     check_columns(columns, known)
     check_prompts(columns, options.prompt_template)
     check_texts(columns)
-    listed = [item for items in read_media(columns).values() for item in items]
-    try:
-        row, media = read_row(columns, options)
-        check_answers(row, columns, media)
-    except LayoutError:
-        raise
-    except ValueError:
-        # check_unread raises a clearer error for misspelled columns
-        check_unread(columns, listed, folder, known)
-        raise
+    row, media = read_row(columns, options)
+    check_answers(row, columns, media)
     check_required(row, required)
-    shown = [*media, *(part["image"] for part in answer_image_parts(row))]
-    if shown:  # data.columns may name columns with images that only rewards read
-        known = {*known, *options.columns.values()}
-    check_unread(columns, shown, folder, known)
     return row, media
 
 
@@ -110,19 +97,9 @@ def check_columns(columns: dict, known: Collection[str]):
             require(
                 str(value).count("<answer>") < 2, "column 'solution'", value, "a string with at most one <answer> tag"
             )
-        if name in ("tools", "functions") and name not in known:
-            # tools such as {"type": "function", "function": {...}}
-            items = literal_list(value) if isinstance(value, str) else value
-            keys = {"function", "parameters", "input_schema"}
-            if isinstance(items, list) and any(isinstance(item, dict) and keys & item.keys() for item in items):
-                raise UserError(
-                    f"column {name!r} declares tools that the prompt would not show: {truncate(value, 60)}. Remove the "
-                    f"column, or keep it for a reward with data.columns: {{{name}: {name}}}"
-                )
         if name in TEXTS:
             if not isinstance(value, TEXTS[name]):
-                kind = LayoutError if isinstance(value, str | dict) else UserError
-                raise kind(f"column {name!r} is {truncate(value, 60)}, but it must be {TYPE_WORDS[TEXTS[name]]}")
+                raise UserError(f"column {name!r} is {truncate(value, 60)}, but it must be {TYPE_WORDS[TEXTS[name]]}")
             with error_context(f"column {name!r}"):
                 check_turns(as_turns(value), name == "prompt")
 
@@ -142,20 +119,17 @@ def check_prompts(columns: dict, template: str):
     if is_answered and columns.get("completion") is not None:
         given.append("completion")
     if len(given) > 1:
-        raise LayoutError(
+        raise UserError(
             f"the row has both columns {given[0]!r} and {given[1]!r}, but only one of them is allowed; remove the other"
         )
 
 
 def check_turns(turns: list[dict], is_prompt: bool = False):
     """Raise UserError for an invalid turn, or a key or image that would be ignored."""
-    try:
-        check_messages(turns)
-    except ValueError as error:  # `minivlmrl convert` may be able to convert these messages
-        raise LayoutError(error) from error
+    check_messages(turns)
     roles = [turn["role"] for turn in turns]
     if not turns or not TURN_KEYS.keys() >= set(roles):
-        raise LayoutError(
+        raise UserError(
             f"there must be at least one turn, and the roles must be {', '.join(TURN_KEYS)}, but the roles are "
             f"{truncate(roles, 80)}"
         )
@@ -168,10 +142,7 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
 
 def check_turn(turn: dict, name: str, can_be_trained: bool):
     """Raise UserError if a turn has unknown keys, contradictory loss keys, or content that the model would not see."""
-    try:
-        check_keys(turn, TURN_KEYS[turn["role"]], f"{name} of the role {turn['role']}")
-    except ValueError as error:  # `minivlmrl convert` removes unknown keys
-        raise LayoutError(error) from error
+    check_keys(turn, TURN_KEYS[turn["role"]], f"{name} of the role {turn['role']}")
     flags = {key: turn[key] for key in LOSS_KEYS if turn.get(key) is not None}
     is_mixed = any(flags.values()) and not all(flags.values())
     if is_mixed or any(flag not in (False, True) for flag in flags.values()):
@@ -182,11 +153,6 @@ def check_turn(turn: dict, name: str, can_be_trained: bool):
         raise UserError(
             f"{name}: {flags} asks for a loss on this turn, but only assistant turns in the answer are trained; "
             "remove the key, or move the turn into the answer"
-        )
-    if encoded := ENCODED.match(text_of(turn)):
-        raise UserError(
-            f"a text seems to contain an image that the model would not see: {truncate(encoded[0], 60)}. Write it as a "
-            "part {type: image, image: ...}"
         )
     for part in content_parts(turn):
         kind = part_kind(part)
@@ -208,13 +174,8 @@ def check_call(call: dict, turn_name: str):
     called = function.get("name")
     arguments = function.get("arguments")
     # chat templates do not escape quotes in function names
-    is_plain = isinstance(called, str) and json.dumps(called, ensure_ascii=False) == f'"{called}"'
-    require(
-        is_plain and called.strip() != "",
-        f"the function name in {name}",
-        called,
-        "a string without quotes, backslashes and line breaks",
-    )
+    is_name = isinstance(called, str) and re.fullmatch(r"[\w.-]+", called) is not None
+    require(is_name, f"the function name in {name}", called, "letters, digits, _, . and -")
     if isinstance(arguments, str):
         with error_context(f"the arguments in {name}, {truncate(arguments, 40)}"):
             arguments = parse_json(arguments)
@@ -227,55 +188,18 @@ def check_call(call: dict, turn_name: str):
 
 
 def check_texts(columns: dict):
-    """Raise LayoutError for a list or conversation written as a string, or tags of other projects, such as <img>."""
+    """Raise UserError for a conversation written as a string, or an image tag of another project, such as <img>."""
     texts = {name: columns[name] for name in TEXTS if columns.get(name) is not None}
-    for name in (*texts, *MEDIA):
-        value = columns.get(name)
-        if not isinstance(value, str):
-            continue
-        if RENDERED.match(value):
-            raise LayoutError(f"column {name!r} is a conversation that a chat template has already rendered")
-        if is_list_text(value, name):
-            raise LayoutError(
-                f"column {name!r} is a list written as a string, in JSON or Python: {truncate(value, 60)}"
+    for name, value in texts.items():
+        if isinstance(value, str) and (RENDERED.match(value) or TURNS.match(value)):
+            raise UserError(
+                f"column {name!r} is a conversation written as one string, {truncate(value, 60)}; write a list of turns"
             )
-    all_text = repr(texts)
-    if columns.get("objects") and (tag := OBJECT_TAG.search(all_text)):
-        raise LayoutError(f"the texts contain {tag[0]}, which ms-swift replaces with `objects`")
-    has_media = any(columns.get(name) not in (None, "", []) for name in MEDIA)
-    if not has_media and PATH_TAG.search(all_text):
-        raise LayoutError("the texts contain <img>, which Qwen-VL uses to name its images")
-    if has_media and "<image>" not in all_text and (tag := OTHER_TAG.search(all_text)):
-        raise LayoutError(f"the texts contain {tag[0]}, but the tag for an image is <image>")
-
-
-def literal_list(text: str) -> list | None:
-    """Parse a JSON or Python list with objects or strings; return None for other strings."""
-    value = parse_literal(text) if LIST.match(text) else None
-    return value if isinstance(value, list) else None
-
-
-def parse_literal(text: str) -> Plain:
-    """Parse JSON or a Python literal; return None if neither."""
-    for parse in (json.loads, ast.literal_eval):
-        try:
-            return parse(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-    return None
-
-
-def is_list_text(text: str, column: str) -> bool:
-    """Check whether a string contains a list of turns or images, or a list with one question: '["What is it?"]'."""
-    items = literal_list(text)
-    if column in MEDIA:
-        return items is not None
-    if not items:
-        return False
-    if len(items) == 1 and isinstance(items[0], str):
-        return column in PROMPTS
-    pairs = ({"role", "content"}, {"from", "value"})
-    return all(isinstance(item, dict) and any(keys <= item.keys() for keys in pairs) for item in items)
+    if tag := OTHER_TAG.search(repr(texts)):
+        raise UserError(
+            f"the texts contain {tag[0]}, but the tags for an image and a video are <image> and <video>, and a box is "
+            "written as numbers"
+        )
 
 
 def check_answers(row: Row, columns: dict, media: Sequence[Media]):
@@ -294,10 +218,7 @@ def check_answers(row: Row, columns: dict, media: Sequence[Media]):
         turns = as_turns(answer)
         contents[name] = [{**turn, "content": (text_of(turn), shown_parts_of([turn]))} for turn in turns]
         with error_context(f"column {column_of(name, place)!r}"):
-            try:
-                check_ends(turns)
-            except ValueError as error:  # the answer may be a whole conversation, for `minivlmrl convert`
-                raise LayoutError(error) from error
+            check_ends(turns)
             for turn in turns:
                 if turn["role"] == "assistant" and not text_of(turn).strip() and not turn.get("tool_calls"):
                     raise UserError("an answer is empty or blank; add its text or remove the row")
@@ -326,32 +247,27 @@ def check_required(row: Row, required: Collection[str]):
         raise missing_column(name, row.columns, cure)
 
 
-def check_unread(columns: dict, media: Sequence[Media], folder: Path, known: Collection[str]):
-    """Raise UserError if a column contains an image or video outside the prompt and answers.
+def check_unread(columns: dict, folder: Path, known: Collection[str], shows_media: bool):
+    """Raise UserError for tools that the prompt would not show, or for an image or video in a row that shows none.
 
     Nested values are searched for paths, URLs, data URIs, base64 strings and bytes.
 
     Args:
-        media: images and videos in the prompt and answers.
         known: columns read by stages or rewards, which need no check.
     """
-    sources = [source for item in media for source in item.sources]
     for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:
-        for item in leaves(columns[name]):
-            kind = media_kind(item, folder)
-            if not media and item and MEDIA_NAME.fullmatch(name.lower()):
-                kind = kind or ("video" if "video" in name.lower() else "image")
-            if not kind or any(_is_source(item, source) for source in sources):
-                continue
-            article = "an" if kind == "image" else "a"
-            shown = pluralize(len(item), "byte") if isinstance(item, bytes) else truncate(item, 60)
-            taken = [ours for ours, of_kind in MEDIA.items() if of_kind == kind and columns.get(ours)]
-            target = f"{kind}s" if isinstance(columns[name], list) else kind
-            cure = f"Add it to a list in {kind}s" if taken else f"Rename it with data.columns: {{{name}: {target}}}"
+        if name in ("tools", "functions") and "parameters" in repr(columns[name]):
             raise UserError(
-                f"column {name!r} seems to contain {article} {kind} that the model would not see: {shown}. {cure}, "
-                f"remove it, or keep it for a reward with data.columns: {{{name}: {name}}}."
+                f"column {name!r} declares tools that the prompt would not show: {truncate(columns[name], 60)}. Remove "
+                f"the column, or keep it for a reward with data.columns: {{{name}: {name}}}"
             )
+        for item in () if shows_media else leaves(columns[name]):
+            if media_kind(item, folder) or (item and MEDIA_NAME.fullmatch(name.lower())):
+                raise UserError(
+                    f"column {name!r} seems to contain an image or video that the model would not see: "
+                    f"{truncate(item, 60)}. Rename it with data.columns: {{{name}: image}} (or images, video, videos), "
+                    f"remove it, or keep it for a reward with data.columns: {{{name}: {name}}}."
+                )
 
 
 def leaves(value: Plain) -> Iterator[str | bytes]:
@@ -376,14 +292,3 @@ def media_kind(item: str | bytes, folder: Path) -> str | None:
         if pattern.fullmatch(item) and (" " not in item or os.path.isfile(join(folder, item))):
             return kind
     return None
-
-
-def _is_source(item: str | bytes, source: str | bytes) -> bool:
-    """Return True if two paths may be the same file, such as "/cats/1.png" and "1.png"."""
-    if source in (item, f"data:;base64,{item!s}"):
-        return True
-    if isinstance(item, bytes) or isinstance(source, bytes):
-        return False
-    path, other = (re.split(r"[\\/]+", text.removeprefix("./")) for text in (item, source))
-    length = min(len(path), len(other))
-    return path[-length:] == other[-length:]

@@ -3,10 +3,9 @@
 import json
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from minivlmrl.errors import UserError, truncate
 from minivlmrl.json_files import read_json
@@ -27,10 +26,6 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# files with added tokens, besides tokenizer.json
-TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-TOKEN_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-SPECIAL_FIELDS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 # test string for encoding and decoding
 PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)
 
@@ -77,12 +72,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         if isinstance(text, SpecialToken):
             return [self.special_tokens[text]]
-        try:
-            return self.backend.encode(text, add_special_tokens=False).ids
-        except TypeError as error:
-            raise UserError(
-                f"the text {truncate(text, 60)} is not valid Unicode; it may contain a lone surrogate"
-            ) from error
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
         """Decode token ids to text, including control tokens such as <|im_end|>."""
@@ -106,22 +96,23 @@ def with_special_tokens(backend: tokenizers.Tokenizer, names: Collection[str]) -
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load tokenizer.json, and add the tokens that other files in its folder list."""
+    """Load tokenizer.json."""
     advice = "write tokenizer.json with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
     if not Path(path).is_file():
         raise UserError(f"{path}: the file does not exist. If the folder has vocab.json and merges.txt, {advice}")
-    listed = listed_tokens(Path(path).parent)
+    config_file = Path(path).with_name("tokenizer_config.json")
+    config = read_json(config_file) if config_file.is_file() else {}
     try:
         read_json(Path(path))  # read_json raises clear errors for Git LFS pointers and invalid JSON
         backend = tokenizers.Tokenizer.from_file(str(path))
         vocabulary = backend.get_vocab()
-        unknown = [token.content for token in listed if token.content not in vocabulary]
-        backend.add_tokens(listed)
+        listed = (config.get("added_tokens_decoder") or {}).values()
+        lacking = {token["content"] for token in listed} - vocabulary.keys()
+        if lacking:
+            raise UserError(f"it lacks {truncate(min(lacking), 60)}, which {config_file.name} lists; {advice}")
         missing = set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
         if missing:
             raise UserError(f"{len(missing)} of the 256 byte values have no token")
-        if len(set(vocabulary.values())) < len(vocabulary):
-            raise UserError("two tokens have the same id")
         tokenizer = Tokenizer(backend)
         decoded = tokenizer.decode(tokenizer.encode(PROBE))
         if decoded != PROBE:
@@ -133,40 +124,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"{path}: the file is not a usable tokenizer.json of Qwen2 ({error}); use the file of "
             "the model's original checkpoint"
         ) from error
-    if unknown:
-        raise UserError(
-            f"{path} lacks the token {truncate(unknown[0], 60)}, which {' or '.join(TOKEN_FILES)} lists; {advice}"
-        )
     return tokenizer
-
-
-def listed_tokens(folder: Path) -> list[AddedToken]:
-    """Return the added tokens listed in files beside tokenizer.json.
-
-    As in transformers, if tokenizer_config.json has added_tokens_decoder, other files are ignored.
-    """
-    config, special, added = (read_json(folder / name) if (folder / name).is_file() else {} for name in TOKEN_FILES)
-    listed = config.get("added_tokens_decoder")
-    if listed is None:
-        listed = dict(enumerate(added))
-        config = config | special
-    try:
-        extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-        named = [config[name] for name in SPECIAL_FIELDS if config.get(name) is not None]
-        named += extra.values() if isinstance(extra, dict) else extra
-        names = {token["content"] if isinstance(token, dict) else token for token in named}
-        tokens = []
-        for token in [*listed.values(), *named]:
-            flags: dict[str, Any] = token if isinstance(token, dict) else {"content": token}
-            flags = {name: flags[name] for name in TOKEN_FLAGS if flags.get(name) is not None}
-            flags["special"] = flags.get("special", False) or flags["content"] in names
-            tokens.append(AddedToken(**flags))
-    except (AttributeError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{folder}: the tokens in {', '.join(TOKEN_FILES)} cannot be read ({error}); use the files of the model's "
-            "original checkpoint"
-        ) from error
-    return tokens
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
+from minivlmrl.data.chat_template import find_missing_text
 from minivlmrl.data.loader import Batches
 from minivlmrl.data.processor import encode_answer
-from minivlmrl.data.rendered_texts import find_missing_text
 from minivlmrl.data.rows import Prompt
 from minivlmrl.errors import error_phase
 from minivlmrl.model.decoder import TextModel

@@ -15,7 +15,7 @@ from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.row_sizes import long_rows
 from minivlmrl.data.rows import Completion
 from minivlmrl.extras.check.preflight import check_truths
-from minivlmrl.extras.check.row_notes import describe_boxes, describe_literal_tokens, describe_unread, summary
+from minivlmrl.extras.check.row_notes import describe_boxes, describe_unread, summary
 from minivlmrl.extras.memory.memory_check import heaviest_rows
 from minivlmrl.rewards.columns import reward_columns
 from minivlmrl.run.datasets import load_datasets
@@ -104,12 +104,10 @@ def test_columns_are_renamed_together(write_rows, columns):
 
 
 FORMAT_FILE = """
-import numpy
-
 def read(row, key="turns"):
     question, answer = row["example"][key]
     columns = {"image": row["example"]["picture"]["path"], "problem": question, "completion": answer}
-    return columns | {"level": numpy.float32(3), "box": numpy.array([1, 2])}
+    return columns | {"level": 3}
 
 def nothing(row):
     print(row)
@@ -120,13 +118,13 @@ def number(row):
 NESTED = {"example": {"picture": {"path": "red.png"}, "turns": ["Which color?", "red"], "said": ["Hm?", "blue"]}}
 
 
-def test_a_format_reads_nested_rows_and_may_have_options_and_return_arrays(write_rows, tmp_path):
+def test_a_format_reads_nested_rows_and_may_have_options(write_rows, tmp_path):
     (tmp_path / "own.py").write_text(FORMAT_FILE)
     for name, question, answer in (("read", "Which color?", "red"), ("read(key='said')", "Hm?", "blue")):
         row = FileDataset(write_rows(NESTED), ("problem", "completion"), format=f"{tmp_path}/own.py:{name}")[0]
         assert text_of(row.messages[-1]) == question and row.images[0].size == (4, 4)
         assert row.completion == answer and "example" not in row.columns
-        assert (row.columns["level"], row.columns["box"]) == (3.0, [1, 2])
+        assert row.columns["level"] == 3
 
 
 @pytest.mark.parametrize(("name", "error", "expected"), [
@@ -172,14 +170,6 @@ def test_lists_that_are_answers_stay_texts(write_rows):
     for text_ in ("[1, 2, 5, 6]", '[{"bbox_2d": [1, 2, 5, 6], "label": "cat"}]', "['cat', 'dog']", '["cat"]'):
         [row] = FileDataset(write_rows({"problem": "a", "completion": text_}))
         assert row.completion == text_
-
-
-def test_rows_that_spell_control_tokens_are_counted(write_rows):
-    content = ({"completion": "red<|im_end|>"}, {"solution": "<|endoftext|>"}, {"completion": "<|other|>"}, {})
-    rows = FileDataset(write_rows(*({"problem": "a"} | row for row in content)))
-    [note] = describe_literal_tokens(rows, shapes.tokenizer().structure)
-    assert note.startswith("2 of 4 rows spell <|endoftext|>, <|im_end|> in their texts. These names are encoded as")
-    assert not [*describe_literal_tokens(rows.select(rows.facts[2:]), shapes.tokenizer().structure)]
 
 
 def test_a_row_is_parsed_once_when_stages_share_its_file(write_rows, monkeypatch):

@@ -1,7 +1,6 @@
 """Test the images and videos of rows: sources, damaged files, options, order and tensors."""
 
 import base64
-import os
 import struct
 import weakref
 import zlib
@@ -13,13 +12,10 @@ import PIL.Image
 import pytest
 import torch
 
-from minivlmrl.config.options import RowOptions
 from minivlmrl.data import file_dataset
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.media import fetch_image
 from minivlmrl.data.processor import Processor
-from minivlmrl.data.row_checks import checked_row
-from minivlmrl.data.video import load_video
 from minivlmrl.rewards.columns import image_and_box_sizes
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
@@ -73,17 +69,6 @@ def test_a_video_file_is_sampled_as_the_run_asks_and_a_row_may_ask_for_its_own(f
     assert listed.fps == 1 and len(listed.frames) == len(FRAMES)  # all frames of a list are used
 
 
-def test_a_second_image_in_a_column_that_no_code_reads_is_refused_unless_the_column_is_kept(folder):
-    row = {"problem": "What?", "image": "red.png", "left_eye": r"images\green.webp"}
-    with pytest.raises(
-        ValueError, match=r"rows\.jsonl:1: column 'left_eye' seems to contain an image .* keep it for a reward with"
-    ):
-        read(folder, row)
-    for new in ("left_eye", "kept"):
-        kept = read(folder, row, columns={"left_eye": new})
-        assert kept.columns[new] == row["left_eye"] and len(kept.images) == 1
-
-
 def test_a_part_may_have_size_options_for_the_image_of_a_column(folder):
     listed = ["red.png", {"image": "green.png", "max_pixels": 784}, {"image": "blue.png", "min_pixels": 784 * 8}]
     parts = [{"type": "image", "max_pixels": most} for most in (784, 1568, 12544)]
@@ -101,25 +86,10 @@ def test_all_missing_files_are_reported_before_the_first_row_is_read(folder):
     lines.append({"video": ["frame0.png", "3.png"], "problem": "a"})
     lines.append({"messages": [user("?"), assistant("a"), later, assistant("b")]})
     write_lines(folder / "rows.jsonl", lines)
-    listed = (
-        r"1\.png \(line 2, column 'image'\), 2\.png \(line 3, column 'image'\), 3\.png \(line 5, column 'video'\), "
-        r"4\.png \(line 6\), 5\.png \(line 6\)\. Correct"
-    )
+    listed = r"1\.png \(.*rows\.jsonl:2\), 2\.png \(.*:3\), 3\.png \(.*:5\), 4\.png \(.*:6\), 5\.png \(.*:6\)\. Correct"
     with pytest.raises(ValueError, match=rf"rows\.jsonl: 6 missing .* in {folder}, for example {listed}"):
         file_dataset.FileDataset(folder / "rows.jsonl")
     assert len(file_dataset.FileDataset(folder / "rows.jsonl", limit=1)) == 1
-
-
-@pytest.mark.parametrize("columns", [
-    {"image": "images/red.png", "path": "/data/images/red.png", "id": "red.png"},
-    {"image": "red.png", "problem": "green.png"},
-    {"image": "red.png", "solution": "green.png"},
-    {"image": "red.png", "comment": "This shows green.png", "source": "photos.zip", "score": 3},
-    {"image": "red.png", "chosen": "green.png", "rejected": "blue.png"},
-], ids=str)  # fmt: skip
-def test_a_name_of_the_same_file_and_texts_about_files_are_no_further_images(columns):
-    [media] = checked_row({"problem": "What?", **columns}, (), (), RowOptions(), Path())[1]
-    assert media.source == columns["image"]
 
 
 def test_at_most_two_images_are_decoded_at_a_time(folder, monkeypatch):
@@ -183,14 +153,6 @@ def test_a_file_that_is_a_program_is_not_executed(monkeypatch):
     content = encoded(noise("RGB", (4, 4)), "EPS")
     with pytest.raises(ValueError, match=f"^{len(content)} bytes: .*EPS is not allowed, because .*; convert the image"):
         fetch_image(content)
-
-
-def test_pipes_and_devices_are_refused_at_once(tmp_path):
-    os.mkfifo(tmp_path / "pipe.png")
-    for path in (tmp_path / "pipe.png", "/dev/zero"):
-        for load in (fetch_image, load_video):
-            with pytest.raises(ValueError, match=rf"^{path} is a pipe or a device; use a regular file"):
-                load(path)
 
 
 PICTURE = noise("RGB", (6, 5), seed=3)

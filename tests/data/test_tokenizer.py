@@ -1,7 +1,6 @@
 """Test the tokenizer: round trips, equality with transformers, and control tokens."""
 
 import json
-import re
 import unicodedata
 
 import pytest
@@ -138,31 +137,15 @@ def listed(content, **flags):
 
 N = len(TINY)
 ALL = {f"{token['id']}": {key: value for key, value in token.items() if key != "id"} for token in SAVED["added_tokens"]}
-CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+CONFIG = "tokenizer_config.json"
 BY_ID = ALL | {f"{N + 1}": listed("<SEG>"), f"{N}": listed("<mask>", lstrip=True, special=True)}
-FOLDERS = {  # files of a folder that list tokens which tokenizer.json lacks
-    "by id, in another order": {CONFIG: {"added_tokens_decoder": BY_ID}},
-    "by id, and extra": {CONFIG: {"added_tokens_decoder": BY_ID, "additional_special_tokens": ["WORD", "<SEG>"]}},
-    "extra": {CONFIG: {"extra_special_tokens": ["<SEG>", listed("<mask>", __type="AddedToken")]}},
-    "extra, with names": {CONFIG: {"extra_special_tokens": {"mask": "<mask>", "seg": "<SEG>"}}},
-    "a padding token": {CONFIG: {"pad_token": "<pad>", "bos_token": None}},
-    "an older release": {
-        CONFIG: {"pad_token": "<|endoftext|>"},
-        MAP: {"pad_token": listed("<pad>"), "additional_special_tokens": ["<SEG>", "<|im_end|>"]},
-        ADDED: {"<mask>": N + 1, "WORD": N, "<SEG>": N + 2},
-    },
-    "only added_tokens.json": {ADDED: {"<SEG>": N}},
-}  # fmt: skip
 LISTED_TEXTS = ["a \n <mask> b", "<SEG>it<SEG> WORDS <pad> the red square", "<|medicine|> <box>"]
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_listed_tokens_that_the_file_lacks_are_refused_until_transformers_writes_it(tmp_path, transformers, name):
-    files = {CONFIG: {}, **FOLDERS[name]}
-    files[CONFIG] = {"tokenizer_class": "Qwen2Tokenizer"} | files[CONFIG]
-    for file, content in files.items():
-        (tmp_path / file).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"tokenizer\.json lacks the token '.*', which .* lists; write .*save_pre"):
+def test_listed_tokens_that_the_file_lacks_are_refused_until_transformers_writes_it(tmp_path, transformers):
+    content = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": BY_ID}
+    (tmp_path / CONFIG).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"lacks '<SEG>', which tokenizer_config\.json lists; write .*save_pretrained"):
         load(tmp_path, SAVED)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     theirs.save_pretrained(tmp_path)
@@ -170,22 +153,6 @@ def test_listed_tokens_that_the_file_lacks_are_refused_until_transformers_writes
     assert ours.backend.get_vocab() == theirs.get_vocab() and len(ours) > N
     for text in LISTED_TEXTS:
         assert ours.encode(text) == theirs(text)["input_ids"]
-
-
-NO_TOKENS = [  # (file, content, part of the error message)
-    (CONFIG, {"added_tokens_decoder": [1]}, "'list' object has no attribute 'values'"),
-    (CONFIG, {"added_tokens_decoder": {"7": listed("b", special="yes")}}, "'str' object"),
-    (CONFIG, {"eos_token": "\ud800"}, "the text is not valid JSON ('utf-8' codec can't encode character"),
-    (MAP, {"pad_token": {"special": True}}, "'content'"),
-    (MAP, [], "the content is []"),
-]
-
-
-@pytest.mark.parametrize(("file", "content", "expected"), NO_TOKENS)
-def test_something_other_than_a_token_is_named(tmp_path, file, content, expected):
-    (tmp_path / file).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=rf"^{tmp_path}.*{file}.*{re.escape(expected)}"):
-        load(tmp_path, SAVED)
 
 
 @pytest.mark.parametrize("name", STRUCTURE)
@@ -221,7 +188,6 @@ MERGES = [pair for pair in MODEL["merges"] if "z" not in "".join(pair)]
 
 
 @pytest.mark.parametrize("changed, reason", [
-    ({"model": MODEL | {"vocab": VOCABULARY | {"z": VOCABULARY["a"]}}}, "two tokens have the same id"),
     ({"model": MODEL | {"vocab": VOCABULARY, "merges": MERGES}}, "1 of the 256 byte values have no token"),
     ({"normalizer": {"type": "Lowercase"}}, "encoding and decoding changes .Hello .* to .hello "),
     ({"added_tokens": [t for t in SAVED["added_tokens"] if t["content"] != "<|vision_pad|>"]},
@@ -232,10 +198,3 @@ MERGES = [pair for pair in MODEL["merges"] if "z" not in "".join(pair)]
 def test_a_vocabulary_that_would_lose_text_is_refused(tmp_path, changed, reason):
     with pytest.raises(ValueError, match=rf"tokenizer\.json: .*{reason or 'not a usable'}"):
         load(tmp_path, SAVED | changed)
-
-
-@pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
-def test_half_a_surrogate_pair_is_refused(text):
-    """JSON and Python can represent half a surrogate pair, but UTF-8 cannot."""
-    with pytest.raises(ValueError, match=r"is not valid Unicode; it may contain a lone surrogate"):
-        TINY.encode(text)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_dataset import FileDataset
@@ -27,7 +27,7 @@ def describe_rows(config: RunConfig, datasets: dict[str, Dataset], processor: Pr
             num_left = sum(len(file.source) - file.num_rows for file in rows.files)
             if num_left:
                 yield f"rows of {name}: data.eval_rows leaves out the last {pluralize(num_left, 'row')} of the file"
-            for note in (*describe_unread(rows), *describe_literal_tokens(rows, processor.tokenizer.structure)):
+            for note in describe_unread(rows):
                 yield f"rows of {name}: {note}"
 
 
@@ -96,21 +96,6 @@ def describe_unread(rows: FileDataset) -> Iterator[str]:
     yield f"no stage and no reward reads the columns {listed}{others}"
     if replaced:
         yield f"rewards receive other values for {' and '.join(sorted(replaced))} from minivlmrl; see docs/rewards.md"
-
-
-def describe_literal_tokens(rows: FileDataset, structure: Collection[str]) -> Iterator[str]:
-    """Yield a note about rows whose text spells special tokens, such as <|im_end|>.
-
-    Args:
-        structure: special tokens that only a chat template writes.
-    """
-    literal_tokens = [names for facts in rows.facts if (names := {*structure}.intersection(facts.literal_tokens))]
-    if literal_tokens:
-        yield (
-            f"{len(literal_tokens)} of {len(rows)} rows spell {', '.join(sorted(set().union(*literal_tokens)))} in "
-            "their texts. These names are encoded as ordinary letters, because only the chat template writes the "
-            "tokens of a conversation; remove them from the texts"
-        )
 
 
 def describe_boxes(

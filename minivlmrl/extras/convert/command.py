@@ -25,12 +25,13 @@ from minivlmrl.data.columns import MEDIA, TEXTS, VALUES
 from minivlmrl.data.file_dataset import find_format
 from minivlmrl.data.media import files_of, open_image
 from minivlmrl.data.messages import as_turns, text_of
-from minivlmrl.data.row_checks import checked_row, literal_list
+from minivlmrl.data.row_checks import checked_row
 from minivlmrl.data.row_files import split_of
 from minivlmrl.errors import UserError, did_you_mean, error_context, pluralize, require, truncate
 from minivlmrl.extras.convert.format_lines import format_lines
 from minivlmrl.extras.convert.layout import Layout, Unclear, convert_row, filled_columns, find_columns, first_values
 from minivlmrl.extras.convert.sources import Rows, find_rows, read_rows
+from minivlmrl.extras.literals import literal_list
 from minivlmrl.files import file_to_write
 from minivlmrl.json_files import write_file
 from minivlmrl.run.lock import drafted
@@ -99,7 +100,7 @@ def convert(
         try:
             new_row = convert_row(row, layout, options.question)
             new_row |= {name: save_pictures(new_row[name], out, folder) for name in MEDIA if new_row.get(name)}
-            _, media = checked_row(new_row, (), named.values(), RowOptions(), folder)
+            _, media = checked_row(new_row, (), named.values(), RowOptions())
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Unclear(f"{where}: {error}") from error
         missing += [source for source, name in files_of(media, str(folder)) if name and not isfile(name)]
@@ -191,7 +192,7 @@ def write_files(rows: list[dict], out: Path, eval_rows: int) -> Path | None:
 
 def describe(columns: dict):
     """Print the first row as a run will use it."""
-    row, media = checked_row(columns, (), {*columns} - {"label"}, RowOptions(), Path())
+    row, media = checked_row(columns, (), {*columns} - {"label"}, RowOptions())
     print(f"first row: question: {truncate(text_of(row.messages[-1]), 200)}")
     print(f"  pictures and videos: {', '.join(truncate(item.source, 60) for item in media) or 'none'}")
     print(f"  truth (solution): {truncate(columns.get('solution'), 200)}")

@@ -5,13 +5,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from minivlmrl.data.row_checks import FILE_NAMES, parse_literal
-from minivlmrl.data.row_files import CONVERTED, open_rows, split_of
+from minivlmrl.data.row_checks import FILE_NAMES
+from minivlmrl.data.row_files import open_rows, split_of
 from minivlmrl.errors import UserError, error_context, pluralize, truncate
+from minivlmrl.extras.literals import parse_literal
 
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # as `datasets` reads an imagefolder
 # folder names that are no classes
 NO_CLASS = re.compile(r"(train|training|val|valid|validation|dev|test|eval)\d*|images?|imgs?|pictures|photos|data")
+# names of files written by `minivlmrl convert`
+CONVERTED = re.compile(r"rows(_.+)?_(converted|trl|ms-swift|verl)\.\w+")
 LISTS = ("messages", "prompt", "conversations", "image", "images", "choices", "options")
 Rows = Iterator[tuple[str, dict]]  # (file and line, {column: value})
 
