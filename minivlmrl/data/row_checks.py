@@ -54,10 +54,8 @@ FILE_NAMES = {
 }
 # first bytes of JPEG, PNG, GIF, WebP, BMP and TIFF files
 MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
-# start of a conversation rendered by a chat template
-RENDERED = re.compile(r"\s*<\|im_start\|>(system|user)\n")
-# start of a list of turns, written as a string
-TURNS = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]""")
+# start of a conversation written as one string: rendered by a chat template, or a list of turns
+TURNS = re.compile(r"""\s*(<\|im_start\|>(system|user)\n|\[\s*\{\s*['"](role|content|from|value)['"])""")
 # tags of other projects: Qwen-VL's <img>, MMMU's <image 1>, Phi's <|image_1|>, ms-swift's <bbox>
 OTHER_TAG = re.compile(
     r"(?-i:(?!<image>))<\|?\s*image[ _-]?\d*\s*\|?>|<image_?placeholder>|<imagehere>|<img>.*?</img>|<ref-object>"
@@ -191,7 +189,7 @@ def check_texts(columns: dict):
     """Raise UserError for a conversation written as a string, or an image tag of another project, such as <img>."""
     texts = {name: columns[name] for name in TEXTS if columns.get(name) is not None}
     for name, value in texts.items():
-        if isinstance(value, str) and (RENDERED.match(value) or TURNS.match(value)):
+        if isinstance(value, str) and TURNS.match(value):
             raise UserError(
                 f"column {name!r} is a conversation written as one string, {truncate(value, 60)}; write a list of turns"
             )
