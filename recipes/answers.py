@@ -16,9 +16,8 @@ from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
-from minivlmrl.data.markup import PLAIN_SIGNS, unwrap
+from minivlmrl.data.markup import PLAIN_SIGNS, literal_list, unwrap
 from minivlmrl.errors import UserError, optional_dependency, truncate
-from minivlmrl.extras.literals import literal_list
 from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, accuracy, find_answer, normalize, solution_text
 
 LONGEST = 2000  # characters per answer; longer ones get reward 0

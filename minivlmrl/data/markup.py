@@ -6,15 +6,15 @@ import json
 import re
 from functools import partial
 
+from minivlmrl.config.types import Plain
 from minivlmrl.json_files import parse_json, unique_keys
 
 # map full-width and typographic characters to ASCII
 PLAIN_SIGNS = {0xFF01 + i: 0x21 + i for i in range(94)} | str.maketrans("。｡、−–‐‑‘’“”\u3000", "..,----''\"\" ")
+COMMANDS = "boxed fbox text textbf textit textrm textsf texttt mathbf mathit mathrm mathsf mathtt"  # of LaTeX
 # (start, end) of markup around an answer; ** before *, because ** begins with *
 WRAPPERS = (
-    *[(f"\\{name}{{", "}") for name in ("boxed", "fbox")],
-    *[(f"\\text{font}{{", "}") for font in ("", "bf", "it", "rm", "sf", "tt")],
-    *[(f"\\math{font}{{", "}") for font in ("bf", "it", "rm", "sf", "tt")],
+    *[(f"\\{name}{{", "}") for name in COMMANDS.split()],
     ("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"), ("<answer>", "</answer>"),
     ("```", "```"), ("**", "**"), ("__", "__"), ("*", "*"), ("_", "_"), ("`", "`"),
     ('"', '"'), ("'", "'"), ("“", "”"), ("「", "」"),
@@ -25,6 +25,7 @@ LEAD = re.compile(
     r"(?:is\b\s*:?|[:：=])[*_]*|答案\s*(?:是|为|[:：])\s*[:：]?|选择?(?=\s*[a-z(])",
     re.IGNORECASE,
 )
+LIST = re.compile(r"""\s*\[\s*(\{\s*)?['"]""")  # start of a JSON or Python list with objects or strings
 
 
 def unwrap(text: str) -> str:
@@ -46,7 +47,7 @@ def unwrap(text: str) -> str:
     return text
 
 
-def read_json(text: str, **options):
+def read_json(text: str, **options) -> Plain:
     """Parse an answer in JSON, or a Python list or dict, possibly inside markup.
 
     Args:
@@ -63,3 +64,16 @@ def read_json(text: str, **options):
             if isinstance(value, dict | list):
                 return value
         raise error
+
+
+def parse_literal(text: str) -> Plain:
+    """Parse JSON, or a Python list or dict; return None for other strings."""
+    with contextlib.suppress(ValueError):
+        return read_json(text)
+    return None
+
+
+def literal_list(text: str) -> list | None:
+    """Parse a JSON or Python list of objects or strings; return None for other strings."""
+    value = parse_literal(text) if LIST.match(text) else None
+    return value if isinstance(value, list) else None

@@ -93,12 +93,13 @@ def grpo_loss(
     if advantages.dim() == 1:
         advantages = advantages[:, None]  # (B, 1)
     # mask before exp, which could overflow at padding tokens
-    per_token_logps = zero_padding(per_token_logps, mask)
-    old_per_token_logps = zero_padding(old_per_token_logps, mask)
-    ref_per_token_logps = zero_padding(ref_per_token_logps, mask)
+    is_padding = mask == 0
+    per_token_logps = per_token_logps.masked_fill(is_padding, 0.0)
+    if ref_per_token_logps is not None:
+        ref_per_token_logps = ref_per_token_logps.masked_fill(is_padding, 0.0)
     if old_per_token_logps is None:
         old_per_token_logps = per_token_logps.detach()
-    log_ratio = per_token_logps - old_per_token_logps  # (B, T)
+    log_ratio = (per_token_logps - old_per_token_logps).masked_fill(is_padding, 0.0)  # (B, T)
     ratio = importance_ratio(log_ratio, mask, importance_sampling_level)
     kl = None
     if beta:  # compute the KL first, as in TRL, so that autograd sums gradients in the same order
@@ -114,11 +115,6 @@ def grpo_loss(
         per_token_loss = per_token_loss + beta * kl
     loss = AVERAGES[loss_type](per_token_loss * mask, mask, normalizer)
     return loss, {name: mean_metric(value.detach(), mask) for name, value in metrics.items()}
-
-
-def zero_padding(logps, mask: Tensor):
-    """Set log-probabilities to 0 where the mask is 0; None stays None."""
-    return None if logps is None else logps.masked_fill(mask == 0, 0.0)
 
 
 def importance_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:

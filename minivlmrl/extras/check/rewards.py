@@ -14,12 +14,12 @@ from torch import Tensor
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.boxes import Box, parse_boxes, says_none
 from minivlmrl.data.file_dataset import FileDataset
+from minivlmrl.data.markup import parse_literal
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset, Row
 from minivlmrl.errors import pluralize, truncate
 from minivlmrl.extras.check.rows import sample_rows, solutions_of
-from minivlmrl.extras.literals import parse_literal
 from minivlmrl.losses.advantages import combine
 from minivlmrl.rewards.columns import call_rewards, image_and_box_sizes, reward_columns
 from minivlmrl.rewards.registry import Reward, required_columns, training_rewards

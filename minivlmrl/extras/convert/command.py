@@ -23,6 +23,7 @@ from minivlmrl.config.options import RowOptions
 from minivlmrl.config.parsing import parse_yaml, read_value
 from minivlmrl.data.columns import MEDIA, TEXTS, VALUES
 from minivlmrl.data.file_dataset import find_format
+from minivlmrl.data.markup import literal_list
 from minivlmrl.data.media import files_of, open_image
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.row_checks import checked_row
@@ -31,7 +32,6 @@ from minivlmrl.errors import UserError, did_you_mean, error_context, pluralize, 
 from minivlmrl.extras.convert.format_lines import format_lines
 from minivlmrl.extras.convert.layout import Layout, Unclear, convert_row, filled_columns, find_columns, first_values
 from minivlmrl.extras.convert.sources import Rows, find_rows, read_rows
-from minivlmrl.extras.literals import literal_list
 from minivlmrl.files import file_to_write
 from minivlmrl.json_files import write_file
 from minivlmrl.run.lock import drafted

@@ -5,10 +5,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from minivlmrl.data.markup import parse_literal
 from minivlmrl.data.row_checks import FILE_NAMES
 from minivlmrl.data.row_files import open_rows, split_of
 from minivlmrl.errors import UserError, error_context, pluralize, truncate
-from minivlmrl.extras.literals import parse_literal
 
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # as `datasets` reads an imagefolder
 # folder names that are no classes
