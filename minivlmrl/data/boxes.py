@@ -146,7 +146,7 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
         is_list = isinstance(group, list) and len(group) == 4
         if not is_list or not all(type(number) in (int, float) and abs(number) < LIMIT for number in group):
             return []
-    return [(x1, y1, x2, y2) for x1, y1, x2, y2 in groups]
+    return [(float(x1), float(y1), float(x2), float(y2)) for x1, y1, x2, y2 in groups]
 
 
 def json_items(text: str) -> list[Plain]:

@@ -48,7 +48,7 @@ def unwrap(text: str) -> str:
 
 
 def read_json(text: str, **options) -> Plain:
-    """Parse an answer in JSON, or a Python list or dict, possibly inside markup.
+    """Parse an answer in JSON, or a Python list or dict with single quotes, possibly inside markup.
 
     Args:
         options: keyword arguments for json.loads.
@@ -60,7 +60,8 @@ def read_json(text: str, **options) -> Plain:
         return parse_json(text, partial(json.loads, object_pairs_hook=unique_keys, **options))
     except ValueError as error:
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            value = ast.literal_eval(text.translate(PLAIN_SIGNS))
+            text = text.translate(PLAIN_SIGNS)
+            value = ast.literal_eval(text) if "'" in text else None
             if isinstance(value, dict | list):
                 return value
         raise error

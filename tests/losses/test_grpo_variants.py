@@ -26,7 +26,7 @@ def test_options_have_the_names_and_defaults_of_trl(trl):
 
 
 @pytest.mark.parametrize("section, loss, number", [
-    (GRPOOptions, grpo.grpo_loss, 7), (DPOOptions, preference.dpo_loss, 8), (PPOOptions, ppo.ppo_loss, 2),
+    (GRPOOptions, grpo.grpo_loss, 7), (DPOOptions, preference.dpo_loss, 7), (PPOOptions, ppo.ppo_loss, 2),
     (SFTOptions, sft.sft_loss, 1), (RewardModelOptions, preference.reward_loss, 1),
 ])  # fmt: skip
 def test_a_recipe_and_a_call_from_python_have_the_same_defaults(section, loss, number):
