@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
-from itertools import pairwise
 from os.path import join
 from pathlib import Path
 
@@ -91,10 +90,6 @@ def check_columns(columns: dict, known: Collection[str]):
             continue
         if name in VALUES and (name != "label" or name in known):  # `label` may be anything unless a stage reads it
             read_value(VALUES[name], value, f"column {name!r}", json=True)
-        if name == "solution":
-            require(
-                str(value).count("<answer>") < 2, "column 'solution'", value, "a string with at most one <answer> tag"
-            )
         if name in TEXTS:
             if not isinstance(value, TEXTS[name]):
                 raise UserError(f"column {name!r} is {truncate(value, 60)}, but it must be {TYPE_WORDS[TEXTS[name]]}")
@@ -133,9 +128,6 @@ def check_turns(turns: list[dict], is_prompt: bool = False):
         )
     for number, turn in enumerate(turns):
         check_turn(turn, f"message {number}", can_be_trained=turn["role"] == "assistant" and not is_prompt)
-    indices = [part["index"] for part in shown_parts_of(turns) if part.get("index") is not None]
-    if any(first >= second for first, second in pairwise(indices)):
-        raise UserError(f"the parts show the images {indices}, but each image must be shown once, in order")
 
 
 def check_turn(turn: dict, name: str, can_be_trained: bool):
