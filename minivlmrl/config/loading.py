@@ -44,7 +44,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
     Args:
         recipe: path, or name in the folder `recipes`.
         overrides: options such as "--seed=1", or two strings "--seed" and "1"; values are YAML. "--method=gspo" is
-            replaced by the options of METHODS["gspo"].
+            replaced by options in METHODS["gspo"].
         is_found: True if the recipe was found next to a model. If True, a recipe that names a Python file raises
             PermissionError before any code runs.
     """
@@ -113,7 +113,7 @@ def _without_removed(values: dict, path: Path, hints: Collection[str]) -> dict:
 
 
 def _find_recipe(recipe: str | Path) -> Path:
-    """Return the path of a recipe, which may be in the folder of built-in recipes."""
+    """Return the recipe path, perhaps among built-in recipes."""
     paths = [Path(recipe), recipes_folder() / str(recipe).removeprefix("recipes/")]
     for path in paths:
         if path.is_file():
@@ -161,13 +161,13 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
 
 
 def inherited_sections(stage: type) -> list[str]:
-    """Return the sections that a trainer inherits, that of the closest class last: ["grpo"] for a GRPOTrainer."""
+    """Return inherited sections of a trainer, closest class last: ["grpo"] for a GRPOTrainer."""
     names = [getattr(parent, "stage", stage.stage) for parent in reversed(stage.mro()[1:])]
     return [name for name in dict.fromkeys(names) if name != stage.stage]
 
 
 def differing_options(config: RunConfig, stage: type) -> list[str]:
-    """Compare a trainer's section with the one it inherits: ["mine.beta=0.1 (grpo.beta=0.02)", "mine.keep=0.5"]."""
+    """Compare a section with the one it inherits: ["mine.beta=0.1 (grpo.beta=0.02)", "mine.keep=0.5"]."""
     texts = []
     for parent in [name for name in inherited_sections(stage) if hasattr(config, name)][-1:]:
         inherited = vars(getattr(config, parent))
@@ -180,7 +180,7 @@ def differing_options(config: RunConfig, stage: type) -> list[str]:
 
 
 def _inherit(values: dict[str, Plain], own_stages: Sequence[type]) -> dict[str, Plain]:
-    """Start the section of each stage of yours from the sections of the stages whose classes it inherits."""
+    """Start sections of your own stages from inherited sections."""
     known = {option.name for option in dataclasses.fields(_with_sections(tuple(own_stages)))}
     filled = dict(values)
     for stage in own_stages:
@@ -190,7 +190,7 @@ def _inherit(values: dict[str, Plain], own_stages: Sequence[type]) -> dict[str, 
             inherited = values.get(parent)
             if isinstance(inherited, dict):
                 section |= {name: value for name, value in inherited.items() if name in options}
-            if parent not in known:  # the section of an own stage that only its subclass uses
+            if parent not in known:  # section used only by a subclass
                 filled.pop(parent, None)
         given = values.get(stage.stage)
         filled[stage.stage] = section | given if isinstance(given, dict) else given or section
@@ -284,7 +284,7 @@ def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
 
 
 def inference_yaml(config: RunConfig) -> str:
-    """Return the options that evaluations and chats need, as YAML."""
+    """Return options for evaluations and chats, as YAML."""
     values = dataclasses.asdict(config)
     inference_options = {}
     for section, names in INFERENCE_OPTIONS.items():
@@ -316,7 +316,7 @@ def read_yaml(path: Path) -> Plain:
 
 
 def read_section(recipe: Path | None, name: str) -> dict:
-    """Return a section of a recipe, or {} if it has none."""
+    """Return a recipe section, {} without one."""
     values = read_yaml(recipe) if recipe is not None and recipe.is_file() else None
     section = values.get(name) if isinstance(values, dict) else None
     return section if isinstance(section, dict) else {}

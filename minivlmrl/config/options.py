@@ -276,7 +276,7 @@ class SamplingOptions:
 class RolloutOptions:
     """Options for sampling during training."""
 
-    # factor for the maximum difference between log-probs from sampling and training; 1 = root mean square of 0.01 nats
+    # factor for the maximum difference between log-probs from sampling and training; 1 = 0.01 nats root mean square
     # per token in float32, 0.05 in 16 bits, and 0.1 with another engine
     max_logp_mismatch: Annotated[float, "(0, inf]; .inf disables the check"] = 1.0
     # gather all sharded weights before sampling; False gathers one layer at a time, in every forward pass

@@ -31,7 +31,7 @@ from minivlmrl.data.video import Video, VideoFile, load_video
 from minivlmrl.errors import UserError, error_context, pluralize, require
 from minivlmrl.files import digest
 
-SECONDS = 5  # between lines of progress while a file is read
+SECONDS = 5  # between progress lines while reading a file
 Size = tuple[int, int]  # (width, height) in pixels
 
 

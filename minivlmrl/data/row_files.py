@@ -124,7 +124,7 @@ class Arrow:
         self.folder = paths[0].parent
         # per row group: (path, first row in the file, open file, group number in the file)
         self.groups = []
-        self.classes: dict[str, list[str]] = {}  # {column of class numbers: class names}
+        self.classes: dict[str, list[str]] = {}  # {column with class numbers: class names}
         self.starts = [0]  # first row index of each row group, then the total number of rows
         for path in paths:
             file_start = self.starts[-1]
@@ -162,7 +162,7 @@ class Arrow:
 
 
 def class_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
-    """Return the names of class numbers (datasets.ClassLabel), which `datasets` writes into parquet files."""
+    """Return class names (datasets.ClassLabel), which `datasets` writes into parquet files."""
     content = parse_json(metadata.get(b"huggingface", b"{}").decode())
     features = content.get("info", {}).get("features", {})
     return {name: value["names"] for name, value in features.items() if isinstance(value, dict) and value.get("names")}

@@ -25,7 +25,7 @@ class VisionLanguageModel(nn.Module):
 
     sharding: Any = None  # Sharding from distributed/fsdp.py, None = all weights on all ranks
     save_dtype: torch.dtype | None = None  # checkpoint dtype, None = current dtype
-    modules_to_save: Sequence[Part] = ()  # parts that a model with adapters trains in full
+    modules_to_save: Sequence[Part] = ()  # parts trained in full beside adapters
 
     def __init__(
         self,

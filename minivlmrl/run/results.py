@@ -29,10 +29,10 @@ from minivlmrl.tasks.registry import get_task
 from minivlmrl.trainers.base import Trainer
 
 SUMMARY, BEST, STATES = "summary.json", "best", "states"
-SAVED = "checkpoint", BEST  # folders of weights
-# files and folders of a run, besides those of trackers
+SAVED = "checkpoint", BEST  # weight folders
+# files and folders written by a run, besides trackers
 OUTPUTS = *SAVED, STATES, RUN_CONFIG, *FILES, COMPLETIONS, IMAGES, SUMMARY, "report.html", "reward_model", "critic"
-MARK = ".minivlmrl"  # this file marks the folder of a run, in which a run may replace all OUTPUTS
+MARK = ".minivlmrl"  # marks a run folder, in which a run may replace all OUTPUTS
 
 
 def check_outputs(config: RunConfig, trainers: dict[str, type[Trainer]]):

@@ -41,7 +41,7 @@ from minivlmrl.rewards.text import find_answer
 from minivlmrl.trainers.base import Sample, SampledBatch, Step, Trainer
 
 COMPLETIONS, IMAGES = "completions.jsonl", "images"
-NUM_PROMPTS = 4  # prompts per logged step, of rank 0
+NUM_PROMPTS = 4  # prompts per logged step, on rank 0
 LONGEST_SIDE = 384  # maximum side of logged images, in pixels
 
 

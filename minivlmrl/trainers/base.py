@@ -67,7 +67,7 @@ class SampledBatch(MicroBatch):
 
     @classmethod
     def extend(cls, batch: "SampledBatch", **fields) -> Self:
-        """Build a batch of this class from a batch with fewer fields."""
+        """Build this class from a batch with fewer fields."""
         return cls(**vars(batch), **fields)
 
     @property

@@ -2,7 +2,7 @@
 
         rollout (B groups, G samples each) -> rewards (n, K) -> advantages (n,) -> micro-batches -> loss
 
-RolloutTrainer samples the completions. A method of your own is a subclass that overrides `prepare`, `token_weights` or
+RolloutTrainer samples the completions. Your own method is a subclass that overrides `prepare`, `token_weights` or
 `extra_loss`; see docs/your_paper.md. DAPO, Dr. GRPO, GSPO, RLOO, CISPO and others are options in the section `grpo`.
 With reference.sync_ref_model and ref_model_mixup_alpha 1, the policy replaces the reference at intervals, as in
 DeepSeekMath.
@@ -75,7 +75,7 @@ class GRPOTrainer(RolloutTrainer):
         return sample_until_groups_differ(self, rows)
 
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
-        """Add DAPO's penalty for overlong completions to the weighted reward sums, for the longest turn."""
+        """Add DAPO's penalty for overlong completions to weighted reward sums, for the longest turn."""
         total = super().total_rewards(samples)
         limit = self.config.sampling.max_new_tokens
         cache = self.options.soft_punish_cache
@@ -116,9 +116,9 @@ class GRPOTrainer(RolloutTrainer):
         return steps
 
     def prepare(self, batches: Sequence[GRPOBatch]):
-        """Change the micro-batches of an optimizer step before its first update, for example their advantages.
+        """Change micro-batches before the first update in an optimizer step, for example their advantages.
 
-        Called once per optimizer step, without gradients. Micro-batches of other ranks are elsewhere: use self.world
+        Called once per optimizer step, without gradients. Other ranks' micro-batches are elsewhere: use self.world
         for totals.
         """
 
@@ -128,10 +128,10 @@ class GRPOTrainer(RolloutTrainer):
         return self.options.loss_type == "rloo" and self.options.beta > 0
 
     def compute_advantages(self, rollout: Rollout, totals: Tensor, rewards: Tensor) -> Tensor:
-        """Compute advantages for the samples of all ranks: (n,), or per token (n, T).
+        """Compute advantages for all ranks' samples: (n,), or per token (n, T).
 
         Args:
-            totals: (n,) weighted reward sums of all ranks.
+            totals: (n,) weighted reward sums on all ranks.
             rewards: (n, K)
         """
         options = self.options
@@ -163,7 +163,7 @@ class GRPOTrainer(RolloutTrainer):
         return advantages
 
     def advantages_of(self, batch: SampledBatch, advantages: Tensor) -> Tensor:
-        """Return the advantages of a micro-batch: (R,), or per token (R, T)."""
+        """Return micro-batch advantages: (R,), or per token (R, T)."""
         chosen = advantages[batch.completion_index].to(self.world.device)
         return chosen if chosen.dim() == 1 else chosen[:, : batch.loss_mask.shape[1]]
 
@@ -171,7 +171,7 @@ class GRPOTrainer(RolloutTrainer):
         """Drop samples with advantage 0, unless the loss needs them."""
         if self.needs_all_samples:
             return samples
-        # keep at least one sample, because all ranks must run a forward pass of a sharded model; its loss mask is 0
+        # keep at least one sample, because all ranks must run a sharded forward pass; its loss mask is 0
         return [sample for sample in samples if advantages[sample.index].any()] or samples[:1]
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
@@ -247,7 +247,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def is_own(self) -> bool:
-        """Whether the user's code computes the loss: a subclass, or a function in loss_type."""
+        """Whether user code computes the loss: a subclass, or a function in loss_type."""
         return type(self) is not GRPOTrainer or not self.is_builtin
 
     def kept_tokens(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ class GRPOTrainer(RolloutTrainer):
         return kept_tokens(entropies, batch.loss_mask, self.options.top_entropy_quantile, batch.entropy_threshold)
 
     def token_weights(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
-        """Return factors (R, T) for the policy term, but not for the KL.
+        """Return factors (R, T) for the policy term, not for KL.
 
         Args:
             entropies: (R, T) policy entropies with gradient, in nats.
@@ -269,7 +269,7 @@ class GRPOTrainer(RolloutTrainer):
     ) -> tuple[Tensor, dict[str, Tensor]] | Tensor | None:
         """Return a term to add to the loss, and perhaps metrics; None adds nothing.
 
-        Divide sums over tokens by batch.normalizer.tokens, because losses of micro-batches are added.
+        Divide sums over tokens by batch.normalizer.tokens, because micro-batch losses are added.
 
         Args:
             logps: (R, T) policy log-probabilities with gradient, in nats.

@@ -122,7 +122,7 @@ class RolloutTrainer(Trainer):
 
     @property
     def step(self) -> int:
-        """Number of the optimizer step in this stage, from 0; while sampling, the first step of the rollout."""
+        """Optimizer step in this stage, from 0; while sampling, first step in the rollout."""
         return self.reward_log.global_step
 
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
