@@ -21,6 +21,9 @@ COMMANDS = {  # {command: (module:function, help text)}
     "memory": ("minivlmrl.extras.memory.command:main", "estimate the GPU memory that a run needs"),
     "parity": ("minivlmrl.extras.parity.command:main", "find mistakes in a loss"),
 }
+# commands of other projects
+OTHERS = {"eval": "evaluate", "export": "merge", "infer": "generate", "predict": "generate", "test": "evaluate"}
+OTHERS |= dict.fromkeys(("sft", "dpo", "grpo", "ppo", "rlhf", "reward", "kto", "rm", "pt"), "train")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,7 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
             print("usage: minivlmrl COMMAND [--help] ...", "", *lines, sep="\n", flush=True)
             if name in ("-h", "--help"):
                 return 0
-            meant = f"; write minivlmrl train {name}" if name.endswith(".yaml") else did_you_mean(name, COMMANDS)
+            meant = f"; did you mean {OTHERS[name]}?" if name in OTHERS else did_you_mean(name, COMMANDS)
+            if name.endswith((".yaml", ".yml")) or name.startswith("--"):
+                meant = f"; write minivlmrl train {name}"
             raise UserError(f"this is not one of the commands{meant}")
         return load_extra(COMMANDS[name][0], f"the command {name}")(arguments[1:]) or 0
     except BrokenPipeError:  # stdout was closed, for example by `head`

@@ -10,6 +10,8 @@ from minivlmrl.errors import UserError, error_context, require
 
 LFS = b"version https://git-lfs"  # start of a Git LFS pointer file
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # Unicode surrogate escape, paired or not
+TRAILING_COMMA = re.compile(r",\s*([}\]]|$)")
+CONSTANT = re.compile("True|False|None")
 _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 
 
@@ -24,8 +26,21 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
     try:
         return decode(text.decode() if isinstance(text, bytes) else text, *arguments)
     except (ValueError, RecursionError) as error:
-        where = str(error).replace("line 1 column", "column")  # `text` may be a later line of a JSON Lines file
+        where = json_cure(error) if isinstance(error, json.JSONDecodeError) else ""
+        if not where:
+            where = str(error).replace("line 1 column", "column")  # `text` may be a later line of a JSON Lines file
         raise UserError(f"the text is not valid JSON ({where})") from error
+
+
+def json_cure(error: json.JSONDecodeError) -> str:
+    """Say what to write instead of a common mistake, or return ""."""
+    before = error.doc[: error.pos].rstrip().removesuffix(",")  # valid JSON, so its last comma is not in a string
+    if TRAILING_COMMA.match(error.doc, len(before)):
+        return f"remove the comma after {before[-20:]}"
+    if error.doc.startswith("'", error.pos):
+        return "write double quotes instead of single quotes"
+    constant = CONSTANT.match(error.doc, error.pos)
+    return f"write true, false or null instead of {constant[0]}" if constant else ""
 
 
 def check_surrogates(text: str, content: Any):

@@ -97,7 +97,10 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
     if isinstance(target, str):
         if ":" not in target:
             names = ", ".join([*sorted(table), "file.py:name"])
-            raise UserError(f"unknown {kind} {name!r}; known names are: {names}{did_you_mean(name, table)}")
+            parts = re.findall(r"[^\s,]+", name)
+            meant = f"; write [{', '.join(parts)}]" if len(parts) > 1 else did_you_mean(name, table)
+            meant = f"; write {name}:FUNCTION" if name.endswith(".py") else meant
+            raise UserError(f"unknown {kind} {name!r}; known names are: {names}{meant}")
         target = load_extra(target, name) if target.startswith("minivlmrl.") else load_name(target)
     try:
         call = ast.parse(f"f({options})", mode="eval").body

@@ -18,6 +18,7 @@ from minivlmrl.config.methods import method_options
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.parsing import TypeHint, build, options_of, parse_yaml, read_value, type_text
 from minivlmrl.config.types import Code, FilePath, Plain, RecipePath, RewardName
+from minivlmrl.config.yaml_errors import yaml_cure
 from minivlmrl.errors import UserError, did_you_mean, error_context, require
 from minivlmrl.json_files import json_text
 
@@ -132,6 +133,10 @@ def _find_recipe(recipe: str | Path) -> Path:
 def _read_recipe(path: Path) -> dict[str, Plain]:
     """Read a recipe; refuse a list or one string, which overrides would replace."""
     values = read_yaml(path)
+    if isinstance(values, str):
+        raise UserError(f"{path}: the recipe has no names and values; {yaml_cure(path.read_text('utf-8'))}")
+    if values is None:
+        raise UserError(f"{path}: the recipe is empty; copy one, such as {recipes_folder() / 'own_data.yaml'}")
     expected = "names and values, one `name: value` per line, such as seed: 7"
     require(isinstance(values, dict), f"{path}: the recipe", values, expected)
     return values

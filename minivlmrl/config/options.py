@@ -530,6 +530,12 @@ class RunConfig:
                 f"rewards are {self.rewards}; at least one weight must not be 0, because otherwise nothing is learned"
             )
 
+    def __getattr__(self, name: str):
+        """Say where a stage finds its options, such as `beta`, which are not attributes of the recipe."""
+        stages = [stage for stage, section in vars(self).items() if name in getattr(section, "__dict__", ())]
+        hint = f"; the sections {', '.join(stages)} have it: a stage reads self.options.{name}" if stages else ""
+        raise AttributeError(f"the recipe has no option {name!r}{hint}", name=name, obj=self)
+
     @property
     def stage_names(self) -> list[str]:
         """Stage names, which are also section names, such as `again` for my_stage.py:Again."""

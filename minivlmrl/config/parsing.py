@@ -11,9 +11,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, Type
 
 import yaml
 from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.config.types import Code, Finite, Plain
+from minivlmrl.config.yaml_errors import yaml_cure
 from minivlmrl.errors import UserError, did_you_mean, error_context, invalid_value, require, truncate
 from minivlmrl.load_extra import has_extras, load_extra
 
@@ -23,13 +25,25 @@ class Dataclass(Protocol):
 
 
 T = TypeVar("T", bound=Dataclass)
+MAIN_OPTIONS = {  # {section: option that a user means by section=text}
+    "model": "model.path",
+    "adapter": "adapter.path",
+    "reference": "reference.path",
+    "data": "data.train_file",
+    "data.train": "data.train_file",
+    "optimizer": "optimizer.name",
+    "sharding": "sharding.enabled",
+}
 TypeHint = Any
 
 
 class Loader(yaml.SafeLoader):
-    """YAML loader that refuses duplicate keys."""
+    """YAML loader that refuses duplicate keys, aliases (a short file could fill the memory), 010 (8) and 1:30 (90)."""
 
     def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            problem = f"the alias *{self.peek_event().anchor} is not supported; write its value instead"
+            raise ComposerError(None, None, problem, self.peek_event().start_mark)
         node = super().compose_node(parent, index)
         keys = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
@@ -39,16 +53,26 @@ class Loader(yaml.SafeLoader):
             keys.add(str(key.value))
         return node
 
+    def construct_number(self, node):
+        is_int = node.tag.endswith("int")
+        number = self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
+        if re.fullmatch(r"[-+]?0[0-7_]+|.*:.*", node.value):
+            plain = "it in quotes" if ":" in node.value else f"{int(node.value)}, or '{node.value}' for a text"
+            raise ConstructorError(None, None, f"YAML reads {node.value} as {number}; write {plain}", node.start_mark)
+        return number
+
+
+Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_number)
+Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_number)
+
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Parse YAML; the message for invalid text names the line."""
+    """Parse YAML; the message for invalid text names the line and what to write."""
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f"line {mark.line + 1}: " if mark else ""
-        problem = str(getattr(error, "problem", None) or error).splitlines()[0]
-        raise UserError(f"the text is not valid YAML ({line}{problem})") from error
+        text = text.decode(errors="replace") if isinstance(text, bytes) else text
+        raise UserError(f"the text is not valid YAML ({yaml_cure(text, error)})") from error
 
 
 def build(
@@ -145,7 +169,8 @@ class Reader:
 
     def read_section(self, cls: type[T], values: Plain, name: str) -> T:
         """Build a dataclass from a section; `name` is its path, "" for the whole file."""
-        require(isinstance(values, dict), name or "the file", values, "an object with names and values")
+        expected = f"an object with names and values{self._main_option(name, values)}"
+        require(isinstance(values, dict), name or "the file", values, expected)
         prefix = f"{name}." if name else ""
         hints = typing.get_type_hints(cls, include_extras=True)
         fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -162,6 +187,14 @@ class Reader:
             return cls(**read)
         except ValueError as error:  # __post_init__ raises ValueError for invalid values
             raise UserError(f"{prefix}{error}") from None
+
+    def _main_option(self, section: str, value: Plain) -> str:
+        """Say how to write a text given for a section, as in "; write --model.path=Qwen/..."; "" for other values."""
+        if section not in MAIN_OPTIONS or not isinstance(value, str | bool):
+            return ""
+        parent, _, name = MAIN_OPTIONS[section].partition(".")
+        text = str(value).lower() if isinstance(value, bool) else value
+        return f"; write --{parent}.{name}={text}" if self.dashes else f"; write {parent}: {{{name}: {text}}}"
 
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
         """Keep a value whose type is in the union, else convert it to the first type that fits."""
@@ -192,9 +225,17 @@ class Reader:
 
     def _read_dict(self, hint: TypeHint, value: Plain, name: str) -> dict:
         key_hint, item_hint = typing.get_args(hint)
-        require(isinstance(value, dict), name, value, f"of type {type_text(hint)}")
+        expected = f"of type {type_text(hint)}"
+        texts: Plain = value.split(",") if type(value) is str else value
+        if item_hint is Finite and type(texts) is list:  # names of rewards, without weights or as in accuracy:1.0
+            weights = ", ".join(f"{reward}: {weight}" for reward, weight in map(_name_and_weight, texts))
+            given = f'"--{name}={{{weights}}}"' if self.dashes else f"{name}: {{{weights}}}"
+            expected += f"; write {given}"
+        require(isinstance(value, dict), name, value, expected)
         read = {}
         for key, item in typing.cast(dict, value).items():
+            if item is None and ":" in str(key) and not self.json:
+                raise UserError(f"{name}: {key} has no value; write a space after the colon, as in {{accuracy: 1.0}}")
             key = self._read_plain(key_hint, key, f"{name}.{str(key).replace('.', '/')}")
             read[key] = self.read(item_hint, item, f"{name}.{key}")
         return read
@@ -243,6 +284,13 @@ class Reader:
             return ""
         answer = load_extra("minivlmrl.extras.names:answer", "an unknown option")
         return answer(section, name, self.dashes, [option.path for option in options_of(root)])
+
+
+def _name_and_weight(text: Plain) -> tuple[str, str]:
+    """Split "accuracy:1.0" or "accuracy=1.0" into name and weight, by default 1.0."""
+    match = re.fullmatch(r"\s*(.+?)\s*[:=]\s*(-?[\d.]+)\s*", str(text))
+    name, weight = (match[1], match[2]) if match else (str(text).strip(), "1.0")
+    return (f"{name}:FUNCTION" if name.endswith(".py") else name), weight
 
 
 class Option(NamedTuple):

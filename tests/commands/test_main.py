@@ -62,12 +62,15 @@ def test_commands_have_a_help_page(capsys, tool):
 
 def test_a_mistake_is_one_line(capsys):
     assert __main__.main(["memoryd"]) == __main__.main(["memory", "--model", "nowhere"]) == 2
-    assert __main__.main(["run.yaml"]) == 2
+    assert __main__.main(["eval"]) == __main__.main(["run.yaml"]) == 2
     expected = "minivlmrl memoryd: this is not one of the commands; did you mean memory?\n"
     expected += "minivlmrl memory: nowhere: this folder does not exist"
     printed = capsys.readouterr().err
     assert printed.startswith(expected)
-    assert printed.endswith("minivlmrl run.yaml: this is not one of the commands; write minivlmrl train run.yaml\n")
+    expected = "minivlmrl eval: this is not one of the commands; did you mean evaluate?\n"
+    assert printed.endswith(
+        expected + "minivlmrl run.yaml: this is not one of the commands; write minivlmrl train run.yaml\n"
+    )
 
 
 def test_the_version_is_what_a_bug_report_asks_for(capsys):

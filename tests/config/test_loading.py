@@ -283,9 +283,24 @@ REFUSED = [  # (recipe, overrides, error message)
     ({}, ["--seed.x=1"], "command line: seed is"),
     ({}, ["--grpo.beta"], "--grpo.beta has no value; write --grpo.beta=VALUE"),
     ({}, ["--a.optim.lr=1"], "command line: unknown key a.optim.lr; the name in minivlmrl is --grpo.learning_rate"),
-    ({}, ["--data=a.jsonl"], "command line: data is 'a.jsonl', but it must be an object with names and values"),
-    ("model: Qwen/x", [], "FOLDER/recipe.yaml: model is 'Qwen/x', but it must be an object with names and values"),
-    ({}, ["--rewards=a.py"], "command line: rewards is 'a.py', but it must be of type dict[str, float, finite]"),
+    (
+        {},
+        ["--data=a.jsonl"],
+        "command line: data is 'a.jsonl', but it must be an object with names and values; write "
+        "--data.train_file=a.jsonl",
+    ),
+    (
+        "model: Qwen/x",
+        [],
+        "FOLDER/recipe.yaml: model is 'Qwen/x', but it must be an object with names and values; "
+        "write model: {path: Qwen/x}",
+    ),
+    (
+        {},
+        ["--rewards=a.py"],
+        "command line: rewards is 'a.py', but it must be of type dict[str, float, finite]; write "
+        '"--rewards={a.py:FUNCTION: 1.0}"',
+    ),
     ({}, ["--grpo=1"], "command line: grpo is 1, but it must be an object with names and values"),
     ({}, ["seed=1"], "'seed=1': an override must have the form --section.name=value; write --seed=1"),
     (
@@ -293,7 +308,11 @@ REFUSED = [  # (recipe, overrides, error message)
         ["--data.train=a.jsonl"],
         "command line: data.train is 'a.jsonl', but it must be an object with names and value",
     ),
-    ({}, ["--sharding=true"], "command line: sharding is True, but it must be an object with names and values"),
+    (
+        {},
+        ["--sharding=true"],
+        "command line: sharding is True, but it must be an object with names and values; write --sh",
+    ),
     (
         "data: {train: a.jsonl}",
         [],
@@ -301,17 +320,27 @@ REFUSED = [  # (recipe, overrides, error message)
     ),
     ({}, ["--data.train_file=a.jsonl", "b.jsonl"], "'b.jsonl': an override must have the form --section.name=value"),
     ({}, ["--rewards={accuracy: 0, format: 0.0}"], "command line: rewards are {'accuracy': 0.0, 'format': 0.0}; at"),
-    ("seed: [1\n", [], NO_YAML + " (line 2: expected ',' or ']'"),
-    ("data:\n  system_prompt: 'Yes\n", [], NO_YAML + " (line 3: found unexpected end of stream)"),
-    ("seed: 2024-13-45", [], NO_YAML + " (month must be in 1..12"),
+    ("seed: [1\n", [], NO_YAML + " (line 1, 'seed: [1': close the bracket"),
+    ("data:\n  system_prompt: 'Yes\n", [], NO_YAML + ' (line 2, "system_prompt: \'Yes": close the quote)'),
+    ("seed: 2024-13-45", [], NO_YAML + " (line 1, 'seed: 2024-13-45': write the value in quotes)"),
     ("seed: " + "[" * 2000, [], NO_YAML),
     # YAML would take the last value
-    ("sft: {max_steps: 1}\nsft: {}", [], NO_YAML + " (line 2: the key 'sft' occurs twice; remove one of"),
-    ("# seed: 7\n", ["--grpo.beta=1"], "FOLDER/recipe.yaml: the recipe is None, but it must be names and values, one"),
-    ("grpo:\n\tbeta: 1", [], NO_YAML + " (line 2: found character '\\t' that cannot start any token)"),
+    ("sft: {max_steps: 1}\nsft: {}", [], NO_YAML + " (line 2, 'sft: {}': the key 'sft' occurs twice; remove one of"),
+    ("seed: 3\nsft:7\n\ngrpo: 1", [], NO_YAML + " (line 2: write `sft: 7`)"),
+    ("seed: 010", [], NO_YAML + " (line 1, 'seed: 010': YAML reads 010 as 8; write 10, or '010' for a text)"),
+    ("seed: 1:30", [], NO_YAML + " (line 1, 'seed: 1:30': YAML reads 1:30 as 90; write it in quotes)"),
+    ("seed: 1:30.5", [], NO_YAML + " (line 1, 'seed: 1:30.5': YAML reads 1:30.5 as 90.5; write it in quotes)"),
+    (
+        {},
+        ["--seed=010"],
+        "command line: quote the value of seed: the text is not valid YAML (line 1, '010': YAML reads",
+    ),
+    ("# seed: 7\n", ["--grpo.beta=1"], "FOLDER/recipe.yaml: the recipe is empty; copy one, such as"),
+    ("grpo:\n\tbeta: 1", [], NO_YAML + " (line 2, 'beta: 1': use spaces instead of the tab)"),
     ("data: {prompt_template: {problem} Yes}", [], NO_YAML),
     # overrides must not replace a recipe that is not read
-    ("seed = 7", ["--grpo.beta=1"], "FOLDER/recipe.yaml: the recipe is 'seed = 7', but it must be names and values, "),
+    ("seed = 7\nstages = [sft]", ["--grpo.beta=1"], "FOLDER/recipe.yaml: the recipe has no names and values; line 1"),
+    ("seed", ["--grpo.beta=1"], "FOLDER/recipe.yaml: the recipe has no names and values; line 1, 'seed': write a name"),
     ("[seed: 7]", ["--grpo.beta=1"], "FOLDER/recipe.yaml: the recipe is [{'seed': 7}], but it must be names and"),
     (SECTION, ["--again.shere=1"], "command line: unknown key again.shere; did you mean --again.share?"),
     (SECTION, ["--again.share=2"], "command line: again.share is 2.0, but it must be in [0, 1]"),
@@ -320,7 +349,7 @@ REFUSED = [  # (recipe, overrides, error message)
     (SECTION, ["--stages=again.py:HeldOut"], "stages: HeldOut.stage is 'eval', but it must be a new name such as"),
     (SECTION, ["--stages=again.py:Dashed"], "stages: Dashed.stage is 'my-stage', but it must be a new name such as"),
     (SECTION, ["--stages=[again.py:Again(share=1)]"], "stages: FOLDER/again.py:Again(share=1): write the options"),
-    ({}, ["--rewards={accuracy:1.0}"], "command line: rewards.accuracy:1.0 is None, but it must be of type float"),
+    ({}, ["--rewards={accuracy:1.0}"], "command line: rewards: accuracy:1.0 has no value; write a space after"),
 ]
 
 

@@ -124,6 +124,15 @@ def test_many_keys_and_values_are_read_in_one_pass(monkeypatch):
     assert len(read_value(tuple[Literal["a", "b"], ...], ["a", "b"] * 9, "x", json=True)) == 18 and len(texts) == 1
 
 
+def test_an_alias_is_refused():
+    """Ten lines of YAML with nine aliases each would expand to 9**9 values."""
+    lines = ["a0: &a0 [1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10))]
+    for text in ("\n".join(lines), "a: &a {b: 1}\nc:\n  <<: *a", "&a [*a]"):
+        with pytest.raises(ValueError, match=r"not valid YAML \(.*: the alias \*a0? is not supported; write its value"):
+            parse_yaml(text)
+    assert parse_yaml("a: &a 1") == {"a": 1}
+
+
 def test_a_cut_value_ends_with_dots():
     assert truncate("a" * 58, 60) == repr("a" * 58)
     assert truncate("a" * 59, 60) == f"'{'a' * 59}..."
