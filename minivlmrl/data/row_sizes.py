@@ -16,7 +16,7 @@ from minivlmrl.data.image import Grid, ImageProcessor
 from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.video import outline_video
-from minivlmrl.errors import error_context, pluralize
+from minivlmrl.errors import error_context
 
 MARKUP = 1000  # maximum tokens that a chat template adds
 TOKEN_BYTES = 3  # bytes per token, a rough estimate for sorting
@@ -31,10 +31,7 @@ class RowSize:
     frames: int = 1  # images plus video frame pairs; estimates treat them as equally large
     answer_tokens: int | None = None  # tokens in the longest answer, None = no answer
     longest: int = 0  # tokens in the longest sequence (prompt and answer)
-    # for error messages: where = file and line, media = image sizes
-    where: str = ""
-    media: str = ""
-    has_videos: bool = False
+    where: str = ""  # file and line, for error messages
     index: int = 0  # row index in the dataset
 
     @property
@@ -75,10 +72,6 @@ def row_size(row: Row, processor: Processor, answers: Sequence[str]) -> RowSize:
     encoded = [encode_completion(counter, row.messages, answer, row.images, row.videos) for answer in given]
     turns = [turn for completion in encoded for turn in completion.turns or [completion]]
     sequences = [len((turn.prompt or prompt).input_ids) + len(turn.ids) for turn in turns]
-    media = [f"an image of {image.width} x {image.height} pixels" for image in row.images]
-    for video in row.videos:
-        frames = video.read(counter.image_processor).frames
-        media.append(f"a video of {pluralize(len(frames), 'frame')} of {frames[0].width} x {frames[0].height}")
     return RowSize(
         text_tokens=prompt_tokens - image_tokens,
         image_tokens=image_tokens,
@@ -86,8 +79,6 @@ def row_size(row: Row, processor: Processor, answers: Sequence[str]) -> RowSize:
         answer_tokens=max((len(completion.ids) for completion in encoded), default=None),
         longest=max([prompt_tokens, *sequences]),
         where=row.where,
-        media=", ".join([*media[:3], "..."] if len(media) > 3 else media),
-        has_videos=bool(row.videos),
     )
 
 

@@ -73,7 +73,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
     sizes = [f"--{stage}.num_generations=3", f"--{stage}.prompts_per_step=2", f"--{stage}.micro_batch_size=2"]
     sizes += [f"--sampling.max_new_tokens={WORK.completion_tokens}", f"--stages=[{stage}]", "--ppo.kl_coef=0"]
     run = load_config(home / "recipe.yaml", [*sizes, *FORMS[form]])
-    estimated = estimate(run, stage, memory.MemoryEstimator(config), 1, ROWS)["train"]
+    estimated = estimate(run, stage, memory.MemoryEstimator(config), 1, ROWS)["training"]
     ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (WORK.text_tokens,))])
     patches = torch.rand(256, config.vision_config.patch_dim).to(patch_dtype(run))
     prompt = Prompt(ids, patches, torch.tensor([[1, 16, 16]]))
@@ -122,7 +122,7 @@ def test_padded_columns_of_the_tower_are_estimated(monkeypatch):
     work = replace(WORK, image_tokens=4, completion_tokens=2)
 
     def peak():
-        return costs.activations(run, memory.TrainedModels(costs.build(run)), work, train=True)
+        return costs.activations(run, memory.TrainedModels(costs.build(run)), work)
 
     peak()  # the first estimate also creates rotary frequencies
     padded = peak()
@@ -150,25 +150,25 @@ def test_sampling_a_token_takes_the_estimated_memory(options, size):
 
 def test_what_options_change(tmp_path):
     costs = estimator_of()
-    alone = grpo_phases(run_config(), costs)["train"]
-    shared = grpo_phases(run_config(sharding=ShardingOptions(enabled=True)), costs, gpus=4)["train"]
+    alone = grpo_phases(run_config(), costs)["training"]
+    shared = grpo_phases(run_config(sharding=ShardingOptions(enabled=True)), costs, gpus=4)["training"]
     for name in ("weights", "optimizer", "gradients"):
         assert shared[name] == alone[name] / 4
     run = run_config(sharding=ShardingOptions(enabled=True, cpu_offload=True))
-    assert grpo_phases(run, costs, gpus=4)["train"]["weights"] == 0
+    assert grpo_phases(run, costs, gpus=4)["training"]["weights"] == 0
     run = run_config()
     run.grpo.beta = 0.1
-    assert "reference" not in alone and grpo_phases(run, costs)["train"]["reference"] == alone["weights"]
+    assert "reference" not in alone and grpo_phases(run, costs)["training"]["reference"] == alone["weights"]
     run.sampling = SamplingOptions(engine="vllm", vllm={"dtype": "bfloat16"})  # vLLM copies the weights in bfloat16
-    assert grpo_phases(run, costs)["rollout"]["vLLM's weights"] == 2 * costs.parameters
+    assert grpo_phases(run, costs)["sampling"]["vLLM's weights"] == 2 * costs.parameters
     run.dpo.reference_free = True
-    assert "reference" not in estimate(run, "dpo", costs, 1, ROWS, ROWS)["train"]
+    assert "reference" not in estimate(run, "dpo", costs, 1, ROWS, ROWS)["training"]
     # rollouts need copies of adapters in 16 bits
     run = run_config(adapter=LoRAOptions(r=4))
     run.model.dtype = "bfloat16"
     adapted = grpo_phases(run, costs)
-    copies = adapted["train"]["gradients"] / 2
-    assert [adapted[name].get("16-bit adapters") for name in ("rollout", "train")] == [copies, None]
+    copies = adapted["training"]["gradients"] / 2
+    assert [adapted[name].get("16-bit adapters") for name in ("sampling", "training")] == [copies, None]
     # a custom optimizer: the state of SGD with momentum is as large as the weights
     (tmp_path / "my_opt.py").write_text(
         "import torch\n\n\ndef sgd(parameters, rate, betas, weight_decay, momentum=0.0):\n"
@@ -176,7 +176,7 @@ def test_what_options_change(tmp_path):
     )
     for moments in (0, 1):
         run = run_config(optimizer=OptimizerOptions(f"{tmp_path}/my_opt.py:sgd(momentum=0.{9 * moments})"))
-        train = grpo_phases(run, costs)["train"]
+        train = grpo_phases(run, costs)["training"]
         assert train["optimizer"] == moments * train["gradients"]
 
 
@@ -186,7 +186,7 @@ def test_once_per_step_keeps_weights_and_gradients(rank):
     for once in (False, True):
         run = run_config(sharding=ShardingOptions(enabled=True, once_per_step=once), adapter=LoRAOptions(r=rank))
         run.model.compute_dtype = "bfloat16"
-        found.append(grpo_phases(run, costs, gpus=4)["train"])
+        found.append(grpo_phases(run, costs, gpus=4)["training"])
     model, (plain, train) = costs.build(run), found
     assert train["gathered"] - plain["gathered"] / 2 == 2 * sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -198,7 +198,7 @@ def test_once_per_step_keeps_weights_and_gradients(rank):
 def test_a_reference_takes_the_estimated_memory(option, stage, checkpoint):
     option = f"reference.path={checkpoint}" if "path" in option else option
     run = stage("dpo", *([f"--{option}"] if option else []), dtype=torch.float32)
-    estimated = estimate(run.trainer.config, "dpo", memory.MemoryEstimator(run.model.config), 1, ROWS)["train"]
+    estimated = estimate(run.trainer.config, "dpo", memory.MemoryEstimator(run.model.config), 1, ROWS)["training"]
     trained = [p for p in run.model.parameters() if p.requires_grad]
     found = {"reference": run.trainer.reference.model.parameters(), "gradients": trained}
     assert {name: estimated[name] for name in found} == {name: sum(p.nbytes for p in found[name]) for name in found}
@@ -207,7 +207,7 @@ def test_a_reference_takes_the_estimated_memory(option, stage, checkpoint):
 def test_a_reward_model_is_estimated_by_its_own_config(checkpoint):
     run = run_config(rewards={"reward_model": 1.0})
     run.reward_model.path = str(checkpoint)
-    estimated = estimate(run, "grpo", estimator_of(CONFIGS["wider"]), 1, ROWS)["train"]["reward model"]
+    estimated = estimate(run, "grpo", estimator_of(CONFIGS["wider"]), 1, ROWS)["training"]["reward model"]
     assert estimated == sum(p.nbytes for p in load_model(checkpoint).parameters())
 
 
@@ -224,20 +224,16 @@ def deeper(sizes):
     return sizes | ({"text_config": sizes["text_config"] | text} if "text_config" in sizes else text)
 
 
-@pytest.mark.parametrize(("family", "card"), [
-    ("qwen2_5_vl", "A100"), ("qwen3_vl", "A100"), pytest.param("qwen3_5", "A100", marks=pytest.mark.slow),
-    pytest.param("qwen2_5_vl", "T4", marks=pytest.mark.slow),
-])  # fmt: skip
-def test_the_peak_of_each_phase(family, card, home, monkeypatch):  # noqa: PLR0915 (one sequence of steps)
-    """The CPU runs the code paths of a GPU; a T4 has weights in bfloat16 and attention in float32."""
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+def test_the_peak_of_each_phase(family, home, monkeypatch):
+    """The CPU runs the code paths of a GPU."""
     monkeypatch.setattr(shared_prefix, "MAX_SCORE_BYTES", 0)
     monkeypatch.setattr(dense_attention, "MAX_KEYS", 0)
     for module in (shared_prefix, dense_attention):
         monkeypatch.setattr(module, "has_flash_attention", lambda q, k, v: False)
-    monkeypatch.setattr(dense_attention, "is_before_ampere", lambda device: card == "T4")
     config = config_json.from_dict(deeper(FAMILY_SIZES[family]))
-    estimator = memory.MemoryEstimator(config, card == "T4")
-    run = load_config(home / "recipe.yaml", [*(BFLOAT16 if card == "T4" else []), "--sampling.max_new_tokens=10",
+    estimator = memory.MemoryEstimator(config)
+    run = load_config(home / "recipe.yaml", ["--sampling.max_new_tokens=10",
         "--grpo.num_generations=3", "--grpo.prompts_per_step=4", "--sft.micro_batch_size=2",
         "--dpo.micro_batch_size=2", "--sft.prompts_per_step=2", "--dpo.prompts_per_step=2",
         "--sampling.max_batch_tokens=3000", "--sampling.temperature=1"])  # fmt: skip
@@ -256,37 +252,28 @@ def test_the_peak_of_each_phase(family, card, home, monkeypatch):  # noqa: PLR09
             sample([prompt] * prompts, num_generations, [str(i) for i in range(prompts)])
         return live.peak
 
-    def computed(prompts, num_answers, train):
+    def computed(prompts, num_answers):
         batch = tiny.pack([prompt] * prompts, [[answer] * num_answers] * prompts, config)
-        gradients = [torch.zeros_like(parameter) for parameter in model.parameters()] if train else []
-        for parameter, gradient in zip(model.parameters(), gradients or [None] * len(weights), strict=False):
-            parameter.grad = gradient
-        with (
-            memory.AllocationTracker([*weights, *gradients, batch.pixel_values]) as live,
-            torch.set_grad_enabled(train),
-        ):
-            logps, _ = logprobs.per_token_logps(model, batch)
-            if train:
-                logps.sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        with memory.AllocationTracker([*weights, *gradients, batch.pixel_values]) as live:
+            logprobs.per_token_logps(model, batch)[0].sum().backward()
         return live.peak + prompts * prompt.pixel_values.nbytes
 
     measured = {
-        ("grpo", "rollout"): sampled(run.sampling, 4, 3),
+        ("grpo", "sampling"): sampled(run.sampling, 4, 3),
         # 13 of the 14 prompts fill a batch
         ("grpo", "evaluation"): sampled(evaluation_sampling(run.sampling), 14, 1),
-        ("grpo", "score"): computed(4, 3, train=False),
-        ("grpo", "train"): computed(4, 3, train=True),
-        ("sft", "train"): computed(2, 1, train=True),
-        ("dpo", "score"): computed(2, 2, train=False),
-        ("dpo", "train"): computed(2, 2, train=True),
+        ("grpo", "training"): computed(4, 3),
+        ("sft", "training"): computed(2, 1),
+        ("dpo", "training"): computed(2, 2),
     }
     held = sum(x.nbytes for x in weights)
     estimated = {stage: estimate(run, stage, estimator, 1, ROWS, ROWS) for stage in ("grpo", "sft", "dpo")}
     for (stage, phase), peak in measured.items():
         items = estimated[stage][phase]
-        counted = {"gathered", "keys and values", "prompts' forward", "forward", "forward and backward"}
-        counted |= {"logits"} if phase in ("rollout", "evaluation") else set()
-        total = held + sum(size for name, size in items.items() if name in counted)
+        total = held + sum(items.get(name, 0) for name in ("gathered", "keys and values", "activations"))
         assert total == pytest.approx(peak + held, rel=0.03), (stage, phase)
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from minivlmrl.__main__ import main
-from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import ModelOptions, RunConfig
 from minivlmrl.distributed import saving
 from minivlmrl.errors import is_out_of_memory
@@ -16,7 +15,6 @@ from minivlmrl.extras.memory.out_of_memory import OutOfMemory, cures
 from minivlmrl.generation import generate
 from minivlmrl.run import evaluate, setup, state_files
 from minivlmrl.trainers.base import Trainer
-from tests.helpers.links import ROOT
 from tests.helpers.runs import LETTERS, metrics
 
 OPTIONS = [
@@ -139,20 +137,19 @@ def test_the_exit_code_is_2(run, plain, tmp_path, home, capsys):
     ({"sharding.once_per_step": True}, "forward", 1, "--sharding.once_per_step=false"),
     ({"model.activation_checkpointing": True}, "forward", 1, "--grpo.micro_batch_size=16"),
     ({"grpo.micro_batch_size": 1}, "reference", 1, "--grpo.max_tokens_per_micro_batch=1024"),
-    ({"sharding.enabled": True}, "gathered", 2, "--rollout.gather_weights=false"),
-    ({"sharding.once_per_step": True}, "gradients", 2, "--sharding.once_per_step=false"),
+    ({"sharding.enabled": True, "sampling.max_batch_tokens": 512}, "sampling", 2, "--rollout.gather_weights=false"),
+    ({"sharding.once_per_step": True}, "training", 2, "--sharding.once_per_step=false"),
     ({}, "optimizer", 2, "--sharding.enabled=true"),
     ({}, "optimizer", 1, "--adapter.r=16"),
-    ({"adapter.r": 4}, "optimizer", 1, "--optimizer.name=adamw_8bit"),
-    # a run with these options refuses adapters
-    ({"reference.path": "a", "reference.sync_ref_model": True}, "optimizer", 1, "--optimizer.name=adamw_8bit"),
+    ({"adapter.r": 4}, "optimizer", 1, "--adapter.quantize=nf4"),
     ({"model.freeze": ["language"]}, "optimizer", 1, "--optimizer.name=adamw_8bit"),
-    ({"adapter.r": 4, "adapter.quantize": "nf4"}, "load", 1, "--model.dtype=bfloat16"),
+    ({"adapter.r": 4, "adapter.quantize": "nf4"}, "load", 1, "--optimizer.name=adamw_8bit"),
     ({}, "load", 2, "--sharding.enabled=true"),
     ({"adapter.r": 4}, "load", 2, "--adapter.quantize=nf4"),  # sharding the base of an adapter saves less
     ({"grpo.prompts_per_step": 16}, "reference", 4, "--grpo.micro_batch_size=2"),  # half of a rank's prompts
     # one rank alone reads a tool's result, so environments need gathered weights
-    ({"sharding.enabled": True, "sampling.environment": "zoom"}, "gathered", 2, "--model.dtype=bfloat16"),
+    ({"sharding.enabled": True, "sampling.max_batch_tokens": 512, "sampling.environment": "zoom"}, "sampling", 2,
+     "--adapter.r=16"),
 ])  # fmt: skip
 def test_the_option_that_is_named_is_not_set_yet(options, phase, gpus, cure):
     config = RunConfig(model=ModelOptions(dtype="float32"))
@@ -160,16 +157,6 @@ def test_the_option_that_is_named_is_not_set_yet(options, phase, gpus, cure):
         section, option = name.split(".")
         setattr(getattr(config, section), option, value)
     assert cures(config, "grpo", phase, gpus)[0] == cure
-
-
-@pytest.mark.parametrize(("size", "rows", "cures_named"), [
-    (4, 8, ["--kto.micro_batch_size=2"]), (2, 8, []), (6, 10, ["--kto.micro_batch_size=2"]), (3, 3, []),
-])  # fmt: skip
-def test_a_size_that_the_stage_refuses_is_not_named(size, rows, cures_named, home):
-    """KTO refuses micro-batches of one row, also one that is left over, as by 3 of 10 rows."""
-    sizes = [f"--kto.micro_batch_size={size}", f"--kto.prompts_per_step={rows}"]
-    config = load_config(home / "recipe.yaml", [f"--stages=[{ROOT}/recipes/kto.py:KTO]", *sizes])
-    assert [cure for cure in cures(config, "kto", "reference", 1) if "micro_batch" in cure] == cures_named
 
 
 def test_errors_of_memory_are_recognized():

@@ -1,4 +1,4 @@
-"""Estimate GPU memory per training phase: sampling, scoring, forward and backward pass.
+"""Estimate GPU memory per training phase: sampling in rollouts and evaluations, forward and backward pass.
 
 A forward and backward pass on the meta device, without data, measures activations. Weights, gradients and optimizer
 state follow from parameter counts, dtypes and sharding.
@@ -29,14 +29,13 @@ from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.weights import adapter_copies, copy_model, num_shards, recompute_blocks
 from minivlmrl.generation.generate import Decode, prefill
 from minivlmrl.generation.sampler import find_engine
-from minivlmrl.kernels import dense_attention
 from minivlmrl.kernels.linear_log_softmax import block_bytes
 from minivlmrl.model.checkpoint import DTYPES, read_config
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import find_family
 from minivlmrl.model.logprobs import per_token_logps
-from minivlmrl.model.lora import dropout, inject_adapters
+from minivlmrl.model.lora import inject_adapters
 from minivlmrl.model.packing import GroupBatch, pack
 from minivlmrl.model.trainable import select_trained, trained_parameters
 from minivlmrl.model.value_head import ValueModel
@@ -129,23 +128,18 @@ class TrainedModels(nn.Module):
 
 
 class MemoryEstimator:
-    """Estimate a model's parameter and activation memory.
+    """Estimate a model's parameter and activation memory."""
 
-    Args:
-        before_ampere: whether the GPU lacks bfloat16 attention kernels (compute capability below 8.0).
-    """
-
-    def __init__(self, model_config: ModelConfig, before_ampere: bool = False):
-        self.before_ampere = before_ampere
+    def __init__(self, model_config: ModelConfig):
         with torch.device("meta"):
             self.config = model_config
             self.model = find_family(model_config.model_type).build_model(model_config)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
 
     @classmethod
-    def from_folder(cls, path: str, before_ampere: bool = False) -> "MemoryEstimator":
+    def from_folder(cls, path: str) -> "MemoryEstimator":
         """Read the model's sizes from its folder or repository."""
-        return cls(read_config(find_folder(path)), before_ampere)
+        return cls(read_config(find_folder(path)))
 
     def build(self, config: RunConfig) -> VisionLanguageModel:
         """Build the policy with adapters and frozen parts, without data."""
@@ -154,24 +148,25 @@ class MemoryEstimator:
         select_trained(model, config.model.freeze)
         return model
 
-    def activations(self, config: RunConfig, models: TrainedModels, work: BatchShape, train: bool) -> int:
-        """Return peak activation bytes in a forward pass and, if `train`, a backward pass."""
+    def activations(self, config: RunConfig, models: TrainedModels, work: BatchShape) -> int:
+        """Return peak activation bytes in a forward and a backward pass."""
         batch = meta_batch(self.config, work, patch_dtype(config))
-        with self.tracked(config, models, batch, train) as (models, live):
+        with self.tracked(config, models, batch, train=True) as (models, live):
             outputs = [per_token_logps(models.policy, batch)[0].sum()]
             if models.critic is not None:
                 outputs.append(models.critic(batch).sum())
-            if train:
-                torch.autograd.backward(outputs)
+            torch.autograd.backward(outputs)
         return live.peak + batch.pixel_values.nbytes
 
-    def prefill(self, config: RunConfig, policy: VisionLanguageModel, work: BatchShape) -> int:
-        """Return peak bytes while prefilling rollout prompts, including the KV cache."""
+    def prefill(self, config: RunConfig, policy: VisionLanguageModel, work: BatchShape) -> tuple[int, int]:
+        """Return peak bytes while prefilling prompts, and bytes of the KV cache and recurrent states."""
         batch = meta_batch(self.config, replace(work, num_generations=0), patch_dtype(config))
         prompt_index = torch.arange(work.prompts).repeat_interleave(work.num_generations)
-        with self.tracked(config, TrainedModels(policy), batch, False) as (models, live):
-            prefill(models.policy, batch, prompt_index, work.completion_tokens, Decode())
-        return live.peak + batch.pixel_values.nbytes
+        with self.tracked(config, TrainedModels(policy), batch, train=False) as (models, live):
+            logits, cache = prefill(models.policy, batch, prompt_index, work.completion_tokens, Decode())
+            cache_bytes = live.now - logits.nbytes
+        del cache
+        return live.peak + batch.pixel_values.nbytes, cache_bytes
 
     @contextmanager
     def tracked(
@@ -187,26 +182,11 @@ class MemoryEstimator:
         for parameter in trained_parameters(models):
             parameter.register_post_accumulate_grad_hook(drop_gradient)
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
-        gpu_patch = mock.patch.object(dense_attention, "is_before_ampere", lambda device: self.before_ampere)
-        dropout_on = dropout(models, config.adapter.dropout if train else 0.0, "memory")
         # the tracker counts only new tensors, so vision_layout must not return cached tensors
         vision_layout.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
-        with torch.set_grad_enabled(train), fused_patch, gpu_patch, dropout_on, live:
+        with torch.set_grad_enabled(train), fused_patch, live:
             yield models, live
-
-    def keys_and_values(self, dtype: torch.dtype, work: BatchShape) -> int:
-        """Return bytes of KV cache and recurrent states; completions share the KV cache of their prompt."""
-        rows = torch.empty(work.prompts * (1 + work.num_generations), dtype=dtype, device="meta")
-        # recurrent layers have a state instead of a KV cache
-        recurrent: list[Any] = [module for module in self.model.modules() if hasattr(module, "initial_state")]
-        layer_states = [module.initial_state(rows) for module in recurrent]
-        recurrent_bytes = sum(map(bytes_of, layer_states))
-        num_attending = len(self.model.model.layers) - len(layer_states)
-        prompt_tokens = work.text_tokens + work.image_tokens
-        tokens = work.prompts * (prompt_tokens + work.num_generations * work.completion_tokens)
-        values = 2 * num_attending * self.config.num_key_value_heads * self.config.head_dim * tokens
-        return recurrent_bytes + values * dtype.itemsize
 
 
 def drop_gradient(parameter: nn.Parameter):
@@ -255,10 +235,8 @@ class MemoryQuestion:
         model = self.estimator.build(self.config)
         if getattr(self.options, "critic", "shared") == "shared":
             return TrainedModels(model)
-        if self.options.critic_path is not None:
-            backbone = MemoryEstimator.from_folder(self.options.critic_path).build(self.config)
-        else:  # with FSDP, policy and critic do not share base weights
-            backbone = copy.deepcopy(model) if self.config.uses_fsdp else copy_model(model)
+        # with FSDP, policy and critic do not share base weights
+        backbone = copy.deepcopy(model) if self.config.uses_fsdp else copy_model(model)
         return TrainedModels(model, ValueModel(backbone, self.config.model.freeze))
 
     @property
@@ -293,30 +271,20 @@ def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
     options = question.options
     phases: dict[str, dict[str, float]] = {}
     if question.held_out:
-        items = rollout_items(question, evaluation_sampling(sampling), evaluation_batch(question))
-        if question.trainer.answers:  # evaluations also compute log-probs of given answers
-            micro_batch = answers_batch(question, question.held_out, options.micro_batch_size)
-            items = max(items, score_items(question, micro_batch), key=lambda parts: sum(parts.values()))
-        phases["evaluation"] = items
+        phases["evaluation"] = sampling_items(question, evaluation_sampling(sampling), evaluation_batch(question))
     if question.trainer.samples_completions:
-        completions = [sampling.max_new_tokens] * options.num_generations
+        phases["sampling"] = sampling_items(question, sampling, sampling_batch(question))
+        lengths = [sampling.max_new_tokens] * options.num_generations
         limit = options.max_tokens_per_micro_batch
-        work = largest_batch(question.rows, question.micro_batch_prompts, completions, limit)
-        phases["rollout"] = rollout_items(question, sampling, sampling_batch(question))
     else:
-        work = answers_batch(question, question.rows, question.micro_batch_prompts)
-    if question.trainer.samples_completions or question.has_reference:
-        phases["score"] = score_items(question, work)
-    phases["train"] = train_items(question, work)
+        given = [row.answer_tokens for row in question.rows if row.answer_tokens is not None]
+        lengths = [max(given, default=sampling.max_new_tokens)] * len(question.trainer.answers)
+        limit = None
+    phases["training"] = training_items(
+        question, largest_batch(question.rows, question.micro_batch_prompts, lengths, limit)
+    )
     always = {name: size * question.share for name, size in persistent_items(question).items()}
     return {name: always | items for name, items in phases.items()}
-
-
-def answers_batch(question: MemoryQuestion, rows: Sequence[RowSize], prompts: int) -> BatchShape:
-    """Return the largest micro-batch of rows with given answers."""
-    lengths = [row.answer_tokens for row in rows if row.answer_tokens is not None]
-    longest = max(lengths, default=question.config.sampling.max_new_tokens)
-    return largest_batch(rows, prompts, [longest] * len(question.trainer.answers), None)
 
 
 def sampling_batch(question: MemoryQuestion) -> BatchShape:
@@ -346,8 +314,7 @@ def largest_batch(
     """
     sizes = [rows[min(number, len(rows) - 1)] for number in range(prompts)]
     parts = [sum(completions)] if whole else completions
-    lengths = [(size.prompt_tokens, parts) for size in sizes]
-    batches = split_into_micro_batches(lengths, prompts, max_tokens)
+    batches = split_into_micro_batches([(size.prompt_tokens, parts) for size in sizes], prompts, max_tokens)
 
     def num_tokens(batch: list[tuple[int, int]]) -> int:
         return sum(sizes[i].prompt_tokens for i in {i for i, _ in batch}) + sum(parts[j] for _, j in batch)
@@ -375,7 +342,7 @@ def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
     return computed_bytes(model, question.dtype) - sum(blocks) + 2 * max(blocks)
 
 
-def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: BatchShape) -> dict[str, float]:
+def sampling_items(question: MemoryQuestion, sampling: SamplingOptions, work: BatchShape) -> dict[str, float]:
     """Return {item: bytes} while sampling."""
     config = question.config
     estimator = question.estimator
@@ -386,51 +353,39 @@ def rollout_items(question: MemoryQuestion, sampling: SamplingOptions, work: Bat
     if config.uses_fsdp and not by_layer:
         gathered = computed_bytes(policy, dtype)
     with nullcontext([]) if by_layer else adapter_copies(policy) as copies:
-        prefill = estimator.prefill(config, policy, work)
+        peak, cache = estimator.prefill(config, policy, work)
+    # activations of the prompts are freed before the logits of completions are computed
     rows = work.prompts * work.num_generations
-    items: dict[str, float] = {"gathered": gathered}
-    if copies:
-        items["16-bit adapters"] = bytes_of(copies)
-    items["keys and values"] = keys_and_values = estimator.keys_and_values(dtype, work)
-    # count only the larger one: prefill activations are freed before sampling logits are computed
     logits = (FILTER_BYTES if sampling.filtered else DRAW_BYTES) * rows * estimator.config.vocab_size
-    forward = prefill - keys_and_values
-    items["logits" if logits > forward else "prompts' forward"] = max(logits, forward)
-    # vLLM takes memory only while sampling, and sleeps during training
-    return items | find_engine(sampling).engine_bytes(sampling, estimator.parameters, dtype)
-
-
-def score_items(question: MemoryQuestion, work: BatchShape, train: bool = False) -> dict[str, float]:
-    """Return {item: bytes} while log-probabilities are computed, with a backward pass if `train`."""
-    models = question.models
-    estimator = question.estimator
-    rows = work.prompts * work.num_generations * work.completion_tokens
     return {
-        "gathered": sum(gathered_bytes(question, backbone) for backbone in models.backbones),
-        "forward": estimator.activations(question.config, models, work, train),
-        "logits": block_bytes(rows, estimator.config.vocab_size, question.dtype),
+        "gathered": gathered,
+        "16-bit adapters": bytes_of(copies),
+        "keys and values": cache,
+        "activations": max(peak - cache, logits),
+        # vLLM takes memory only while sampling, and sleeps during training
+        **find_engine(sampling).engine_bytes(sampling, estimator.parameters, dtype),
     }
 
 
-def train_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
+def training_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
     """Return {item: bytes} in forward and backward passes, without what every phase needs."""
     config = question.config
     models = question.models
     trained = trained_parameters(models)
-    scored = score_items(question, work, train=True)
     gradients = bytes_of(trained) * question.share
     if question.gpus > 1 and not config.uses_fsdp:
         gradients *= 2  # all-reduce copies the gradients into buffers
-    gathered = weights = scored["gathered"]
+    gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)  # weights and gradients
     if config.sharding.once_per_step:
         # memory holds all weights, all float32 gradients, and two blocks' gradients in the weight dtype
-        weights = sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
+        gathered = gathered / 2 + sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
         gradients += sum(p.numel() * torch.promote_types(p.dtype, torch.float32).itemsize for p in trained)
+    rows = work.prompts * work.num_generations * work.completion_tokens
     return {
-        "gathered": weights + gathered,
+        "gathered": gathered,
         "gradients": gradients,
-        "forward and backward": scored["forward"],
-        "logits": scored["logits"],
+        "activations": question.estimator.activations(config, models, work),
+        "logits": block_bytes(rows, question.estimator.config.vocab_size, question.dtype),
     }
 
 
@@ -474,3 +429,8 @@ def state_bytes(question: MemoryQuestion) -> int:
     items["weights"] = bytes_of(trained_parameters(question.models.policy))  # a state lacks frozen weights
     saved = ("weights", "optimizer", "critic", "reference", "policy")
     return sum(items.get(name, 0) for name in saved)
+
+
+def optimizer_bytes(question: MemoryQuestion) -> int:
+    """Return the bytes of optimizer state on one GPU."""
+    return int(persistent_items(question)["optimizer"] * question.share)

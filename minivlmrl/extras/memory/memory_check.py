@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
@@ -17,80 +16,48 @@ from minivlmrl.data.row_sizes import TOKEN_BYTES, RowSize, image_tokens, patch_c
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import UserError
-from minivlmrl.extras.memory.estimate import (
-    GB,
-    MemoryEstimator,
-    MemoryQuestion,
-    bytes_of,
-    estimate_phases,
-    peak_bytes,
-    state_bytes,
-)
+from minivlmrl.extras.memory.estimate import GB, MemoryEstimator, MemoryQuestion, optimizer_bytes, state_bytes
 from minivlmrl.extras.memory.largest_batch import try_largest_batches
-from minivlmrl.extras.memory.out_of_memory import cures
-from minivlmrl.kernels.dense_attention import is_before_ampere
 from minivlmrl.model.checkpoint import DTYPES
-from minivlmrl.model.trainable import trained_parameters
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.states import NUM_KEPT_STATES
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
 
-# {phase name in estimate.py: phase name in out_of_memory.py}
-MEASURED = {"rollout": "sampling", "score": "scoring", "train": "forward", "evaluation": "evaluation"}
 NUM_HEAVIEST = 64  # number of largest rows to measure
-# items of a memory estimate that are model weights
-MODELS = "weights", "reference", "critic", "policy"
 
 
 class MemoryCheck(Callback):
-    """Raise UserError, before weights are loaded, if a run does not fit on the disk or the GPUs.
-
-    On GPUs, the largest batches are also run once before the first step.
-    """
-
-    estimator: MemoryEstimator | None = None
+    """Refuse a run that does not fit on the disk, and run the largest batches on GPUs once before the first step."""
 
     def on_setup(self, config: RunConfig, world: World):
         """Check the disk before weights are loaded."""
-        self.plans = {}  # {stage: (inputs for the memory estimate, optimizer state bytes)}, empty without a GPU
-        if config.model.path is None:  # models with random weights are tiny and fit into memory
-            return
-        self.estimator = MemoryEstimator.from_folder(config.model.path, is_before_ampere(world.device))
+        self.questions = {}  # {stage: inputs for the memory estimate}
+        estimator = MemoryEstimator.from_folder(str(config.model.path))
         for stage in config.stage_names:
-            check_disk(MemoryQuestion(config, stage, self.estimator, world.size))
+            self.questions[stage] = MemoryQuestion(config, stage, estimator, world.size)
+            check_disk(self.questions[stage])
 
     def on_rows(self, config: RunConfig, datasets: dict[str, Dataset], processor: Processor, world: World):
-        """Refuse a run whose largest rows do not fit into GPU memory."""
-        if self.estimator is None or world.device.type != "cuda":
-            return
-        free, _ = torch.cuda.mem_get_info(world.device)
-        available = min(world.gather_objects(free))
+        """Measure the largest rows."""
+        if world.device.type != "cuda":
+            self.questions.clear()
         self.datasets = datasets
-        for stage in config.stage_names:
-            question = MemoryQuestion(config, stage, self.estimator, world.size)
+        for stage, question in self.questions.items():
             measure = partial(measure_datasets, question, datasets, processor)
-            rows, held_out = world.compute_on_rank_zero(measure)
-            question = replace(question, rows=rows, held_out=held_out)
-            phases = estimate_phases(question)
-            if peak_bytes(phases) > available:
-                raise UserError(refusal(question, available))
-            self.plans[stage] = question, int(phases["train"]["optimizer"])
+            self.questions[stage] = world.compute_on_rank_zero(measure)
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
         """Try the largest batches."""
-        if trainer.stage in self.plans:
-            question, optimizer_bytes = self.plans[trainer.stage]
-            try_largest_batches(question, trainer, optimizer, self.datasets, optimizer_bytes)
+        question = self.questions.get(trainer.stage)
+        if question is not None:
+            try_largest_batches(question, trainer, optimizer, self.datasets, optimizer_bytes(question))
 
 
-def measure_datasets(
-    question: MemoryQuestion, datasets: dict[str, Dataset], processor: Processor
-) -> tuple[list[RowSize], list[RowSize]]:
-    """Return the sizes of the largest training rows and of the largest held-out rows."""
-    answers = question.trainer.answers
-    rows = heaviest_rows(datasets[question.stage], processor, answers)
-    return rows, heaviest_rows(datasets.get("eval", ()), processor, answers)
+def measure_datasets(question: MemoryQuestion, datasets: dict[str, Dataset], processor: Processor) -> MemoryQuestion:
+    """Replace assumed row sizes by those of the largest training and held-out rows."""
+    rows = heaviest_rows(datasets[question.stage], processor, question.trainer.answers)
+    return replace(question, rows=rows, held_out=heaviest_rows(datasets.get("eval", ()), processor))
 
 
 def heaviest_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = ()) -> list[RowSize]:
@@ -110,91 +77,21 @@ def heaviest_rows(rows: Dataset, processor: Processor, answers: Sequence[str] = 
     return sorted(sizes, key=lambda size: -size.weight)
 
 
-def refusal(question: MemoryQuestion, available: float) -> str:
-    """Explain that a stage does not fit: phase, largest row, and options to change."""
-    stage = question.stage
-    gpus = question.gpus
-    phases = estimate_phases(question)
-    phase = max(phases, key=lambda name: sum(phases[name].values()))
-    ways = cures(question.config, stage, cause(phase, phases[phase]), gpus)
-    row = (question.held_out if phase == "evaluation" else question.rows)[0]
-    row_text = f"prompts of {row.prompt_tokens:,} tokens are assumed"
-    if row.where:
-        row_text = f"the largest row is {row.where}, with a prompt of {row.prompt_tokens:,} tokens"
-    fits = ""
-    if row.media:
-        row_text += f", of which {row.image_tokens:,} show {row.media}"
-        pixels = fitting_pixels(question, available)
-        if pixels:
-            option = f'"--data.video={{max_pixels: {pixels}}}"' if row.has_videos else f"--data.max_pixels={pixels}"
-            fits = f"The stage fits with {option}. "
-    return (
-        f"{stage} needs about {peak_bytes(phases) / GB:.1f} GB on {f'each of {gpus} GPUs' if gpus > 1 else 'the GPU'} "
-        f"(phase {phase}), but only {available / GB:.1f} GB are free; {row_text}. "
-        f"{fits}Try {', then '.join([*ways, 'a larger GPU, more GPUs or a smaller model'])}. "
-        "docs/memory.md explains these options; --check_memory=false skips this check."
-    )
-
-
-def cause(phase: str, items: dict[str, float]) -> str:
-    """Return the cause of the largest memory item in a phase, such as "weights"."""
-    largest = max(items, key=items.__getitem__)
-    if largest in MODELS:
-        return "weights"
-    if largest in ("optimizer", "gradients") or (largest == "gathered" and phase in ("rollout", "evaluation")):
-        return largest
-    return MEASURED[phase]
-
-
-def fitting_pixels(question: MemoryQuestion, available: float) -> int:
-    """Return the largest data.max_pixels that fits into memory, 0 if none does."""
-    vision = question.estimator.config.vision_config
-    fits = 0
-    too_large = max(row.image_tokens // row.frames for row in (*question.rows, *question.held_out))
-    for _ in range(5):
-        tokens = (fits + too_large) // 2  # tokens per image or pair of frames
-        rows, held_out = (
-            [replace(row, image_tokens=min(row.image_tokens, row.frames * tokens)) for row in part]
-            for part in (question.rows, question.held_out)
-        )
-        is_enough = peak_bytes(estimate_phases(replace(question, rows=rows, held_out=held_out))) <= available
-        fits, too_large = (tokens, too_large) if is_enough else (fits, tokens)
-    return fits * (vision.patch_size * vision.spatial_merge_size) ** 2
-
-
-def written_bytes(question: MemoryQuestion) -> dict[str, float]:
-    """Return the maximum disk space of states and weights, {name: bytes}."""
+def check_disk(question: MemoryQuestion):
+    """Raise UserError if the disk has too little free space for the states and final weights of a new run."""
     config = question.config
     estimator = question.estimator
-    sizes = {}
+    folder = Path(config.output_dir).absolute()
+    if (folder / "states").exists() or (folder / "checkpoint").exists():
+        return  # the run replaces these files
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free
+    size = estimator.parameters * DTYPES[config.model.save_dtype or estimator.config.torch_dtype].itemsize
     if config.state_steps or config.state_minutes:
         # the newest state is written before the oldest is deleted
-        sizes["training states"] = (NUM_KEPT_STATES + 1) * state_bytes(question)
-    dtype = config.model.save_dtype or estimator.config.torch_dtype
-    weights = estimator.parameters * DTYPES[dtype].itemsize
-    saved = bytes_of(trained_parameters(question.models.policy)) if config.save == "adapter" else weights
-    folder = Path(config.output_dir)
-    sizes["weights"] = weights
-    if config.save_steps or (folder / "checkpoint").is_dir():
-        sizes["weights"] += saved
-    if config.best_metric is not None:
-        sizes["weights"] += 2 * saved
-    return sizes
-
-
-def check_disk(question: MemoryQuestion):
-    """Raise UserError if the disk has too little free space."""
-    config = question.config
-    folder = Path(config.output_dir).absolute()
-    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free
-    for pattern in ("states/*/*", "checkpoint/**/*", "best/**/*"):  # files that this run will replace
-        free += sum(path.stat().st_size for path in folder.glob(pattern) if path.is_file())
-    written = written_bytes(question)
-    if sum(written.values()) > free:
-        sizes = " and ".join(f"{size / GB:.2f} GB of {name}" for name, size in written.items())
-        hint = "set save to adapter, " if config.adapter.r and config.save == "merged" else ""
+        size += (NUM_KEPT_STATES + 1) * state_bytes(question)
+    if size > free:
         raise UserError(
-            f"{question.stage} writes {sizes}, but only {free / GB:.2f} GB are free for {config.output_dir}. "
-            f"Free some space, choose another output_dir, {hint}or skip this "
-            "check with --check_memory=false."
+            f"{question.stage} writes {size / GB:.2f} GB of states and weights, but only {free / GB:.2f} GB are free "
+            f"for {config.output_dir}. Free some space, choose another output_dir, train an adapter, set "
+            "state_minutes to 0, or skip this check with --check_memory=false."
         )

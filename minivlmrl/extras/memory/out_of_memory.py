@@ -1,9 +1,7 @@
 """Explain an out-of-memory error: phase, longest row and an option to change."""
 
-import copy
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from torch.optim import Optimizer
 
@@ -17,7 +15,6 @@ from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Trainer
-from minivlmrl.trainers.registry import find_trainer
 
 
 class OutOfMemory(UserError):
@@ -78,68 +75,55 @@ def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
     return f"{row.name} with {longest:,} tokens"
 
 
-WEIGHTS = "nf4", "sharding", "lora", "bfloat16", "8-bit moments"
-TRAINING = "communication", "recomputation", "micro-batch", "nf4", "sharding", "bfloat16"
-# {training phase or estimate entry: options that lower its memory, most effective first}
-CURES = {
-    "sampling": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
-    "evaluation": ("sampling batch", "layer by layer", "nf4", "bfloat16"),
-    "scoring": ("micro-batch", "nf4", "bfloat16"),
-    "reference": ("micro-batch", "nf4", "bfloat16"),
-    "forward": TRAINING,
-    "backward": TRAINING,
-    "update": TRAINING,
-    "optimizer": ("sharding", "lora", "8-bit moments", "bfloat16"),
-    "gradients": ("communication", "sharding", "lora", "bfloat16"),
-    "gathered": ("layer by layer", "nf4", "bfloat16"),
-}
+SAMPLING = "sampling", "evaluation"
+TRAINING = "forward", "backward", "update", "training"
+COMPUTING = *TRAINING, "scoring", "reference"
 
 
 def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[str]:
-    """Return options, such as --adapter.r=16, that reduce memory in a phase."""
+    """Return options that reduce memory in a phase, such as --adapter.r=16, most effective first.
+
+    Args:
+        phase: a phase of a run, such as "forward", or of an estimate: "sampling", "evaluation" or "training".
+    """
     model = config.model
     adapter = config.adapter
-    has_full_base = adapter.r and adapter.quantize is None
-    is_float32 = model.dtype == "float32" and not model.compute_dtype
-    # adapters do not work on frozen layers, or if sync_ref_model updates a reference loaded from a folder
-    moves_folder = config.reference.path and config.reference.sync_ref_model
-    takes_adapters = not (adapter.r or moves_folder or "language" in model.freeze)
+    full_base = adapter.r and adapter.quantize is None
+    takes_adapters = not (adapter.r or "language" in model.freeze)
     # with an environment, ranks prefill tool results at different times, so all need gathered weights
     gathers = config.uses_fsdp and config.rollout.gather_weights and not config.sampling.environment
-    options = {
-        "sampling batch": smaller_sampling_batch(config, phase),
-        "layer by layer": gathers and "--rollout.gather_weights=false",
-        "micro-batch": smaller_micro_batch(config, stage, gpus) if stage else "",
-        "communication": config.sharding.once_per_step and "--sharding.once_per_step=false",
-        "sharding": gpus > 1 and not config.uses_fsdp and "--sharding.enabled=true",
-        "recomputation": not model.activation_checkpointing and "--model.activation_checkpointing=true",
-        "nf4": has_full_base and "--adapter.quantize=nf4",
-        "lora": takes_adapters and "--adapter.r=16",
-        "8-bit moments": config.optimizer.name == "adamw" and "--optimizer.name=adamw_8bit",
-        "bfloat16": is_float32 and "--model.dtype=bfloat16",
-    }
-    return [text for name in CURES.get(phase, WEIGHTS) if (text := options[name])]
+    options: list[tuple[bool, str]] = []
+    if phase in SAMPLING:
+        options.append(smaller_sampling_batch(config, phase))
+        options.append((gathers, "--rollout.gather_weights=false"))
+    if phase in TRAINING:
+        options.append((config.sharding.once_per_step, "--sharding.once_per_step=false"))
+        options.append((not model.activation_checkpointing, "--model.activation_checkpointing=true"))
+    if phase in COMPUTING and stage:
+        options.append(smaller_micro_batch(config, stage, gpus))
+    options += [
+        (full_base, "--adapter.quantize=nf4"),
+        (gpus > 1 and not config.uses_fsdp, "--sharding.enabled=true"),
+        (takes_adapters, "--adapter.r=16"),
+        (config.optimizer.name == "adamw", "--optimizer.name=adamw_8bit"),
+        (model.dtype == "float32" and not model.compute_dtype, "--model.dtype=bfloat16"),
+    ]
+    return [option for applies, option in options if applies]
 
 
-def smaller_sampling_batch(config: RunConfig, phase: str) -> str:
-    """Return an option that samples fewer completions at once, or ""."""
+def smaller_sampling_batch(config: RunConfig, phase: str) -> tuple[bool, str]:
+    """Return (whether it is possible, option) to sample fewer completions at once."""
     sampling = evaluation_sampling(config.sampling) if phase == "evaluation" else config.sampling
-    tokens = sampling.max_batch_tokens
     smallest = 2 * sampling.max_new_tokens
-    lower = max(16384, smallest) if tokens is None else tokens // 2
-    return f"--sampling.max_batch_tokens={lower}" if lower >= smallest else ""
+    lower = sampling.max_batch_tokens // 2 if sampling.max_batch_tokens else max(16384, smallest)
+    return lower >= smallest, f"--sampling.max_batch_tokens={lower}"
 
 
-def smaller_micro_batch(config: RunConfig, stage: str, gpus: int) -> str:
-    """Return an option with smaller micro-batches that the trainer accepts, or ""."""
+def smaller_micro_batch(config: RunConfig, stage: str, gpus: int) -> tuple[bool, str]:
+    """Return (whether it is possible, option) for smaller micro-batches."""
     section = getattr(config, stage)
     size = min(section.micro_batch_size, section.prompts_per_step // gpus)
-    for smaller in range(size // 2, 0, -1):
-        changed = copy.copy(config)
-        setattr(changed, stage, replace(section, micro_batch_size=smaller))
-        with suppress(UserError):  # the trainer may reject this micro-batch size
-            find_trainer(stage, changed).check(changed)
-            return f"--{stage}.micro_batch_size={smaller}"
-    if size == 1 and getattr(section, "max_tokens_per_micro_batch", 0) is None:
-        return f"--{stage}.max_tokens_per_micro_batch={4 * config.sampling.max_new_tokens}"
-    return ""
+    if size > 1:
+        return True, f"--{stage}.micro_batch_size={size // 2}"
+    is_whole = getattr(section, "max_tokens_per_micro_batch", 0) is None
+    return is_whole, f"--{stage}.max_tokens_per_micro_batch={4 * config.sampling.max_new_tokens}"

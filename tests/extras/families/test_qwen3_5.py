@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from minivlmrl.config.options import RunConfig
 from minivlmrl.data.rows import uniform_numbers
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.extras.memory.estimate import BatchShape, MemoryEstimator
@@ -107,7 +108,7 @@ def test_recurrent_states_take_the_estimated_memory():
         held = [x for cache in (attention, before) for layer in cache.layer_states.values() for x in layer]
         held += [x for layer in (*attention.prompt_kv, *attention.row_kv) for x in layer]
         sizes.append(sum(x.nbytes for x in held))
-        assert costs.keys_and_values(torch.float32, work) == sizes[-1]
+        assert costs.prefill(RunConfig(), model, work)[1] == sizes[-1]
         assert len(attention.row_kv) == 1 and len(attention.layer_states) == 2
     keys = 2 * config.num_key_value_heads * config.head_dim * 4
     assert sizes[1] - sizes[0] == 2 * 3 * 45 * keys  # keys and values of the only attention layer
