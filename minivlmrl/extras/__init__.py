@@ -22,7 +22,7 @@ checks, warnings and reports that run/callbacks.py lists in WATCHERS.
 | reference_logps.py | `dpo.precompute_ref_log_probs` |
 | report.py | every run, `minivlmrl report` |
 | tensorboard.py, trackio_tracker.py, weights_and_biases.py | `report_to` |
-| trl.py, trl_inputs.py | your own TRL script |
+| trl.py | your own TRL script |
 | video_files.py | rows with video files |
 | vllm.py | `sampling.engine: vllm` |
 | warnings.py | every run, to warn if it does not learn |

@@ -1,4 +1,4 @@
-"""Compare two groups of runs with several seeds each: bands of their curves, and a paired difference per metric.
+"""Compare two groups of runs with several seeds each: a paired difference per metric.
 
 Runs with the same seed form a pair. The 95 % interval of the mean difference is that of Student's t with n - 1 degrees
 of freedom, for n pairs.
@@ -7,7 +7,6 @@ of freedom, for n pairs.
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -15,21 +14,12 @@ from minivlmrl.config.loading import flat, read_yaml
 from minivlmrl.config.types import Plain
 from minivlmrl.errors import UserError, truncate
 from minivlmrl.files import RUN_CONFIG, file_inside
-from minivlmrl.json_files import write_file
 from minivlmrl.run.metrics import EVALUATIONS, METRICS, SPEED_STEPS
 from minivlmrl.run.rollout_log import read_metrics
 
 # 97.5 % quantiles of Student's t for 1 to 9 degrees of freedom
 QUANTILES = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
-TRAINING = "reward", "loss", "kl", "entropy", "completions/mean_length"  # training metrics with a curve
-WIDTH, HEIGHT = 320, 150
-STYLE = """
-body { margin: 0 auto; max-width: 1100px; padding: 16px; font: 15px/1.45 system-ui, sans-serif; }
-:root { color-scheme: light dark; } div { overflow-x: auto; } h1 { font-size: 20px; overflow-wrap: anywhere; }
-td { padding: 3px 10px 3px 0; min-width: 130px; vertical-align: top; } tr:first-child { font-weight: bold; }
-figure { display: inline-block; margin: 8px; width: min(100%, 330px); } svg { width: 100%; }
-.a { color: #2f6fcf; } .b { color: #c3660b; } text { font-size: 11px; fill: currentColor; }
-"""
+TRAINING = "reward", "loss", "kl", "entropy", "completions/mean_length"  # training metrics to compare
 
 
 @dataclass
@@ -141,61 +131,13 @@ def join_sections(options: dict[str, str], stage: str, other: str, joined: str) 
     return found
 
 
-def chart(name: str, groups: list[list[Run]]) -> str:
-    """Draw the mean of each group over a band from its minimum to its maximum; training metrics as running means."""
-    bands = []
-    for group in groups:
-        steps = sorted(set.intersection(*({*run.curves[name]} for run in group)))
-        values = [[last_value(run, name, step) for run in group] for step in steps]
-        bands.append([(step, min(v), fmean(v), max(v)) for step, v in zip(steps, values, strict=True)])
-    points = [point for band in bands for point in band]
-    first = min(point[0] for point in points)
-    last = max(point[0] for point in points)
-    low = min(point[1] for point in points)
-    high = max(point[3] for point in points)
-
-    def at(step: int, value: float) -> str:
-        x = 40 + (WIDTH - 50) * (step - first) / max(1, last - first)
-        y = HEIGHT - 20 - (HEIGHT - 35) * (value - low) / (high - low or 1)
-        return f"{x:.1f},{y:.1f}"
-
-    shapes = []
-    for color, band in zip("ab", bands, strict=True):
-        edge = [at(step, top) for step, _, _, top in band] + [at(step, bottom) for step, bottom, _, _ in band[::-1]]
-        line = " ".join(at(step, mean) for step, _, mean, _ in band)
-        shapes.append(
-            f'<g class="{color}"><polygon points="{" ".join(edge)}" fill="currentColor" opacity=".2"/>'
-            f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="2"/></g>'
-        )
-    return (
-        f"<figure><figcaption>{escape(name)}</figcaption><svg viewBox='0 0 {WIDTH} {HEIGHT}'>{''.join(shapes)}"
-        f"<text x='0' y='20'>{high:.3g}</text><text x='0' y='{HEIGHT - 20}'>{low:.3g}</text>"
-        f"<text x='40' y='{HEIGHT - 4}'>step {first}</text>"
-        f"<text x='{WIDTH}' y='{HEIGHT - 4}' text-anchor='end'>{last}</text></svg></figure>"
-    )
-
-
-def write_comparison(first: list[Path], second: list[Path], out: Path):
-    """Print the table, and write the page with the curves of both groups."""
+def print_comparison(first: list[Path], second: list[Path]):
+    """Print a difference per metric, and options that differ."""
     groups = [[read_run(folder) for folder in folders] for folders in (first, second)]
     for group in groups:
         seeds = [run.options.get("seed") for run in group]
         if len({*seeds}) < len(seeds):
             raise UserError(f"two runs beside {group[0].folder} have the same seed; the seeds are {seeds}")
-    rows = compare(groups)
-    names = [f"{group[0].folder}" + f" and {len(group) - 1} more" * (len(group) > 1) for group in groups]
-    head = ("metric", *names, "paired difference, 95 % interval")
-    options = differing_options(groups)
-    for row in rows:
-        print(f"{row[0]}\n  A {row[1]}\n  B {row[2]}\n  B - A {row[3]}")
-    print(f"options that differ: {'; '.join(options) or 'none'}")
-    table = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in (head, *rows))
-    charts = "".join(chart(name, groups) for name in shared_metrics([*groups[0], *groups[1]]))
-    text = (
-        "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
-        f"<title>two groups of runs</title><style>{STYLE}</style><h1><span class='a'>{escape(names[0])}</span> and "
-        f"<span class='b'>{escape(names[1])}</span></h1><div><table>{table}</table></div>"
-        f"<p>Options that differ: {escape('; '.join(options) or 'none')}.</p>"
-        f"<p>Lines are means over seeds, bands go from the lowest to the highest seed.</p>{charts}</html>"
-    )
-    write_file(out, text.encode())
+    for name, *means, text in compare(groups):
+        print(f"{name}\n  A {means[0]}\n  B {means[1]}\n  B - A {text}")
+    print(f"options that differ: {'; '.join(differing_options(groups)) or 'none'}")

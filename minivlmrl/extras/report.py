@@ -2,7 +2,7 @@
 
 minivlmrl report runs/shapes                  # writes runs/shapes/report.html
 minivlmrl report runs/a runs/b --out ab.html  # compares two runs
-minivlmrl report runs/a/seed* --against runs/b/seed*  # compares two groups; writes comparison.html
+minivlmrl report runs/a/seed* --against runs/b/seed*  # compares two groups of seeds
 """
 
 import argparse
@@ -262,14 +262,12 @@ def main(arguments: list[str]):
     p = argparse.ArgumentParser("minivlmrl report", description=str(__doc__).splitlines()[0])
     p.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run; one or two runs")
     p.add_argument("--against", nargs="+", default=[], metavar="RUN", help="compare with these runs, paired by seed")
-    p.add_argument("--out", help="output file; defaults to report.html in the first run's folder, or comparison.html")
+    p.add_argument("--out", help="output file; defaults to report.html in the first run's folder")
     options = p.parse_args(arguments)
     folders = [Path(run) for run in options.runs]
     if options.against:
-        write_comparison = load_extra("minivlmrl.extras.compare:write_comparison", "report --against")
-        out = file_to_write(options.out or "comparison.html")
-        write_comparison(folders, [Path(run) for run in options.against], out)
-        return print(f"open {out} in a browser")
+        print_comparison = load_extra("minivlmrl.extras.compare:print_comparison", "report --against")
+        return print_comparison(folders, [Path(run) for run in options.against])
     if len(folders) > 2:
         raise UserError(
             f"a report shows one or two runs, but {len(folders)} were given; to compare two groups of runs, write "
