@@ -144,12 +144,12 @@ def cached_activations():
     counted = {}
     count = MemoryEstimator.activations
 
-    def activations(costs, run, models, work, train):
-        weights = [(name, p.shape, p.dtype, train and p.requires_grad) for name, p in models.named_parameters()]
-        options = (run.model.dtype, run.model.compute_dtype, run.model.activation_checkpointing, run.adapter.dropout)
-        key = (repr(costs.config), *weights, *options, work, train)
+    def activations(costs, run, models, work):
+        weights = [(name, p.shape, p.dtype, p.requires_grad) for name, p in models.named_parameters()]
+        options = (run.model.dtype, run.model.compute_dtype, run.model.activation_checkpointing)
+        key = (repr(costs.config), *weights, *options, work)
         if key not in counted:
-            counted[key] = count(costs, run, models, work, train)
+            counted[key] = count(costs, run, models, work)
         return counted[key]
 
     with pytest.MonkeyPatch.context() as patch:
