@@ -1,12 +1,11 @@
 """Compute DPO reference log-probs before the first step, without a second model.
 
 With `dpo.precompute_ref_log_probs`, the policy computes the log-probs while it still equals the reference. A resumed
-run reads the log-probs from reference_logps.safetensors in output_dir. Rows can also have summed log-probs in TRL's
-columns ref_chosen_logps and ref_rejected_logps.
+run reads the log-probs from reference_logps.safetensors in output_dir.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
@@ -14,12 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.config.parsing import read_value
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset, Prompt
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
-from minivlmrl.errors import UserError, error_context, error_phase
+from minivlmrl.errors import UserError, error_phase
 from minivlmrl.files import digest, save_tensors
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.logprobs import per_token_logps
@@ -31,7 +29,6 @@ from minivlmrl.trainers.dpo import DPOTrainer
 from minivlmrl.trainers.offline import split
 
 FILE = "reference_logps.safetensors"
-COLUMNS = "ref_chosen_logps", "ref_rejected_logps"
 
 
 class StoredReference:
@@ -50,20 +47,14 @@ class StoredReference:
         """Return reference log-probs in nats, (answers, tokens)."""
         found = torch.zeros_like(group.completion_mask, dtype=self.dtype)
         for number, (prompt, ids) in enumerate(pairs_of(group)):
-            pair = found[2 * number : 2 * number + 2]
-            sums = sums_of(prompt)
-            if sums:
-                # store the known sum at the first token, because DPO only sums over tokens
-                pair[:, 0] = torch.tensor(sums, dtype=self.dtype)
-                continue
             values = self.stored.get(key_of(prompt, ids))
             if values is None:
                 raise UserError(
                     f"{prompt.row.name if prompt.row else 'a row'}: the row has changed since its reference "
                     f"log-probabilities were written to {FILE}. Restore the row, or start again with --resume=never"
                 )
-            for logps, own in zip(pair, values.split([len(answer) for answer in ids]), strict=True):
-                logps[: len(own)] = own
+            for answer, own in enumerate(values.split([len(answer) for answer in ids]), 2 * number):
+                found[answer, : len(own)] = own
         return found
 
 
@@ -114,14 +105,6 @@ def compute(trainer: DPOTrainer, rows: Dataset) -> dict[str, Tensor]:
     indices, _ = trainer.shard_rows_with_answers(rows)
     for part in split(indices, trainer.options.micro_batch_size):
         group = trainer.micro_batch([rows[index] for index in part]).group
-        with_sums = [prompt.row.where for prompt in group.prompts if prompt.row is not None and sums_of(prompt)]
-        if with_sums and trainer.options.ld_alpha is not None:
-            raise UserError(
-                f"{with_sums[0]}: the columns {' and '.join(COLUMNS)} are sums over whole answers, but "
-                "dpo.ld_alpha weights the tokens of an answer; leave out the columns or the option"
-            )
-        if all(sums_of(prompt) for prompt in group.prompts) and not trainer.config.uses_fsdp:
-            continue
         logps, _ = per_token_logps(trainer.policy, group)
         answers = logps.cpu().split(group.layout.row_lengths)
         for number, (prompt, ids) in enumerate(pairs_of(group)):
@@ -143,17 +126,6 @@ def pairs_of(group: GroupBatch) -> list[tuple[Prompt, list[Tensor]]]:
             "own prompt; leave the option out"
         )
     return [(prompt, list(answers[2 * i : 2 * i + 2])) for i, prompt in enumerate(group.prompts)]
-
-
-def sums_of(prompt: Prompt) -> tuple[float, float] | None:
-    """Return the log-prob sums given in a row, (chosen, rejected) in nats."""
-    given = {name: prompt.row.columns.get(name) if prompt.row else None for name in COLUMNS}
-    if prompt.row is None or given == dict.fromkeys(COLUMNS):
-        return None
-    with error_context(prompt.row.name):
-        log_probability = Annotated[float, "(-inf, 0]"]
-        chosen, rejected = (read_value(log_probability, given[name], f"column {name!r}", json=True) for name in COLUMNS)
-    return chosen, rejected
 
 
 def key_of(prompt: Prompt, ids: list[Tensor]) -> str:

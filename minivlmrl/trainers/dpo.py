@@ -37,10 +37,6 @@ class DPOTrainer(PairTrainer):
     def has_reference(options: DPOOptions) -> bool:
         return not (options.reference_free or options.precompute_ref_log_probs)
 
-    @staticmethod
-    def columns(options: DPOOptions) -> tuple[str, ...]:
-        return ("ref_chosen_logps", "ref_rejected_logps") if options.precompute_ref_log_probs else ()
-
     def loss(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         group = batch.group
         logps, entropies = per_token_logps(self.policy, group)

@@ -1,7 +1,5 @@
 """Test a reference model that follows the policy, and reference log-probabilities that are computed beforehand."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -9,12 +7,12 @@ from safetensors.torch import load_file, save_file
 from minivlmrl.config.loading import load_config
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.loop import run_training
-from tests.helpers.runs import LETTERS, metrics, write_lines
+from tests.helpers.runs import LETTERS, metrics
 
 MOVES = ["--reference.sync_ref_model=true", "--reference.ref_model_sync_steps=2"]
 GRPO = ["--stages=[grpo]", "--grpo.beta=0.1", LETTERS, *MOVES]
 DPO = ["--stages=[dpo]", "--dpo.max_steps=6", "--state_steps=1"]
-SUMS = "--dpo.precompute_ref_log_probs=true"
+STORED = "--dpo.precompute_ref_log_probs=true"
 
 
 class Copies(Callback):
@@ -103,7 +101,7 @@ def test_two_stages_of_grpo_renew_the_reference_and_resume_with_the_same_bytes(t
 def test_stored_log_probabilities_train_as_a_live_reference(train):
     """MPO and LD-DPO read single tokens of the reference, and the evaluation reads held-out pairs."""
     options = [*DPO, "--model.dtype=float64", "--dpo.ld_alpha=0.5", "--dpo.loss_type=[sigmoid, bco_pair, sft]"]
-    live, stored = train("live", *options), train("stored", *options, SUMS)
+    live, stored = train("live", *options), train("stored", *options, STORED)
     losses = [[line["loss"] for line in metrics(folder)] for folder in (live, stored)]
     # AdamW enlarges the rounding of gradients that are almost 0, so only the losses before the first update are equal
     # to 1e-12.
@@ -115,13 +113,13 @@ def test_stored_log_probabilities_train_as_a_live_reference(train):
 
 def test_no_log_probabilities_are_stored_without_a_reference(train):
     folder = train("free", *DPO, "--dpo.reference_free=true")
-    stored = train("stored", *DPO, "--dpo.reference_free=true", SUMS)
+    stored = train("stored", *DPO, "--dpo.reference_free=true", STORED)
     assert not (stored / "reference_logps.safetensors").exists()
     assert_equal_weights(folder, stored)
 
 
 def test_stored_log_probabilities_are_kept_by_a_resume_and_refused_if_a_row_changed(train, own, rows, home):
-    options = [*DPO, *own, SUMS]
+    options = [*DPO, *own, STORED]
     whole = train("whole", *options)
     with pytest.raises(ValueError, match="stopped by the test"):
         train("run", *options, more=[Stop(2)])
@@ -136,36 +134,6 @@ def test_stored_log_probabilities_are_kept_by_a_resume_and_refused_if_a_row_chan
         train("other", *options, "--resume=auto")
 
 
-def test_rows_bring_the_sums_of_trl(train, own, rows, home, tmp_path):
-    """Sums that another reference computed train as they do in TRL: the loss depends on them."""
-    lines = [json.loads(line) for line in rows.read_text().splitlines()]
-    given = [line | {"ref_chosen_logps": -3.5, "ref_rejected_logps": -7.25} for line in lines]
-    write_lines(home / "sums.jsonl", given)
-    logs = []
-
-    class Losses(Callback):
-        def on_step_begin(self, trainer, optimizer, step, number, batches):
-            for batch in step.micro_batches:
-                logs.append(batch.ref_per_token_logps.sum(1).view(-1, 2))
-
-    options = [*own[:3], f"--data.train_file={home / 'sums.jsonl'}", *DPO, SUMS, "--dpo.max_steps=1"]
-    train("run", *options, more=[Losses()])
-    assert torch.equal(torch.cat(logs), torch.tensor([[-3.5, -7.25]] * 4))
-
-
-@pytest.mark.parametrize(("columns", "options", "expected"), [
-    ({"ref_chosen_logps": -3.5}, [], r"jsonl:\d+: column 'ref_rejected_logps' is None, but it must be of type float"),
-    ({"ref_chosen_logps": -3.5, "ref_rejected_logps": "-1"}, [], "'ref_rejected_logps' is '-1', but it must be of ty"),
-    ({"ref_chosen_logps": 3.5, "ref_rejected_logps": -1}, [], "'ref_chosen_logps' is 3.5, but it must be in "),
-    ({"ref_chosen_logps": -3.5, "ref_rejected_logps": -1}, ["--dpo.ld_alpha=0.5"], r"jsonl:\d+: .* sums over whole an"),
-])  # fmt: skip
-def test_sums_that_would_train_something_else_are_refused(train, own, rows, home, columns, options, expected):
-    lines = [json.loads(line) for line in rows.read_text().splitlines()]
-    write_lines(home / "sums.jsonl", [line | columns for line in lines])
-    with pytest.raises(ValueError, match=expected):
-        train("run", *own[:3], f"--data.train_file={home / 'sums.jsonl'}", *DPO, SUMS, "--dpo.max_steps=1", *options)
-
-
 def test_what_does_not_fit_together_is_refused(train, checkpoint):
     with pytest.raises(ValueError, match=r"reference.path must be null"):
-        train("run", *DPO, SUMS, f"--reference.path={checkpoint}")
+        train("run", *DPO, STORED, f"--reference.path={checkpoint}")

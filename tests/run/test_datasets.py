@@ -110,7 +110,7 @@ def used(completions, **columns):
 @pytest.mark.parametrize(("stages", "rewards", "reads"), [
     (["sft"], ["accuracy"], {"completion"}),
     (["dpo", "reward_model"], [], {"chosen", "rejected", "margin"}),
-    (["dpo"], [], {"chosen", "rejected", "ref_chosen_logps", "ref_rejected_logps"}),
+    (["dpo"], [], {"chosen", "rejected"}),
     (["grpo"], ["accuracy", "own.py:named"], {"solution", "level", "hint"}),
     (["grpo"], ["own.py:unused"], None),  # it receives every column
     (["grpo"], ["own.py:used"], None),
@@ -122,6 +122,5 @@ def test_the_columns_that_stages_and_rewards_read(tmp_path, stages, rewards, rea
     here = [name.replace("own.py", str(tmp_path / "own.py")) for name in (*stages, *rewards)]
     run = load_config(ROOT / "recipes" / "shapes.yaml", [f"--stages=[{', '.join(here[: len(stages)])}]"])
     run.rewards = dict.fromkeys(here[len(stages) :], 1.0)
-    run.dpo.precompute_ref_log_probs = stages == ["dpo"]
     found = datasets.columns_read(run, find_trainers(run))
     assert found is None if reads is None else found - {"columns"} == reads
