@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import PIL.Image
 import pytest
@@ -44,17 +43,6 @@ def findings(rewards, rows, weights=None, solutions=None, **options):
     weights = torch.ones(len(rewards)) if weights is None else torch.tensor(weights)
     trial = check_rewards.Trial(rewards, weights, rows, PROCESSOR, **options)
     return list(check_rewards.check_rewards(trial, solutions or check_rows.solutions_of(rows)))
-
-
-def test_boxes_that_no_reward_can_parse_are_reported():
-    rewards = [SimpleNamespace(name=name) for name in ("format", "box_format", "iou")]
-    processor = SimpleNamespace(answer_format="tags")
-    answers = "1 2 3 4", "[]", '{"point_2d": [1, 2]}', "{'bbox': [1, 2, 3, 4]}"
-    texts = [f"<answer>{answer}</answer>" for answer in answers]
-    [sentence] = check_rewards.unparsed_boxes(rewards, texts, processor)
-    assert sentence.startswith("1 of 4 answers, for example '{\"point_2d\": [1, 2]}', contain no box that reward box")
-    assert not list(check_rewards.unparsed_boxes(rewards, [*texts, "1 2 3 4", "no answer"], processor))
-    assert not list(check_rewards.unparsed_boxes([SimpleNamespace(name="accuracy")], texts, processor))
 
 
 def points(answer_texts, solution, **columns):
@@ -123,16 +111,6 @@ def test_rows_that_stand_twice_with_another_solution_are_named(tmp_path):
 
 def tokens(completion_ids, **columns):
     return [float(len(ids)) for ids in completion_ids]
-
-
-@pytest.mark.parametrize(("ids", "is_named"), [("ab", False), ("ba", True), ((None, None), False), ("a", False)])
-def test_tool_results_in_another_order_than_their_calls_are_named(tmp_path, ids, is_named):
-    calls = [{"id": name, "function": {"name": name, "arguments": {}}} for name in "ab"]
-    results = [{"role": "tool", "content": "2", "tool_call_id": name} for name in ids]
-    turns = [{"role": "assistant", "tool_calls": calls}, *results, {"role": "assistant", "content": "two"}]
-    write_lines(tmp_path / "rows.jsonl", [{"prompt": "How many?", "completion": turns}])
-    found = list(check_rows.check_conversations(FileDataset(tmp_path / "rows.jsonl", ()), None))
-    assert [text.partition(" rows have a tool result")[0] for text in found] == (["1 of 1"] if is_named else [])
 
 
 @pytest.mark.parametrize(("weight", "message"), [(0.001, []), (0.01, ["Correct answers score less than a word that"])])

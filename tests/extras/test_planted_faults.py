@@ -31,10 +31,6 @@ def asked_twice(number: int, row: dict) -> dict:
     return {"prompt": talk, "problem": None}
 
 
-def image_after_text(number: int, row: dict) -> dict:
-    return {"problem": "Name it.<image>" if number else "Name it."}  # without the tag, the image comes first
-
-
 def shown_again(number: int, row: dict) -> dict:
     """Write an evaluation row with another question about the same image, which is saved as another file."""
     PIL.Image.open(row["image"]).save(f"again_{number}.bmp")
@@ -91,16 +87,10 @@ FAULTS = [
         check=("completion ends with the token id", "Add this id to sampling.stop_token_ids")),
     Fault(["--rewards={accuracy: 1, format: -1}"],
         check=("Correct answers do not score higher", "Check the weights of the rewards")),
-    Fault(["--data.eval_file=rows.jsonl", "--data.eval_rows=1"],
-        check=("There is only 1 evaluation row", "Use at least 100 rows")),
     Fault(["--data.eval_file=eval.jsonl"], shown_again,
         check=("8 of 8 images in the evaluation rows are identical to images in the training rows", "Use different")),
     Fault(["--data.eval_file=eval.jsonl", "--data.eval_rewards=[accuracy]"], shown_again,
         check=("1 of 8 rows of eval have an empty solution, which reward accuracy", "write a solution")),
-    Fault(["--rewards={accuracy: 1}"], lambda i, row: {"solution": ("Ice-Cream", "ice cream", "ice cream.")[i % 3]},
-        check=("'Ice-Cream' (3 rows) and 'ice cream' (3 rows) seem to be two names", "Use one name for each label")),
-    Fault(change=image_after_text,
-        check=("7 questions have the image after the text, and 1 have it before", "Use the same order")),
     Fault(change=told_by_the_system, check=("8 of 8 system messages contain their solution", "Remove the solution")),
     Fault(change=asked_before, check=("8 of 8 earlier turns contain their solution", "Remove the solution")),
     Fault(["--data.eval_file=eval.jsonl", "--data.eval_rewards=[accuracy]"], one_class,

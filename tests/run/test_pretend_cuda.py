@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from minivlmrl.distributed.process_group import World
-from minivlmrl.extras.check import summary
 from minivlmrl.extras.memory import memory_check
 from minivlmrl.model import lora, vision
 from tests.helpers import tiny
@@ -61,9 +60,8 @@ def test_a_run_on_a_t4(run, own, plain, lively, monkeypatch, capsys):
         patch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
         patch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75"])
         patch.setattr(torch.cuda, "mem_get_info", lambda *_: (14.5e9, 15.8e9))
-        patch.setattr(summary, "driver_version", lambda: "NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27")
         folder = run(*own[:2], *options, *SMALL, "--stages=[grpo]")
-    text = "device: Tesla T4 (compute capability 7.5, driver 580.65.06, 14.5 of 15.8 GB free); ranks: 1; kernels"
+    text = "device: Tesla T4 (compute capability 7.5, 14.5 of 15.8 GB free); ranks: 1; kernels"
     assert text in capsys.readouterr().out
     assert dtypes == {torch.float32} and len(tried) == 1 and (folder / "checkpoint").is_dir()
 

@@ -18,13 +18,7 @@ from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
 from minivlmrl.extras.check.evaluation import check_evaluation
 from minivlmrl.extras.check.preflight import find_mistakes
-from minivlmrl.extras.check.rewards import (
-    check_contradictions,
-    check_demonstrations,
-    check_label_names,
-    check_rewards,
-    make_trial,
-)
+from minivlmrl.extras.check.rewards import check_contradictions, check_demonstrations, check_rewards, make_trial
 from minivlmrl.extras.check.rows import check_rows, solutions_of
 from minivlmrl.rewards.registry import held_out_rewards
 from minivlmrl.run.callbacks import default_callbacks
@@ -65,9 +59,7 @@ def check(config: RunConfig) -> Iterator[str]:
     if "prompts" in rows_of:
         trial = make_trial(config, rows_of["prompts"], processor)
         if (trial.weights > 0).any():
-            solutions = solutions_of(rows_of["prompts"])
-            yield from check_rewards(trial, solutions)
-            yield from check_label_names(trial, solutions)
+            yield from check_rewards(trial, solutions_of(rows_of["prompts"]))
     process_group.shutdown(world)
 
 

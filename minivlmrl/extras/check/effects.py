@@ -6,148 +6,84 @@ Options without effect cause notes, not errors: changing one option, such as grp
 import inspect
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import get_args
 
 from minivlmrl.config.import_utils import parameters_of, resolve_object
 from minivlmrl.config.loading import inherited_sections
 from minivlmrl.config.loss_forms import like_grpo_loss
-from minivlmrl.config.options import NO_TRUNCATION, DPOOptions, GRPOOptions, RunConfig, TrainingOptions
-from minivlmrl.config.types import Part
+from minivlmrl.config.options import NO_TRUNCATION, GRPOOptions, RunConfig, TrainingOptions
 from minivlmrl.losses.grpo import grpo_loss
 from minivlmrl.losses.preference import SMOOTHED
 from minivlmrl.run.evaluate import UNFILTERED
 from minivlmrl.trainers.base import Trainer
 
-PARTS = {*get_args(Part)}
-CLIPS = "grpo.epsilon_low grpo.epsilon_high"
-KL = "grpo.kl_estimator grpo.use_bias_correction_kl"
+FILTERS = " ".join(f"sampling.{name}" for name in NO_TRUNCATION)
 
 
-# (options, reason, condition): if the condition is true, the options have no effect
-Rule = tuple[str, str, object]
-
-
-def rules(config: RunConfig) -> list[Rule]:
-    """Return the rules of all sections."""
-    return [*run_rules(config), *dpo_rules(config.dpo), *grpo_rules(config.grpo), *sampling_rules(config)]
-
-
-def run_rules(config: RunConfig) -> list[Rule]:
-    """Return rules about data, evaluations, weights and stages."""
-    adapter = config.adapter
+def rules(config: RunConfig) -> list[tuple[str, str, object]]:
+    """Return (options, reason, condition): if the condition is true, the options have no effect."""
+    grpo = config.grpo
+    ppo = config.ppo
     data = config.data
-    return [
-        ("eval_steps eval_on_start best_metric data.eval_rows data.eval_without_images data.eval_rewards",
-         "there are no rows to evaluate unless data.eval_file or data.task is set",
-         not (data.eval_file or data.task)),
-        ("eval_steps eval_on_start best_metric data.eval_without_images data.eval_rewards",
-         "data.eval_rows is 0, so nothing is evaluated", data.eval_rows == 0),
-        *((option, f"it is at least the max_steps of every stage, and {always} after each stage anyway",
-           all(getattr(config, name).max_steps <= getattr(config, option) for name in config.stage_names))
-          for option, always in (("eval_steps", "a run evaluates"), ("save_steps", "weights are saved"))),
-        ("data.image_root data.format data.columns data.skip_unreadable data.image data.video data.max_prompt_tokens",
-         "data.task generates all rows, so no file is read", data.task),
-        ("adapter.alpha adapter.dropout adapter.target adapter.modules_to_save adapter.quantize save",
-         "there is no adapter unless adapter.r > 0", adapter.r == 0),
-        ("model.freeze", "a base with adapters is frozen anyway, and these parts have no adapters",
-         adapter.r and {*config.model.freeze} <= PARTS - {*adapter.target, *adapter.modules_to_save}
-         and {*adapter.target} <= PARTS),
-        ("save", "nothing is saved before the end unless save_steps, best_metric or several stages are set",
-         adapter.r and not config.save_steps and config.best_metric is None and len(config.stages) < 2),
-        ("sharding.replicas sharding.cpu_offload sharding.once_per_step",
-         "no weights are sharded unless sharding.enabled is true", not config.sharding.enabled),
-        ("rollout.gather_weights",
-         "each rank has all weights unless sharding.enabled or model.compute_dtype is set",
-         not config.uses_fsdp),
-        ("rollout.max_logp_mismatch",
-         "log-probabilities of sampler and trainer are not compared with adapter.dropout > 0, because only "
-         "the trainer applies dropout",
-         config.sampling.engine == "native" and adapter.dropout > 0),
-        ("reward_model.path", "no reward uses a reward model unless rewards contains reward_model",
-         "reward_model" not in config.rewards),
-        *((f"{stage}.min_lr_ratio", "lr_scheduler_type constant keeps the learning rate as it is",
-           getattr(config, stage).lr_scheduler_type == "constant")
-          for stage in ("sft", "dpo", "reward_model", "grpo", "ppo")),
-        ("reference.ref_model_mixup_alpha reference.ref_model_sync_steps",
-         "the reference moves only if reference.sync_ref_model is true", not config.reference.sync_ref_model),
-    ]  # fmt: skip
-
-
-def dpo_rules(dpo: DPOOptions) -> list[Rule]:
-    """Return rules about the section dpo."""
-    return [
-        ("dpo.precompute_ref_log_probs", "there is no reference with reference_free", dpo.reference_free),
-        ("dpo.label_smoothing", f"only the losses {', '.join(SMOOTHED)} use it",
-         not {*dpo.loss_type} & {*SMOOTHED}),
-        ("dpo.beta dpo.ld_alpha dpo.f_divergence_type dpo.f_alpha_divergence_coef",
-         "the loss sft is the same for every value",
-         dpo.loss_type == ["sft"]),
-        ("dpo.f_alpha_divergence_coef", "there is no alpha unless dpo.f_divergence_type is alpha_divergence",
-         dpo.f_divergence_type != "alpha_divergence"),
-    ]  # fmt: skip
-
-
-def grpo_rules(grpo: GRPOOptions) -> list[Rule]:
-    """Return rules about the section grpo."""
+    sampling = config.sampling
     # one optimizer step per rollout: all policy ratios are 1
     on_policy = grpo.num_iterations * grpo.steps_per_generation == 1
     own_loss = ":" in grpo.loss_type  # the user's own function may use any grpo option
     corrects_kl = grpo.beta > 0 and grpo.use_bias_correction_kl and grpo.kl_estimator != "k2"
     weighs_tokens = grpo.rollout_correction or grpo.top_entropy_quantile < 1 or corrects_kl
     return [
-        (CLIPS, "loss_types sapo and vespo do not clip the ratio of policies",
+        ("eval_steps eval_on_start best_metric data.eval_without_images data.eval_rewards",
+         "there are no rows to evaluate unless data.eval_file or data.task is set, and data.eval_rows is not 0",
+         not (data.eval_file or data.task) or data.eval_rows == 0),
+        ("data.image_root data.format data.columns data.skip_unreadable data.image data.video data.max_prompt_tokens",
+         "data.task generates all rows, so no file is read", data.task),
+        ("adapter.alpha adapter.dropout adapter.target adapter.modules_to_save adapter.quantize save",
+         "there is no adapter unless adapter.r > 0", config.adapter.r == 0),
+        ("sharding.replicas sharding.cpu_offload sharding.once_per_step",
+         "no weights are sharded unless sharding.enabled is true", not config.sharding.enabled),
+        ("rollout.gather_weights",
+         "each rank has all weights unless sharding.enabled or model.compute_dtype is set", not config.uses_fsdp),
+        ("rollout.max_logp_mismatch",
+         "only the trainer applies adapter.dropout, so its log-probabilities are not compared with the sampler's",
+         sampling.engine == "native" and config.adapter.dropout > 0),
+        ("reward_model.path", "no reward uses a reward model unless rewards contains reward_model",
+         "reward_model" not in config.rewards),
+        ("reference.ref_model_mixup_alpha reference.ref_model_sync_steps",
+         "the reference moves only if reference.sync_ref_model is true", not config.reference.sync_ref_model),
+        ("reference.sync_ref_model",
+         "no stage has as many steps as reference.ref_model_sync_steps, so the reference never moves",
+         all(getattr(config, x).max_steps < config.reference.ref_model_sync_steps for x in config.stage_names)),
+        ("dpo.label_smoothing", f"only the losses {', '.join(SMOOTHED)} use it",
+         not {*config.dpo.loss_type} & {*SMOOTHED}),
+        ("dpo.f_alpha_divergence_coef", "there is no alpha unless dpo.f_divergence_type is alpha_divergence",
+         config.dpo.f_divergence_type != "alpha_divergence"),
+        ("grpo.epsilon_low grpo.epsilon_high", "loss_types sapo and vespo do not clip the ratio of policies",
          grpo.loss_type in ("sapo", "vespo")),
-        ("grpo.epsilon_low", "loss_type cispo clips the ratio of policies only from above",
-         grpo.loss_type == "cispo"),
-        (CLIPS, "the ratio of policies is 1 unless num_iterations * steps_per_generation > 1",
+        ("grpo.epsilon_low", "loss_type cispo clips the ratio of policies only from above", grpo.loss_type == "cispo"),
+        ("grpo.epsilon_low grpo.epsilon_high",
+         "the ratio of policies is 1 unless num_iterations * steps_per_generation > 1",
          on_policy and not own_loss and grpo.loss_type != "cispo"),
-        ("grpo.importance_sampling_level", "loss_type rloo uses ratios of whole completions",
-         grpo.loss_type == "rloo"),
-        ("grpo.importance_sampling_level", "loss_type vespo weights whole completions",
-         grpo.loss_type == "vespo" and not (grpo.beta > 0 and grpo.use_bias_correction_kl)),
+        ("grpo.importance_sampling_level", "loss_type rloo uses ratios of whole completions", grpo.loss_type == "rloo"),
         ("grpo.importance_sampling_level",
          "ratios of 1 have the same gradient at every level; the level matters only with num_iterations * "
          "steps_per_generation > 1, rollout_correction, top_entropy_quantile < 1, or beta > 0 and "
          "use_bias_correction_kl",
          on_policy and not own_loss and not weighs_tokens),
-        (KL, "there is no KL unless beta > 0", grpo.beta == 0),
-        (KL, "loss_type rloo subtracts the k1 estimate of the KL from the reward",
-         grpo.loss_type == "rloo"),
-        ("grpo.use_bias_correction_kl",
-         "the correction does not change the gradient of kl_estimator k2 unless num_iterations * "
-         "steps_per_generation > 1", grpo.kl_estimator == "k2" and on_policy),
-        ("grpo.scale_rewards", "leave-one-out advantages are not divided",
-         grpo.advantages_name == "rloo"),
-        ("grpo.scale_rewards grpo.soft_punish_cache",
-         "GDPO normalizes each reward instead of the weighted sum of the rewards",
-         grpo.advantages_name == "gdpo"),
-        ("grpo.beta", "loss_type rloo subtracts the KL from the sum of rewards, which GDPO does not use",
-         grpo.advantages_name == "gdpo" and grpo.loss_type == "rloo"),
+        ("grpo.kl_estimator grpo.use_bias_correction_kl", "there is no KL unless beta > 0", grpo.beta == 0),
+        ("grpo.scale_rewards", "advantages rloo and gdpo do not use it",
+         grpo.advantages_name in ("rloo", "gdpo")),
         ("grpo.multi_objective_aggregation", "the option advantages or loss_type rloo already defines the advantages",
          grpo.advantages is not None or grpo.loss_type == "rloo"),
         ("grpo.rollout_correction grpo.top_entropy_quantile grpo.entropy_coef",
          "a loss_type from a file computes the whole loss", own_loss),
         ("grpo.rollout_correction_bounds", "there is no correction to bound unless rollout_correction is set",
          not grpo.rollout_correction),
-    ]  # fmt: skip
-
-
-def sampling_rules(config: RunConfig) -> list[Rule]:
-    """Return rules about the sections ppo and sampling."""
-    ppo = config.ppo
-    sampling = config.sampling
-    return [
-        ("ppo.critic_path", "the critic is a head on the policy unless critic is separate",
-         ppo.critic != "separate"),
+        ("ppo.critic_path", "the critic is a head on the policy unless critic is separate", ppo.critic != "separate"),
         ("ppo.kl_estimator", "there is no KL unless kl_coef > 0", ppo.kl_coef == 0),
         ("ppo.cliprange", "the ratio of policies is 1 unless num_iterations * steps_per_generation > 1",
          ppo.num_iterations * ppo.steps_per_generation == 1),
-        (" ".join(f"sampling.{name}" for name in NO_TRUNCATION),
-         "temperature 0 always takes the most likely token", sampling.temperature == 0),
-        ("sampling.history", "completions have only one turn unless environment is set",
-         sampling.environment is None),
-        ("sampling.vllm", "these options are read only with engine vllm",
-         sampling.engine == "native"),
+        (FILTERS, "temperature 0 always takes the most likely token", sampling.temperature == 0),
+        ("sampling.history", "completions have only one turn unless environment is set", sampling.environment is None),
+        ("sampling.vllm", "these options are read only with engine vllm", sampling.engine == "native"),
     ]  # fmt: skip
 
 
@@ -194,11 +130,6 @@ def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[t
             ["reference.path", "reference.sync_ref_model"],
             "no stage of this recipe keeps a reference model; grpo has one only with beta > 0, and dpo only without "
             "reference_free",
-        )
-    if all(getattr(config, name).max_steps < config.reference.ref_model_sync_steps for name in trainers):
-        yield (
-            ["reference.sync_ref_model"],
-            "no stage has as many steps as reference.ref_model_sync_steps, so the reference never moves",
         )
     for options, reason, applies in rules(config):
         if applies:

@@ -25,8 +25,6 @@ def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor:
     held_out = datasets.get("eval")
     if held_out is None:
         return
-    if len(held_out) == 1:
-        yield "There is only 1 evaluation row. Use at least 100 rows (data.eval_file, data.eval_rows)."
     rewards = [reward for reward in held_out_rewards(config) if "solution" in reward.columns]
     no_columns = dict.fromkeys(required_columns(rewards))  # None for columns missing in a row
     rows = [replace(row, key=str(i), columns=no_columns | row.columns) for i, row in enumerate(sample_rows(held_out))]

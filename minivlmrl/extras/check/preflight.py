@@ -44,7 +44,6 @@ from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
 NUM_SOLUTIONS = 10_000  # maximum dataset solutions to check; 10,000 take a few seconds
-LONG_SOLUTION = 30  # words
 NUM_IMAGES = 16  # maximum images whose boxes are checked
 TYPICAL_WEIGHT = 0.01  # absolute value of a typical weight in models with billions of parameters
 
@@ -117,25 +116,11 @@ def try_rewards(config: RunConfig, datasets: dict[str, Dataset], processor: Proc
             environment = None if name is None else agents().begin_with_row(name, row)
             completion = Completion(ids, tool_use=ToolUse(environment))
             columns = reward_columns([row], [prompt], [[completion]], processor, reward_model_scores=[0.0])
+            where = "; data.eval_rewards chooses the rewards of data.eval_file" if stage == "eval" else ""
             try:
                 call_rewards(rewards, columns)
             except UserError as error:
-                if stage != "eval" or config.data.eval_rewards:
-                    raise
-                raise UserError(f"{error}{eval_rewards_cure(rewards, columns)}") from error
-
-
-def eval_rewards_cure(rewards: Sequence[Reward], columns: dict[str, list]) -> str:
-    """Return advice to score held-out rows with the rewards that fit them; "" if none does."""
-    fitting = []
-    for reward in rewards:
-        with suppress(UserError):
-            call_rewards([reward], columns)
-            fitting.append(reward.name)
-    names = ", ".join(json.dumps(name) for name in fitting)
-    return f"; evaluations use all rewards, so choose those for data.eval_file: '--data.eval_rewards=[{names}]'" * bool(
-        names
-    )
+                raise UserError(f"{error}{where}") from error
 
 
 def first_rows(rows: Dataset) -> Iterable[int]:
@@ -234,13 +219,6 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
                 f"{len(empty)} {start} an empty solution, which reward accuracy does not score (the first is "
                 f"{empty[0]}); write a solution, or remove the row"
             )
-        long = [facts.where for facts in rows.facts if len(str(facts.solution).split()) >= LONG_SOLUTION]
-        if long and any(reward.name == "accuracy" for reward in rewards):
-            yield (
-                f"{len(long)} {start} a solution of {LONG_SOLUTION} words or more (the first is {long[0]}), which no "
-                "answer will equal; write whole demonstrations into the column completion, and the short answer alone "
-                "into solution"
-            )
     dtype = DTYPES[config.model.dtype]
     # 16-bit weights lose small updates; adamw_8bit keeps the rounding error
     trains_weights = not config.adapter.r or config.adapter.modules_to_save
@@ -262,13 +240,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
                 f"{len(repeated)} of {len(held_out)} evaluation rows are also training rows of {stage} (the first is "
                 f"{held_out[repeated[0]].name}), so they measure memorization; remove them from data.eval_file"
             )
-        options = getattr(config, stage)
-        if options.warmup_steps > options.max_steps:
-            yield (
-                f"{stage}.warmup_steps is {options.warmup_steps}, but {stage}.max_steps is {options.max_steps}, so the "
-                f"stage ends before the learning rate reaches {options.learning_rate}; lower warmup_steps"
-            )
-        rate = options.learning_rate
+        rate = getattr(config, stage).learning_rate
         # weights with a larger absolute value lose their updates by rounding
         largest_weight = 4 * rate / torch.finfo(dtype).eps
         if rounds and largest_weight < TYPICAL_WEIGHT:

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.boxes import Box, parse_boxes, says_none
+from minivlmrl.data.boxes import Box, parse_boxes
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.markup import parse_literal
 from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset, Row
-from minivlmrl.errors import pluralize, truncate
+from minivlmrl.errors import truncate
 from minivlmrl.extras.check.rows import sample_rows, solutions_of
 from minivlmrl.losses.advantages import combine
 from minivlmrl.rewards.columns import call_rewards, image_and_box_sizes, reward_columns
@@ -108,7 +108,6 @@ def check_demonstrations(trial: Trial) -> Iterator[str]:
                 f"The mean of reward {reward.name} is only {mean:.2f} for the demonstrations, so "
                 f"the stage sft would teach answers that are not rewarded later. {advice}"
             )
-    yield from unparsed_boxes(trial.rewards, texts, processor)
 
 
 def check_contradictions(
@@ -149,19 +148,6 @@ def check_contradictions(
 def answer_text(row: Row, name: str) -> str:
     """Return the text of a given answer's last turn."""
     return text_of(as_turns(getattr(row, name) or "")[-1])
-
-
-def unparsed_boxes(rewards: list[Reward], texts: Sequence[str], processor: Processor) -> Iterator[str]:
-    """Check that box rewards can parse the demonstrations."""
-    names = [reward.name for reward in rewards if reward.name in ("iou", "acc_0_5", "box_format")]
-    answers = [find_answer(text, processor.answer_format) for text in texts]
-    unparsed = [answer for answer in answers if answer and not parse_boxes(answer) and not says_none(answer)]
-    if names and len(unparsed) > 0.2 * len(texts):
-        yield (
-            f"{len(unparsed)} of {len(texts)} answers, for example {truncate(unparsed[0], 80)}, contain no "
-            f"box that reward {names[0]} can parse. Ask for boxes in the format "
-            '{"bbox_2d": [x1, y1, x2, y2]}, or write a reward that parses these answers.'
-        )
 
 
 def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -247,33 +233,6 @@ def check_forms(trial: Trial) -> Iterator[str]:
                 f"gets {value:.2f} for the solution {truncate(solution, 60)}. Write one text as the solution, or use a "
                 "reward that reads these solutions, such as choice, number or one_of in recipes/answers.py."
             )
-
-
-def check_label_names(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Check whether a reward accepts only one of two spellings of a label, such as "ice cream" and "Ice-Cream".
-
-    Labels with digits are skipped: without punctuation, the different labels 1-5 and 15 would look the same.
-    """
-    solution_counts = count_answers(solutions)
-    names = defaultdict(list)  # {normalized solution: its spellings, most frequent first}
-    for solution, _ in solution_counts.most_common():
-        letters = re.sub(r"[\W_]", "", normalize(solution))
-        if letters.isalpha():
-            names[letters].append(solution)
-    for first, *others in names.values():
-        for other in others:
-            row = trial.rows[0]
-            is_list = isinstance(row.columns.get("solution"), list)
-            solution = {"solution": [first] if is_list else first, "row_rewards": None}
-            row = replace(row, columns=row.columns | solution)
-            right, wrong = replace(trial, rows=[row, row]).score_answers([first, other])
-            if (wrong < right).any():
-                yield (
-                    f"The solutions {truncate(first, 60)} ({pluralize(solution_counts[first], 'row')}) and "
-                    f"{truncate(other, 60)} ({pluralize(solution_counts[other], 'row')}) seem to be two names for one "
-                    "label, but an answer with one name is wrong where the other is the solution. Use one name."
-                )
-                return
 
 
 def check_constant(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.data.messages import as_turns, part_kind, parts_of, shown_parts_of, text_of
+from minivlmrl.data.messages import as_turns, shown_parts_of, text_of
 from minivlmrl.data.processor import Processor, encode_windows
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.errors import pluralize, truncate
@@ -46,44 +46,16 @@ def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], proce
 
 
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
-    """Check system messages, the order of tool results, and the position of images."""
-    num_two_systems = num_misplaced = 0
-    image_orders = Counter()  # {whether the image follows the text: number of questions}
+    """Check system messages."""
+    num_two_systems = 0
     for row in without_media(all_rows):
         systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
         num_two_systems += len({*systems, system_prompt} - {None}) > 1
-        num_misplaced += misplaces_result([*row.messages, *as_turns(row.completion or row.chosen or "")])
-        kinds = [part_kind(part) for part in parts_of([row.messages[-1]]) if part.get("text") != ""]
-        if kinds and "text" in (kinds[0], kinds[-1]) and kinds[0] != kinds[-1]:
-            image_orders[kinds[0] == "text"] += 1
     if num_two_systems:
         yield (
             f"{num_two_systems} of {len(all_rows)} rows have several system messages, counting data.system_prompt, "
             "which is ignored for rows with a system message of their own. Keep only one of the messages."
         )
-    if num_misplaced:
-        yield (
-            f"{num_misplaced} of {len(all_rows)} rows have a tool result with another tool_call_id than the call in "
-            "its place. The model sees no ids, so put results in the order of their calls."
-        )
-    if min(image_orders[True], image_orders[False]) > 0.05 * image_orders.total():
-        yield (
-            f"{image_orders[True]} questions have the image after the text, and {image_orders[False]} have it before "
-            "the text, where it is also placed if a prompt lacks the tag <image>. Use the same order for all questions."
-        )
-
-
-def misplaces_result(turns: Sequence[dict]) -> bool:
-    """Return whether the order of tool results differs from the order of their calls."""
-    calls = iter(())
-    for turn in turns:
-        if turn["role"] != "tool":
-            calls = iter(turn.get("tool_calls") or ())
-            continue
-        ids = next(calls, {}).get("id"), turn.get("tool_call_id")
-        if None not in ids and ids[0] != ids[1]:
-            return True
-    return False
 
 
 def check_duplicates(all_rows: Dataset) -> Iterator[str]:
