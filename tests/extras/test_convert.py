@@ -68,13 +68,13 @@ UNCLEAR = {  # {name: (row, words that are printed, solutions after each printed
     ),
     "two questions": (ASKED | {"query": "Q: Which?"}, ["question ('Which?') and query ('Q: Which?')"], ["B", "B"]),
     "two pictures": (ASKED | {"photo": "dog.jpg"}, ["image ('cat.jpg') and photo ('dog.jpg')"], ["B", "B"]),
-    "choices": (CHOICES | {"choices": ["cat", "dog"]}, ["would not see choices"], ["dog", "B"]),
+    "choices": (CHOICES | {"choices": ["cat", "dog"]}, ["would not see choices"], ["dog", "dog"]),
     "choices in columns": (
         CHOICES | {"answer": "1", "option_a": "cat", "option_b": "dog"},
         ["see option_a, option_b"],
-        ["1", "B"],
+        ["1", "1"],
     ),
-    "choices with another name": (CHOICES | {"answer_choices": ["cat", "dog"]}, ["see answer_choices"], ["dog", "B"]),
+    "choices with another name": (CHOICES | {"answer_choices": ["cat", "dog"]}, ["see answer_choices"], ["dog", "dog"]),
     "a number and its name": (
         {"question": "Which?", "image": "cat.jpg", "label": 1, "label_name": "dog"},
         ["label (1) and label_name ('dog')"],
@@ -92,14 +92,15 @@ def test_unclear_columns_are_a_question_whose_commands_work(convert, tmp_path, n
     write_lines(tmp_path / "rows.jsonl", [row])
     rows, printed = convert("rows.jsonl")
     assert rows is None and all(word in printed for word in words)
-    if lines := re.search(r"((?:from string|def read).*)Save this", printed, re.DOTALL):
+    if lines := re.search(r"(def read.*)Save this", printed, re.DOTALL):
         (tmp_path / "my_format.py").write_text(lines[1])
     commands = re.findall("^  minivlmrl convert (.*)", printed, re.MULTILINE)
     if solutions:
         found = [convert(*shlex.split(command))[0][0] for command in commands]
         assert [row.columns["solution"] for row in found] == solutions
         if "option" in str(row) or "choices" in str(row):
-            assert text_of(found[1].messages[0]).endswith("Which?\nA. cat\nB. dog")
+            shown = text_of(found[1].messages[0]).partition("Which?\n")[2]
+            assert "cat" in shown and "dog" in shown
 
 
 @pytest.mark.parametrize(("row", "options", "message"), [
@@ -210,9 +211,11 @@ def test_choices_of_a_late_row_are_a_question(convert, tmp_path):
     write_lines(tmp_path / "rows.jsonl", [ASKED] * 200 + [ASKED | {"choices": ["cat", "dog"]}])
     rows, printed = convert("rows.jsonl")
     assert rows is None and "would not see choices" in printed
-    (tmp_path / "my_format.py").write_text(re.search(r"(from string.*)Save this", printed, re.DOTALL)[1])
+    (tmp_path / "my_format.py").write_text(re.search(r"(def read.*)Save this", printed, re.DOTALL)[1])
     rows, _ = convert("rows.jsonl", "--format=my_format.py:read")
-    assert text_of(rows[0].messages[0]) == "Which?" and text_of(rows[200].messages[0]) == "Which?\nA. cat\nB. dog"
+    assert (
+        text_of(rows[0].messages[0]) == "Which?" and text_of(rows[200].messages[0]) == "Which?\nchoices: ['cat', 'dog']"
+    )
 
 
 def test_files_that_convert_did_not_write_stay(convert, tmp_path):
@@ -256,7 +259,6 @@ def test_tables_are_read(tmp_path):
 
 @pytest.mark.parametrize(("content", "message"), [
     ('a.png,"What?,x\nb.png,What?,y\n', r":2: the row cannot be read \(unexpected end of data\); close each quote"),
-    ('a.png,"What?,x\nb.png,What?,y\nc.png,What?",z\n', ":2: column 'problem' seems to contain further rows"),
     ("a.png,b,c,d\n", ":2: the row has 4 cells, but the first line of the file has 3 column names; put"),
 ])  # fmt: skip
 def test_a_wrong_table_is_named(convert, tmp_path, content, message):

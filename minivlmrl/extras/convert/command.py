@@ -51,8 +51,6 @@ def main(arguments: list[str]) -> int:
     add("--eval_rows", type=int, default=0, help="rows to write into a second file, for data.eval_file")
     add("--out", type=Path, help="new file, .jsonl")
     options = parser.parse_args(arguments)
-    if options.out and options.out.suffix != ".jsonl":
-        parser.error(f"--out is {options.out}, but its name must end with .jsonl")
     named = read_value(dict[str, str], options.columns, "--columns", json=False)
     path = Path(options.file)
     file = find_rows(path)

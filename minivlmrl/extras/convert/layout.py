@@ -18,10 +18,10 @@ ANSWER = re.compile(
     r"(\w+_)?(solution|answers?|gt|truth|labels?|responses?|outputs?|targets?|captions?|bbox|class|class_?name)"
     r"|(gt|correct|label)_\w+|reward_model|suffix"
 )
-CHOICES = re.compile(r"(\w+_)?(choices?|options?|candidates)")
-# a column per choice
-CHOICE = re.compile(r"(choice|option|opt|ending)_?([a-hA-H]|\d)|(ans|answer)_?[a-hA-H]|[A-H]|a\d")
-PARTS = re.compile(rf"{CHOICES.pattern}|{CHOICE.pattern}|hint|history|input|context")  # they belong into the question
+PARTS = re.compile(  # they belong into the question
+    r"(\w+_)?(choices?|options?|candidates)|(choice|option|opt|ending)_?([a-hA-H]|\d)|(ans|answer)_?[a-hA-H]|[A-H]|a\d"
+    r"|hint|history|input|context"
+)
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in TURN_KEYS}
 
 

@@ -107,7 +107,7 @@ def read_cells(path: Path) -> Rows:
                 start = reader.line_num + 1
                 with error_context(where):
                     if names and cells:
-                        check_cells(names, cells, separator)
+                        check_cells(names, cells)
                         yield (
                             where,
                             {name: read_cell(name, cell) for name, cell in zip(names, cells, strict=True) if cell},
@@ -122,17 +122,13 @@ def read_cells(path: Path) -> Rows:
             raise UserError(f"{path}: the file is not encoded in UTF-8 ({error}); save it as UTF-8") from error
 
 
-def check_cells(names: list[str], cells: list[str], separator: str):
+def check_cells(names: list[str], cells: list[str]):
     """Raise UserError for a CSV row with too many or too few cells."""
     if len(cells) != len(names):
         raise UserError(
             f"the row has {pluralize(len(cells), 'cell')}, but the first line of the file has {len(names)} column "
             "names; put cells that contain a comma, a tab or a line break in double quotes"
         )
-    for name, cell in zip(names, cells, strict=True):
-        # a missing quote merges several rows into one cell
-        if any(len(re.findall(rf"{separator}(?=\S|$)", line)) == len(names) - 1 > 0 for line in cell.split("\n")[1:-1]):
-            raise UserError(f"column {name!r} seems to contain further rows, {truncate(cell, 80)}; close its quote")
 
 
 def read_cell(name: str, cell: str):
