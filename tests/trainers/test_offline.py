@@ -121,7 +121,8 @@ def test_answers_with_their_own_prompts_are_trained_like_single_answers(drops_th
 def test_the_longest_row_of_dialogues_is_measured_if_memory_runs_out(drops_thoughts):
     trainer, row = drops_thoughts("sft").trainer, Dialogues(8, "rows")[1]
     answer = trainer.encode([row])[1][0][0]
-    num_tokens = len(row.prompt(trainer.processor).input_ids) + len(answer.ids)
+    prompt = row.prompt(trainer.processor)
+    num_tokens = max(len((turn.prompt or prompt).input_ids) + len(turn.ids) for turn in answer.turns)
     assert longest_row(trainer, [row]) == f"row {row.index} with {num_tokens:,} tokens"
 
 

@@ -1,7 +1,6 @@
 """Generate JSON schemas from Python functions, like get_json_schema in transformers."""
 
 import inspect
-import json
 import re
 import types
 import typing
@@ -24,8 +23,6 @@ TYPES = {
 }
 # one argument in a Google-style Args section: indentation, name, description
 ARGUMENT = re.compile(r"^([ \t]*)(\w+):((?:.|\n(?=\1[ \t]|(?![ \t]*\w+:)))*)", re.MULTILINE)
-# allowed values at the end of an argument description: (choices: ["left", "right"])
-CHOICES = re.compile(r"\s*\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 def json_schema(tool: Callable) -> dict:
@@ -39,12 +36,7 @@ def json_schema(tool: Callable) -> dict:
     without_blank_lines = re.sub(r"\n\s*\n", "\n", sections.get("Args", ""))
     for _, name, text in ARGUMENT.findall(without_blank_lines):
         if name in properties:
-            text = re.sub(r"\s*\n\s*", " ", text.strip())
-            choices = CHOICES.search(text)
-            if choices:
-                properties[name]["enum"] = json.loads(choices[1])
-                text = text[: choices.start()]
-            properties[name]["description"] = text
+            properties[name]["description"] = re.sub(r"\s*\n\s*", " ", text.strip())
     arguments = {"type": "object", "properties": properties}
     required = [name for name, p in parameters.items() if p.default is p.empty]
     if required:

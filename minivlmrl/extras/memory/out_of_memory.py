@@ -6,7 +6,7 @@ from contextlib import suppress
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
-from minivlmrl.data.processor import encode_answer
+from minivlmrl.data.row_sizes import row_size
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import UserError, is_out_of_memory, truncate_message
@@ -62,17 +62,9 @@ class OutOfMemoryReport(Callback):
 
 def longest_row(trainer: Trainer, rows: Sequence[Row]) -> str:
     """Describe the longest row: file, line and number of tokens."""
-    processor = trainer.processor
-
-    def length(row: Row) -> int:
-        texts = [text for name in trainer.answers if (text := getattr(row, name)) is not None]
-        answers = sum(len(encode_answer(processor, row, text).ids) for text in texts)
-        return len(row.prompt(processor).input_ids) + answers
-
-    lengths = [*map(length, rows)]
+    lengths = [row_size(row, trainer.processor, trainer.answers).longest for row in rows]
     longest = max(lengths)
-    row = rows[lengths.index(longest)]
-    return f"{row.name} with {longest:,} tokens"
+    return f"{rows[lengths.index(longest)].name} with {longest:,} tokens"
 
 
 SAMPLING = "sampling", "evaluation"

@@ -39,7 +39,7 @@ def several(box: tuple[float, float], label: str | None = None, kind: str = "a",
 
         label: its name
           note: deeper lines go on
-        kind: of mark (choices: ["a", "b"])
+        kind: of mark
         marks: numbers
     Returns:
         what was marked,
