@@ -1,6 +1,5 @@
 """Compare the memory estimate with the tensors that exist during a step on the CPU."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -30,8 +29,8 @@ CONFIGS = {
     "tied": MODEL | {"tie_word_embeddings": True, "vocab_size": 2000},
     "wider": {**MODEL, **WIDER, "vision_config": tiny.RUN_MODEL["vision_config"] | {"out_hidden_size": 64}},
 }
-WORK = memory.BatchShape(prompts=2, num_generations=3, text_tokens=150, image_tokens=64, completion_tokens=40)
-ROWS = [RowSize(WORK.text_tokens, WORK.image_tokens)]
+ROWS = [RowSize(text_tokens=150, image_tokens=64)]
+WORK = memory.BatchShape((*ROWS, *ROWS), num_generations=3, completion_tokens=40)
 
 
 def run_config(**sections):
@@ -74,7 +73,7 @@ def test_the_peak_of_a_step(form, home, monkeypatch):  # noqa: PLR0915 (one sequ
     sizes += [f"--sampling.max_new_tokens={WORK.completion_tokens}", f"--stages=[{stage}]", "--ppo.kl_coef=0"]
     run = load_config(home / "recipe.yaml", [*sizes, *FORMS[form]])
     estimated = estimate(run, stage, memory.MemoryEstimator(config), 1, ROWS)["training"]
-    ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (WORK.text_tokens,))])
+    ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (ROWS[0].text_tokens,))])
     patches = torch.rand(256, config.vision_config.patch_dim).to(patch_dtype(run))
     prompt = Prompt(ids, patches, torch.tensor([[1, 16, 16]]))
     model = memory.MemoryEstimator(config).build(run).to_empty(device="cpu")
@@ -119,10 +118,10 @@ def test_padded_columns_of_the_tower_are_estimated(monkeypatch):
     vision_config = MODEL["vision_config"] | {"depth": 3, "intermediate_size": 2500}
     costs, run = estimator_of(MODEL | {"vision_config": vision_config}), run_config()
     run.model.dtype = "bfloat16"
-    work = replace(WORK, image_tokens=4, completion_tokens=2)
+    work = memory.BatchShape((RowSize(150, 4),) * 2, 3, completion_tokens=2)
 
     def peak():
-        return costs.activations(run, memory.TrainedModels(costs.build(run)), work)
+        return costs.activations(run, torch.nn.ModuleList([costs.build(run)]), work)
 
     peak()  # the first estimate also creates rotary frequencies
     padded = peak()
@@ -163,12 +162,6 @@ def test_what_options_change(tmp_path):
     assert grpo_phases(run, costs)["sampling"]["vLLM's weights"] == 2 * costs.parameters
     run.dpo.reference_free = True
     assert "reference" not in estimate(run, "dpo", costs, 1, ROWS, ROWS)["training"]
-    # rollouts need copies of adapters in 16 bits
-    run = run_config(adapter=LoRAOptions(r=4))
-    run.model.dtype = "bfloat16"
-    adapted = grpo_phases(run, costs)
-    copies = adapted["training"]["gradients"] / 2
-    assert [adapted[name].get("16-bit adapters") for name in ("sampling", "training")] == [copies, None]
     # a custom optimizer: the state of SGD with momentum is as large as the weights
     (tmp_path / "my_opt.py").write_text(
         "import torch\n\n\ndef sgd(parameters, rate, betas, weight_decay, momentum=0.0):\n"
@@ -240,7 +233,7 @@ def test_the_peak_of_each_phase(family, home, monkeypatch):
     model = estimator.build(run).to_empty(device="cpu")
     build.initialize(model, torch.Generator().manual_seed(0))
     weights = [*model.parameters(), *model.buffers()]
-    ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (WORK.text_tokens,))])
+    ids = torch.cat([torch.full((64,), config.image_token_id), torch.randint(0, 400, (ROWS[0].text_tokens,))])
     patches = torch.rand(256, config.vision_config.patch_dim).to(patch_dtype(run))
     prompt = Prompt(ids, patches, torch.tensor([[1, 16, 16]]))
     processor = SimpleNamespace(stop_token_ids=())
@@ -278,16 +271,15 @@ def test_the_peak_of_each_phase(family, home, monkeypatch):
 
 
 def test_the_largest_batch_by_hand():
-    """A prompt counts once for all its completions, and the shape of a batch has the mean size of its prompts."""
+    """A prompt counts once for all its completions."""
     rows = [RowSize(text_tokens=10, image_tokens=0)]
 
     def sizes(*arguments):
         shape = memory.largest_batch(rows, *arguments)
-        return shape.prompts, shape.num_generations
+        return len(shape.rows), shape.num_generations
 
     assert sizes(5, [10, 10], 60) == (2, 2)
     assert sizes(5, [10, 10], None) == (5, 2)
     assert sizes(1, [10, 10, 10], 30) == (1, 2)
     rows.insert(0, RowSize(text_tokens=21, image_tokens=4))
-    shape = memory.largest_batch(rows, 2, [10], None)
-    assert (shape.prompts, shape.text_tokens, shape.image_tokens) == (2, 16, 2)
+    assert memory.largest_batch(rows, 2, [10], None).rows == tuple(rows)

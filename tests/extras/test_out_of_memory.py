@@ -134,11 +134,8 @@ def test_the_exit_code_is_2(run, plain, tmp_path, home, capsys):
     ({"sampling.max_batch_tokens": 1024}, "sampling", 1, "--sampling.max_batch_tokens=512"),
     ({"sampling.max_batch_tokens": 512, "adapter.r": 4}, "sampling", 1, "--adapter.quantize=nf4"),
     ({}, "backward", 1, "--model.activation_checkpointing=true"),
-    ({"sharding.once_per_step": True}, "forward", 1, "--sharding.once_per_step=false"),
     ({"model.activation_checkpointing": True}, "forward", 1, "--grpo.micro_batch_size=16"),
     ({"grpo.micro_batch_size": 1}, "reference", 1, "--grpo.max_tokens_per_micro_batch=1024"),
-    ({"sharding.enabled": True, "sampling.max_batch_tokens": 512}, "sampling", 2, "--rollout.gather_weights=false"),
-    ({"sharding.once_per_step": True}, "training", 2, "--sharding.once_per_step=false"),
     ({}, "optimizer", 2, "--sharding.enabled=true"),
     ({}, "optimizer", 1, "--adapter.r=16"),
     ({"adapter.r": 4}, "optimizer", 1, "--adapter.quantize=nf4"),
@@ -147,9 +144,6 @@ def test_the_exit_code_is_2(run, plain, tmp_path, home, capsys):
     ({}, "load", 2, "--sharding.enabled=true"),
     ({"adapter.r": 4}, "load", 2, "--adapter.quantize=nf4"),  # sharding the base of an adapter saves less
     ({"grpo.prompts_per_step": 16}, "reference", 4, "--grpo.micro_batch_size=2"),  # half of a rank's prompts
-    # one rank alone reads a tool's result, so environments need gathered weights
-    ({"sharding.enabled": True, "sampling.max_batch_tokens": 512, "sampling.environment": "zoom"}, "sampling", 2,
-     "--adapter.r=16"),
 ])  # fmt: skip
 def test_the_option_that_is_named_is_not_set_yet(options, phase, gpus, cure):
     config = RunConfig(model=ModelOptions(dtype="float32"))

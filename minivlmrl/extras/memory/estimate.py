@@ -9,9 +9,9 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -58,13 +58,9 @@ TYPICAL_ROWS = (RowSize(),)  # row sizes for estimates without a dataset
 class BatchShape:
     """Size of a micro-batch or sampling batch."""
 
-    prompts: int
+    rows: tuple[RowSize, ...]  # one per prompt
     num_generations: int  # completions per prompt
-    text_tokens: int  # text tokens per prompt
-    image_tokens: int  # merged image tokens per prompt
     completion_tokens: int  # tokens per completion
-    frames: int = 1  # images per prompt, all of the same size
-    rows: Sequence[RowSize] = field(default=(), compare=False)
 
 
 class AllocationTracker(TorchDispatchMode):
@@ -97,34 +93,28 @@ class AllocationTracker(TorchDispatchMode):
 
 def meta_batch(model_config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) -> GroupBatch:
     """Pack prompts and completions of the given sizes on the meta device, without data."""
-    merge = model_config.vision_config.spatial_merge_size
-    frame_tokens = work.image_tokens // work.frames
-    rows = max(math.isqrt(frame_tokens), 1)
-    columns = math.ceil(frame_tokens / rows)
-    grids = [[1, rows * merge, columns * merge]] * work.frames if frame_tokens else []
-    grid = torch.tensor(grids, dtype=torch.long).view(-1, 3)
-    image_ids = torch.full((columns * rows * len(grids),), model_config.image_token_id)
-    prompt_ids = torch.cat([image_ids, torch.zeros(work.text_tokens, dtype=torch.long)])
-    num_patches = int(grid.prod(1).sum())
-    patches = torch.empty(num_patches, model_config.vision_config.patch_dim, dtype=patch_dtype, device="meta")
+    vision_config = model_config.vision_config
+    prompts = []
+    for row in work.rows:
+        frame_tokens = row.image_tokens // row.frames
+        height = max(math.isqrt(frame_tokens), 1)
+        width = math.ceil(frame_tokens / height)
+        merge = vision_config.spatial_merge_size
+        grids = [[1, height * merge, width * merge]] * row.frames if frame_tokens else []
+        grid = torch.tensor(grids, dtype=torch.long).view(-1, 3)
+        image_ids = torch.full((height * width * len(grids),), model_config.image_token_id)
+        ids = torch.cat([image_ids, torch.zeros(row.text_tokens, dtype=torch.long)])
+        num_patches = int(grid.prod(1).sum())
+        patches = torch.empty(num_patches, vision_config.patch_dim, dtype=patch_dtype, device="meta")
+        prompts.append(Prompt(ids, patches, grid))
     completion = Completion(torch.zeros(work.completion_tokens, dtype=torch.long))
-    prompts = [Prompt(prompt_ids, patches, grid)] * work.prompts
-    completions = [[completion] * work.num_generations] * work.prompts
+    completions = [[completion] * work.num_generations] * len(prompts)
     return pack(prompts, completions, model_config, "meta")
 
 
-class TrainedModels(nn.Module):
-    """Models trained in a stage: the policy and, in PPO, the critic if it is separate."""
-
-    def __init__(self, policy: VisionLanguageModel, critic: ValueModel | None = None):
-        super().__init__()
-        self.policy = policy
-        self.critic = critic
-
-    @property
-    def backbones(self) -> list[VisionLanguageModel]:
-        """Language models that run in each pass."""
-        return [self.policy] if self.critic is None else [self.policy, self.critic.backbone]
+def backbones(models: nn.ModuleList) -> list[VisionLanguageModel]:
+    """Return the language models of the policy and, in PPO, of a separate critic."""
+    return [getattr(model, "backbone", model) for model in models]
 
 
 class MemoryEstimator:
@@ -148,36 +138,35 @@ class MemoryEstimator:
         select_trained(model, config.model.freeze)
         return model
 
-    def activations(self, config: RunConfig, models: TrainedModels, work: BatchShape) -> int:
+    def activations(self, config: RunConfig, models: nn.ModuleList, work: BatchShape) -> int:
         """Return peak activation bytes in a forward and a backward pass."""
         batch = meta_batch(self.config, work, patch_dtype(config))
         with self.tracked(config, models, batch, train=True) as (models, live):
-            outputs = [per_token_logps(models.policy, batch)[0].sum()]
-            if models.critic is not None:
-                outputs.append(models.critic(batch).sum())
-            torch.autograd.backward(outputs)
+            policy, *critics = models
+            logps, _ = per_token_logps(policy, batch)
+            torch.autograd.backward([logps.sum(), *(critic(batch).sum() for critic in critics)])
         return live.peak + batch.pixel_values.nbytes
 
     def prefill(self, config: RunConfig, policy: VisionLanguageModel, work: BatchShape) -> tuple[int, int]:
         """Return peak bytes while prefilling prompts, and bytes of the KV cache and recurrent states."""
         batch = meta_batch(self.config, replace(work, num_generations=0), patch_dtype(config))
-        prompt_index = torch.arange(work.prompts).repeat_interleave(work.num_generations)
-        with self.tracked(config, TrainedModels(policy), batch, train=False) as (models, live):
-            logits, cache = prefill(models.policy, batch, prompt_index, work.completion_tokens, Decode())
+        prompt_index = torch.arange(len(work.rows)).repeat_interleave(work.num_generations)
+        with self.tracked(config, nn.ModuleList([policy]), batch, train=False) as (models, live):
+            logits, cache = prefill(models[0], batch, prompt_index, work.completion_tokens, Decode())
             cache_bytes = live.now - logits.nbytes
         del cache
         return live.peak + batch.pixel_values.nbytes, cache_bytes
 
     @contextmanager
     def tracked(
-        self, config: RunConfig, models: TrainedModels, batch: GroupBatch, train: bool
-    ) -> Iterator[tuple[TrainedModels, AllocationTracker]]:
+        self, config: RunConfig, models: nn.ModuleList, batch: GroupBatch, train: bool
+    ) -> Iterator[tuple[Any, AllocationTracker]]:
         """Yield copies of the models, and a tracker for their allocations."""
         models = copy.deepcopy(models)
         if config.model.compute_dtype:
             models.to(DTYPES[config.model.compute_dtype])
         if config.model.activation_checkpointing:
-            for backbone in models.backbones:
+            for backbone in backbones(models):
                 recompute_blocks(backbone)
         for parameter in trained_parameters(models):
             parameter.register_post_accumulate_grad_hook(drop_gradient)
@@ -230,14 +219,18 @@ class MemoryQuestion:
         return find_trainer(self.stage, self.config)
 
     @cached_property
-    def models(self) -> TrainedModels:
-        """Trained models on the meta device."""
+    def models(self) -> nn.ModuleList:
+        """Trained models on the meta device: the policy and, in PPO, a separate critic."""
         model = self.estimator.build(self.config)
         if getattr(self.options, "critic", "shared") == "shared":
-            return TrainedModels(model)
+            return nn.ModuleList([model])
         # with FSDP, policy and critic do not share base weights
         backbone = copy.deepcopy(model) if self.config.uses_fsdp else copy_model(model)
-        return TrainedModels(model, ValueModel(backbone, self.config.model.freeze))
+        return nn.ModuleList([model, ValueModel(backbone, self.config.model.freeze)])
+
+    @property
+    def policy(self) -> VisionLanguageModel:
+        return cast(VisionLanguageModel, self.models[0])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -320,12 +313,9 @@ def largest_batch(
         return sum(sizes[i].prompt_tokens for i in {i for i, _ in batch}) + sum(parts[j] for _, j in batch)
 
     batch = max(batches, key=num_tokens)
-    members = [sizes[i] for i in sorted({i for i, _ in batch})]
-    count = len(members)
-    num_generations = len(completions) if whole else math.ceil(len(batch) / count)
-    names = ("text_tokens", "image_tokens", "frames")
-    text, image, frames = (math.ceil(sum(getattr(size, name) for size in members) / count) for name in names)
-    return BatchShape(count, num_generations, text, image, max(completions), frames, members)
+    members = tuple(sizes[i] for i in sorted({i for i, _ in batch}))
+    num_generations = len(completions) if whole else math.ceil(len(batch) / len(members))
+    return BatchShape(members, num_generations, max(completions))
 
 
 def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
@@ -347,19 +337,18 @@ def sampling_items(question: MemoryQuestion, sampling: SamplingOptions, work: Ba
     config = question.config
     estimator = question.estimator
     dtype = question.dtype
-    policy = question.models.policy
+    policy = question.policy
     by_layer = config.uses_fsdp and not config.rollout.gather_weights
     gathered = gathered_bytes(question, policy)
     if config.uses_fsdp and not by_layer:
         gathered = computed_bytes(policy, dtype)
-    with nullcontext([]) if by_layer else adapter_copies(policy) as copies:
+    with nullcontext() if by_layer else adapter_copies(policy):
         peak, cache = estimator.prefill(config, policy, work)
     # activations of the prompts are freed before the logits of completions are computed
-    rows = work.prompts * work.num_generations
+    rows = len(work.rows) * work.num_generations
     logits = (FILTER_BYTES if sampling.filtered else DRAW_BYTES) * rows * estimator.config.vocab_size
     return {
         "gathered": gathered,
-        "16-bit adapters": bytes_of(copies),
         "keys and values": cache,
         "activations": max(peak - cache, logits),
         # vLLM takes memory only while sampling, and sleeps during training
@@ -375,12 +364,12 @@ def training_items(question: MemoryQuestion, work: BatchShape) -> dict[str, floa
     gradients = bytes_of(trained) * question.share
     if question.gpus > 1 and not config.uses_fsdp:
         gradients *= 2  # all-reduce copies the gradients into buffers
-    gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in models.backbones)  # weights and gradients
+    gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in backbones(models))  # weights and gradients
     if config.sharding.once_per_step:
         # memory holds all weights, all float32 gradients, and two blocks' gradients in the weight dtype
-        gathered = gathered / 2 + sum(computed_bytes(backbone, question.dtype) for backbone in models.backbones)
+        gathered = gathered / 2 + sum(computed_bytes(backbone, question.dtype) for backbone in backbones(models))
         gradients += sum(p.numel() * torch.promote_types(p.dtype, torch.float32).itemsize for p in trained)
-    rows = work.prompts * work.num_generations * work.completion_tokens
+    rows = len(work.rows) * work.num_generations * work.completion_tokens
     return {
         "gathered": gathered,
         "gradients": gradients,
@@ -393,21 +382,18 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
     """Return {item: bytes} for weights, optimizer state and other memory used in every phase, before sharding."""
     config = question.config
     models = question.models
-    policy = models.policy
+    policy = question.policy
     weights = bytes_of([*policy.parameters(), *policy.buffers()])
     optimizer = build_optimizer(models, question.options, config.optimizer)
     begin_state(optimizer, trained_parameters(models))
     moments = sum(bytes_of(state.values()) for state in optimizer.state.values())
     items = {"weights": weights, "optimizer": moments}
-    if models.critic is not None:
+    if len(models) > 1:
         items["critic"] = bytes_of([*models.parameters(), *models.buffers()]) - weights
     if question.has_reference:  # count only weights that the policy does not share
-        if config.reference.path is not None:
-            reference = MemoryEstimator.from_folder(config.reference.path)
-            items["reference"] = reference.parameters * question.dtype.itemsize
-        elif config.adapter.r or not config.uses_fsdp:
+        if config.reference.path is None and (config.adapter.r or not config.uses_fsdp):
             items["reference"] = bytes_of(trained_parameters(policy))
-        else:  # with FSDP, the reference is a separate copy in the compute dtype
+        else:  # a separate model; with FSDP in the compute dtype
             items["reference"] = computed_bytes(policy, question.dtype)
     if not question.trainer.trains_policy:  # with adapters, policy and reward model share base weights
         items["policy"] = bytes_of(trained_parameters(policy)) if config.adapter.r else weights
@@ -426,7 +412,7 @@ def peak_bytes(phases: dict[str, dict]) -> float:
 def state_bytes(question: MemoryQuestion) -> int:
     """Return the bytes of a saved training state."""
     items = persistent_items(question)
-    items["weights"] = bytes_of(trained_parameters(question.models.policy))  # a state lacks frozen weights
+    items["weights"] = bytes_of(trained_parameters(question.policy))  # a state lacks frozen weights
     saved = ("weights", "optimizer", "critic", "reference", "policy")
     return sum(items.get(name, 0) for name in saved)
 

@@ -54,12 +54,12 @@ def try_largest_batches(
         has_tools = config.sampling.environment is not None
         if isinstance(trainer, RolloutTrainer) and not has_tools and config.sampling.engine == "native":
             work = sampling_batch(question)
-            largest = largest_rows(question, trainer, rows, work.rows, work.prompts)
+            largest = largest_rows(question, trainer, rows, work.rows, len(work.rows))
             with error_phase("sampling", largest):
                 try_sampling(trainer.sampler, largest, work.num_generations)
         if question.held_out and not has_tools:
             work = evaluation_batch(question)
-            held_out = largest_rows(question, trainer, datasets["eval"], work.rows, work.prompts)
+            held_out = largest_rows(question, trainer, datasets["eval"], work.rows, len(work.rows))
             sampling = evaluation_sampling(config.sampling)
             sampler = make_sampler(trainer.policy, trainer.processor, sampling, world, config.rollout.gather_weights)
             with error_phase("evaluation", held_out):

@@ -82,14 +82,10 @@ def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[s
     adapter = config.adapter
     full_base = adapter.r and adapter.quantize is None
     takes_adapters = not (adapter.r or "language" in model.freeze)
-    # with an environment, ranks prefill tool results at different times, so all need gathered weights
-    gathers = config.uses_fsdp and config.rollout.gather_weights and not config.sampling.environment
     options: list[tuple[bool, str]] = []
     if phase in SAMPLING:
         options.append(smaller_sampling_batch(config, phase))
-        options.append((gathers, "--rollout.gather_weights=false"))
     if phase in TRAINING:
-        options.append((config.sharding.once_per_step, "--sharding.once_per_step=false"))
         options.append((not model.activation_checkpointing, "--model.activation_checkpointing=true"))
     if phase in COMPUTING and stage:
         options.append(smaller_micro_batch(config, stage, gpus))

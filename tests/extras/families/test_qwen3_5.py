@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minivlmrl.config.options import RunConfig
+from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.data.rows import uniform_numbers
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.extras.memory.estimate import BatchShape, MemoryEstimator
@@ -96,7 +97,7 @@ def test_recurrent_states_take_the_estimated_memory():
     """Each prompt and each completion has one state, whose size does not depend on the length."""
     config = tiny.config(model_type="qwen3_5")
     costs, sizes = MemoryEstimator(config), []
-    for work in (BatchShape(2, 3, 10, 4, 5), BatchShape(2, 3, 10, 4, 50)):
+    for work in (BatchShape((RowSize(10, 4),) * 2, 3, tokens) for tokens in (5, 50)):
         model = tiny.model_of(config)
         packing = tiny.pack([tiny.prompt(torch.Generator().manual_seed(0), [(1, 4, 4)], text=4)] * 2, [[], []], config)
         assert packing.layout.prompt_lengths == [14] * 2
