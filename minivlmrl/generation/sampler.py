@@ -30,7 +30,13 @@ ENGINES = {"native": "minivlmrl.generation.sampler:Sampler", "vllm": "minivlmrl.
 class Sampler:
     """Sample completions with the recipe section `sampling`.
 
-    Subclasses use other engines, such as vLLM; see docs/developer_guide.md.
+    A subclass overrides one of three methods; see docs/developer_guide.md:
+
+        __call__: around a whole rollout, such as other sampling options at a step
+        sample_with: another engine that computes logits, such as vLLM
+        generate: another decoding loop for our model, such as one with tools
+
+    `sample` is one batch of a rollout, with a token sampler for its prompts, and needs no override.
 
     Args:
         world: process group, by default only this process on the model's device.
