@@ -42,7 +42,7 @@ def test_rows_are_counted_and_measured_without_their_pixels(rows, monkeypatch):
 
 def test_only_some_of_many_rows_are_measured(rows):
     length = len(shapes.Shapes(1, "x")[0].prompt(PROCESSOR).input_ids)
-    task = f"1000 with 1 image; prompts of {length} tokens (16 of 1000 rows were measured)"
+    task = f"1000 generated with 1 image; prompts of {length} tokens (16 of 1000 rows were measured)"
     assert summary(shapes.Shapes(1000, "x"), PROCESSOR) == task
     assert summary(without_rows(rows([], [], []), {1}), PROCESSOR).startswith("2 selected out of 3 in 1 file; ")
 
