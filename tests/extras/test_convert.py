@@ -104,7 +104,7 @@ def test_unclear_columns_are_a_question_whose_commands_work(convert, tmp_path, n
 
 
 @pytest.mark.parametrize(("row", "options", "message"), [
-    ({"image": "cat.jpg", "frage": "Was?", "an": [1]}, [], "'problem': question, 'solution': row['an']"),
+    ({"image": "cat.jpg", "frage": "Was?", "an": [1]}, [], "'problem': row['frage'], 'solution': row['an']"),
     ({"prompt": "What?", "level": 3}, [], "no column is known as the answer; name one of level"),
     ({"conversations": [{"from": "alien", "value": "?"}, TALK[1]]}, [], "its role must be one of human, gpt"),
 ])  # fmt: skip
