@@ -22,7 +22,7 @@ import PIL.Image
 import minimal
 
 # not stored: lines of times, and the rest of a line from a time on
-TIMES = re.compile(r"^(?:speed|training)\b.*\n| \(?\d+\.\d+ s\b.*", re.MULTILINE)
+TIMES = re.compile(r"^(?:speed,|training:).*\n| \(?\d+\.\d+ s\b.*", re.MULTILINE)
 NOTEBOOKS = sorted(Path(__file__).parents[1].glob("*.ipynb"))
 
 

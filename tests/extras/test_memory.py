@@ -94,7 +94,7 @@ def test_the_command(tmp_path, capsys):
     start(["memory", "--model", str(file), "--gpu_memory=300", "--data.train_file=none.jsonl", short])
     shown = capsys.readouterr().out
     assert "1 GPU of 300 GB" in shown  # not 3e+02 GB
-    assert "Prompt sizes are assumed, because the rows were not read: none.jsonl: this file of rows" in shown
+    assert "Prompt sizes are assumed, because these rows were not read: none.jsonl\n" in shown
     with pytest.raises(ValueError, match="--gpus is 0, but it must be at least 1"):
         main(["--gpus=0"])
 

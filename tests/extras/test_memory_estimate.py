@@ -162,6 +162,12 @@ def test_what_options_change(tmp_path):
     assert grpo_phases(run, costs)["sampling"]["vLLM's weights"] == 2 * costs.parameters
     run.dpo.reference_free = True
     assert "reference" not in estimate(run, "dpo", costs, 1, ROWS, ROWS)["training"]
+    # rollouts need copies of adapters in 16 bits
+    run = run_config(adapter=LoRAOptions(r=4))
+    run.model.dtype = "bfloat16"
+    adapted = grpo_phases(run, costs)
+    copies = adapted["training"]["gradients"] / 2
+    assert [adapted[name].get("16-bit adapters") for name in ("sampling", "training")] == [copies, None]
     # a custom optimizer: the state of SGD with momentum is as large as the weights
     (tmp_path / "my_opt.py").write_text(
         "import torch\n\n\ndef sgd(parameters, rate, betas, weight_decay, momentum=0.0):\n"

@@ -52,7 +52,8 @@ def main(arguments: list[str]):
     try:
         datasets, processor = open_rows(config, file.parent)
     except UserError as error:
-        print(f"Prompt sizes are assumed, because the rows were not read: {error}")
+        missing, _, _ = str(error).partition(": ")
+        print(f"Prompt sizes are assumed, because these rows were not read: {missing}")
         datasets = {}
     for stage in config.stage_names:
         question = MemoryQuestion(config, stage, estimator, options.gpus)
@@ -77,7 +78,7 @@ def find_memory(text: str) -> float:
         if not torch.cuda.is_available():
             raise UserError("--gpu_memory auto needs a GPU, but PyTorch finds none; pass its memory in GB")
         return torch.cuda.mem_get_info()[0]
-    require(re.fullmatch(r"\d{1,3}(\.\d*)?", text), "--gpu_memory", text, "a number of GB, such as 24, or auto")
+    require(bool(re.fullmatch(r"\d{1,3}(\.\d*)?", text)), "--gpu_memory", text, "a number of GB, such as 24, or auto")
     return float(text) * GB
 
 

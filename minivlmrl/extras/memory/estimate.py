@@ -112,7 +112,7 @@ def meta_batch(model_config: ModelConfig, work: BatchShape, patch_dtype: torch.d
     return pack(prompts, completions, model_config, "meta")
 
 
-def backbones(models: nn.ModuleList) -> list[VisionLanguageModel]:
+def backbones(models: nn.ModuleList) -> list[Any]:
     """Return the language models of the policy and, in PPO, of a separate critic."""
     return [getattr(model, "backbone", model) for model in models]
 
@@ -141,8 +141,7 @@ class MemoryEstimator:
     def activations(self, config: RunConfig, models: nn.ModuleList, work: BatchShape) -> int:
         """Return peak activation bytes in a forward and a backward pass."""
         batch = meta_batch(self.config, work, patch_dtype(config))
-        with self.tracked(config, models, batch, train=True) as (models, live):
-            policy, *critics = models
+        with self.tracked(config, models, batch, train=True) as ((policy, *critics), live):
             logps, _ = per_token_logps(policy, batch)
             torch.autograd.backward([logps.sum(), *(critic(batch).sum() for critic in critics)])
         return live.peak + batch.pixel_values.nbytes
@@ -151,8 +150,8 @@ class MemoryEstimator:
         """Return peak bytes while prefilling prompts, and bytes of the KV cache and recurrent states."""
         batch = meta_batch(self.config, replace(work, num_generations=0), patch_dtype(config))
         prompt_index = torch.arange(len(work.rows)).repeat_interleave(work.num_generations)
-        with self.tracked(config, nn.ModuleList([policy]), batch, train=False) as (models, live):
-            logits, cache = prefill(models[0], batch, prompt_index, work.completion_tokens, Decode())
+        with self.tracked(config, nn.ModuleList([policy]), batch, train=False) as ((model,), live):
+            logits, cache = prefill(model, batch, prompt_index, work.completion_tokens, Decode())
             cache_bytes = live.now - logits.nbytes
         del cache
         return live.peak + batch.pixel_values.nbytes, cache_bytes
@@ -160,7 +159,7 @@ class MemoryEstimator:
     @contextmanager
     def tracked(
         self, config: RunConfig, models: nn.ModuleList, batch: GroupBatch, train: bool
-    ) -> Iterator[tuple[Any, AllocationTracker]]:
+    ) -> Iterator[tuple[list[Any], AllocationTracker]]:
         """Yield copies of the models, and a tracker for their allocations."""
         models = copy.deepcopy(models)
         if config.model.compute_dtype:
@@ -175,7 +174,7 @@ class MemoryEstimator:
         vision_layout.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, live:
-            yield models, live
+            yield [*models], live
 
 
 def drop_gradient(parameter: nn.Parameter):
@@ -342,13 +341,14 @@ def sampling_items(question: MemoryQuestion, sampling: SamplingOptions, work: Ba
     gathered = gathered_bytes(question, policy)
     if config.uses_fsdp and not by_layer:
         gathered = computed_bytes(policy, dtype)
-    with nullcontext() if by_layer else adapter_copies(policy):
+    with nullcontext([]) if by_layer else adapter_copies(policy) as copies:
         peak, cache = estimator.prefill(config, policy, work)
     # activations of the prompts are freed before the logits of completions are computed
     rows = len(work.rows) * work.num_generations
     logits = (FILTER_BYTES if sampling.filtered else DRAW_BYTES) * rows * estimator.config.vocab_size
     return {
         "gathered": gathered,
+        "16-bit adapters": bytes_of(copies),
         "keys and values": cache,
         "activations": max(peak - cache, logits),
         # vLLM takes memory only while sampling, and sleeps during training
