@@ -1,5 +1,6 @@
 """Define a cell, which compares a result of ours with TRL's. This file does not import TRL."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -9,8 +10,6 @@ from pathlib import Path
 import torch
 import yaml
 from torch import Tensor
-
-from minivlmrl.extras.parity.loss import distance
 
 FAMILIES = yaml.safe_load((Path(__file__).parent / "families.yaml").read_text(encoding="utf-8"))
 Result = dict[str, Tensor]  # metric names begin with "metric "
@@ -82,3 +81,11 @@ def difference(cell: Cell) -> str:
         if error > (1e-6 if name.startswith("metric ") else cell.tolerance):  # TRL logs float32 means
             return f"{cell.name}: {name} differs by {error:.1e}"
     return ""
+
+
+def distance(ours: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to max(1, largest |expected|); inf if NaN positions differ."""
+    if not torch.equal(ours.isnan(), expected.isnan()):
+        return math.inf
+    scale = expected.nan_to_num(0.0).abs().max().clamp(min=1)
+    return float((ours - expected).nan_to_num(0.0).abs().max() / scale)

@@ -10,9 +10,8 @@
 See docs/numerical_parity.md.
 """
 
-from minivlmrl.extras.parity.all_laws import examine, laws
-from minivlmrl.extras.parity.assertions import assert_split_invariant
-from minivlmrl.extras.parity.dependence import depends
+from minivlmrl.extras.parity.dependence import assert_split_invariant, depends
+from minivlmrl.extras.parity.laws import examine, laws
 from minivlmrl.extras.parity.loss import cases, check, judge
 
 __all__ = ["assert_split_invariant", "cases", "check", "depends", "examine", "judge", "laws"]

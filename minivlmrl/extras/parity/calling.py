@@ -1,7 +1,7 @@
 """Call a loss function of any common form; return its value and gradient.
 
-Forms: f(batch, options), f(batch), the arguments of grpo_loss, and functions or classes of other trainers, whose
-arguments are bound by name (binding.py). JAX and MLX losses get float64 arrays.
+Forms: f(batch, options), f(batch), f(batch, **options), and the arguments of grpo_loss. JAX and MLX losses get float64
+arrays.
 """
 
 import inspect
@@ -15,30 +15,24 @@ from torch import Tensor
 
 from minivlmrl.config.loss_forms import takes_batch
 from minivlmrl.errors import UserError, optional_dependency, truncate
-from minivlmrl.extras.parity.binding import bound_forms
 from minivlmrl.extras.parity.recomputed import TERM_OPTIONS, term_options
 from minivlmrl.losses.grpo import LossNormalizer
 
 FRAMEWORKS = ("torch", "jax", "mlx")
 INSTALL = "--framework={0} needs the package {0}"
-OF_A_CASE = ("kind", "whole_step", "tokens", "max_completion_length")  # options that grpo_loss does not accept
+OF_A_CASE = {"kind", "whole_step", "tokens", "max_completion_length"}  # options that grpo_loss does not accept
 Loss = Callable[[dict, dict], Any]
 
 
-def loss_forms(my_loss: Callable, framework: str = "torch") -> list[Loss]:
-    """Return functions (batch, options) -> scalar tensor that call the user's loss.
-
-    Several functions differ in the shape of advantages: (B, T), (B,) or (B, 1).
+def loss_form(my_loss: Callable, framework: str = "torch") -> Loss:
+    """Return a function (batch, options) -> scalar tensor that calls the user's loss.
 
     Args:
         framework: torch, jax or mlx.
     """
-    forms = bound_forms(my_loss)
-    if forms is None:
-        forms = [with_batch if takes_batch(my_loss) else like_grpo_loss]
-        forms = [partial(form, my_loss) for form in forms]
+    form = partial(with_batch if takes_batch(my_loss) else like_grpo_loss, my_loss)
     convert = {"torch": lambda loss: loss, "jax": from_jax, "mlx": from_mlx}[framework]
-    return [convert(partial(scalar_of, form)) for form in forms]
+    return convert(partial(scalar_of, form))
 
 
 def with_batch(my_loss: Callable, batch: dict, options: dict) -> Any:
@@ -56,16 +50,18 @@ def like_grpo_loss(my_loss: Callable, batch: dict, options: dict) -> Any:
     if "advantages" not in batch:
         return with_batch(my_loss, batch, options)
     parameters = inspect.signature(my_loss).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    options = dict(options)  # names that are passed on are not asked for one by one
-    foreign = TERM_OPTIONS.keys() - term_options(options["loss_type"]).keys()  # of other loss types
-    names = [name for name in batch if name.startswith(("old_", "ref_"))]
-    names += [name for name in options if name not in OF_A_CASE and name not in foreign]
-    given = {x: batch[x] if x in batch else options[x] for x in names if takes_all or x in parameters}
-    if takes_all or "normalizer" in parameters:
-        length = options["max_completion_length"]
-        given["normalizer"] = LossNormalizer(len(batch["mask"]), options["tokens"], length)
-    return my_loss(batch["per_token_logps"], batch["advantages"], batch["mask"], **given)
+    kinds = [parameter.kind for parameter in parameters.values()]
+    if [*parameters][1:3] != ["advantages", "mask"] and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        raise UserError(
+            f"my_loss has the arguments {', '.join(parameters)}; write a function (batch, options) that calls it"
+        )
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+    others = TERM_OPTIONS.keys() - term_options(options["loss_type"]).keys()  # of other loss types
+    normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
+    values = {**batch, **options, "normalizer": normalizer}
+    first = [values.pop(name) for name in ("per_token_logps", "advantages", "mask")]
+    names = values.keys() - OF_A_CASE - others
+    return my_loss(*first, **{name: values[name] for name in names if takes_all or name in parameters})
 
 
 def scalar_of(form: Loss, batch: dict, options: dict) -> Any:
@@ -78,12 +74,8 @@ def scalar_of(form: Loss, batch: dict, options: dict) -> Any:
     shape = getattr(loss, "shape", None)
     if shape == ():
         return loss
-    if shape is not None:
-        raise UserError(
-            f"the loss is not averaged: my_loss returned a tensor of shape {tuple(shape)}, but it must return one of "
-            "shape ()"
-        )
-    raise UserError(f"my_loss returned {truncate(loss, 60)}, but it must return a tensor of shape ()")
+    found = truncate(loss, 60) if shape is None else f"a tensor of shape {tuple(shape)}, which is not averaged"
+    raise UserError(f"my_loss returned {found}, but it must return a tensor of shape ()")
 
 
 def loss_and_gradient(loss: Loss, batch: dict[str, Tensor], options: dict) -> tuple[Tensor, Tensor]:

@@ -11,16 +11,15 @@ import yaml
 
 from minivlmrl.config.import_utils import load_name
 from minivlmrl.errors import UserError, optional_dependency, user_error_message
-from minivlmrl.extras.parity.all_laws import examine
-from minivlmrl.extras.parity.binding import load_method
 from minivlmrl.extras.parity.calling import FRAMEWORKS, INSTALL
+from minivlmrl.extras.parity.laws import examine
 from minivlmrl.extras.parity.loss import judge
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line; refuse targets without a function."""
     p = argparse.ArgumentParser("minivlmrl parity", description="Check a loss, and name its mistakes.")
-    p.add_argument("target", help="FILE.py:FUNCTION, FILE.py:CLASS or FILE.py:CLASS.METHOD")
+    p.add_argument("target", help="FILE.py:FUNCTION")
     p.add_argument(
         "--only", nargs="*", default=[], metavar="NAME=VALUE", help="options of test cases, such as kind=dpo"
     )
@@ -28,8 +27,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     p.add_argument("--framework", choices=FRAMEWORKS, default="torch", help="framework of the loss (default: torch)")
     p.add_argument("--tolerance", type=float, default=1e-6, help="largest error (default: 1e-6; float32 needs 1e-5)")
     options = p.parse_args(arguments)
-    if options.target.endswith(".py"):
-        p.error(f"{options.target} is a file; also name its function: {options.target}:FUNCTION")
     if ":" not in options.target:
         raise UserError(
             f"{options.target} is not FILE.py:FUNCTION. Recorded steps and folders of code are no longer checked; "
@@ -48,10 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     with optional_dependency(framework, INSTALL.format(framework)):
         import_module(framework)
     try:
-        path, _, name = options.target.rpartition(":")
-        owner, _, method = name.partition(".")
-        my_loss = load_name(f"{path}:{owner}")
-        my_loss = load_method(my_loss, method) if method else my_loss
+        my_loss = load_name(options.target)
         verdict = examine(my_loss, **only) if options.laws else judge(my_loss, **only)
     except Exception as error:
         if user_error_message(error) is None:  # exception raised by my_loss

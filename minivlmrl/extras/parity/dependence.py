@@ -1,5 +1,6 @@
-"""Check which tokens and images change the log-probs in a forward pass."""
+"""Check a trainer: which tokens and images change its log-probs, and whether micro-batches change its gradients."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -168,16 +169,54 @@ class Forward:
 
     def judge_probabilities(self, is_picture: Tensor, values: list[int]):
         """Require that the probabilities of all token ids add up to 1, at the last text token in every row."""
-        # the sum of probabilities leaves out image_token_id, whose probability may be up to 0.5
-        missing = 0.5 if self.pictures else 0.0
         rounding = max(1e-6, len(values) * self.tolerance)
+        # the sum of probabilities leaves out image_token_id, whose probability may be up to 0.5
+        smallest = (0.5 if self.pictures else 1.0) - rounding
         could_change = self.is_scored & ~is_picture
         last = could_change & (could_change.cumsum(1) == could_change.sum(1, keepdim=True))
         total = torch.zeros_like(self.usual)
         for value in values:
             total += self(self.ids.masked_fill(last, value), *self.pictures).exp()
-        for row, token in last.nonzero().tolist():
-            found = total[row, token].item()
-            if not 1 - missing - rounding <= found <= 1 + rounding:
-                says = "the probabilities of all values of a token do not add up to 1, so the prediction sees the token"
-                self.add(says, f"token {token} of row {row}, {found:.2f}")
+        for row, token in (last & ~((total >= smallest) & (total <= 1 + rounding))).nonzero().tolist():
+            says = "the probabilities of all values of a token do not add up to 1, so the prediction sees the token"
+            self.add(says, f"token {token} of row {row}, {total[row, token]:.2f}")
+
+
+def assert_split_invariant(gradients, rows: int, tolerance: float = 1e-6, sizes=None):
+    """Assert that gradients do not depend on how rows are split into micro-batches or ranks.
+
+    Args:
+        gradients: your trainer's function from micro-batches of row indices, such as [[0, 2], [1, 3]], to
+            {parameter name: accumulated gradient}.
+        rows: number of rows in the step, at least 2.
+        tolerance: maximum difference, relative to the largest gradient without micro-batches.
+        sizes: numbers of micro-batches to test; default: 2, rows - 1 and rows.
+    """
+    __tracebackhide__ = True
+    assert rows > 1, f"rows is {rows}, but at least 2 rows are needed to compare different splits"
+
+    def split(parts: int) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
+        """Return micro-batches of row indices, such as [[0, 2, 4], [1, 3]], and accumulated gradients."""
+        indices = [list(range(part, rows, parts)) for part in range(parts)]
+        return indices, {name: torch.as_tensor(x).double() for name, x in gradients(indices).items()}
+
+    _, whole_gradients = split(1)
+    unit = max(x.abs().max() for x in whole_gradients.values())
+    assert unit > 0, "all gradients are zero, so nothing was compared; use rows with a nonzero loss"
+    # unequal sizes (2, 1, 1, ... in rows - 1 micro-batches) reveal a mean that ignores micro-batch sizes
+    for size in sizes or (2, rows - 1, rows):
+        parts, split_gradients = split(size)
+        names = sorted(whole_gradients.keys() ^ split_gradients.keys())
+        assert not names, (
+            f"micro-batches {parts}: the parameter {names[0]} has a gradient either only with this split, or only "
+            "without it"
+        )
+        errors = {
+            name: ((x - whole_gradients[name]).abs() / unit).nan_to_num(math.inf).max()
+            for name, x in split_gradients.items()
+        }
+        worst = max(errors, key=lambda name: errors[name])
+        assert errors[worst] <= tolerance, (
+            f"micro-batches {parts}: the gradient of {worst} differs from the gradient of the whole "
+            f"step by {errors[worst]:.1e} times the largest gradient"
+        )

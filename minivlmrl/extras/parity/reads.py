@@ -6,9 +6,7 @@ import torch
 
 from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.examined import DEFAULTS, MASKS, random_batch
-from minivlmrl.extras.parity.recomputed import TERM_OPTIONS, term_options
-from minivlmrl.losses.grpo import TERMS, clipped
-from minivlmrl.losses.preference import DPO_LOSSES, SMOOTHED
+from minivlmrl.extras.parity.recomputed import TERM_OPTIONS
 
 # other values of options that select a loss, or count
 SELECTS = {
@@ -35,28 +33,22 @@ NUMBERS = {
     "dpo": {"beta": (0.17, 0.62), "label_smoothing": (0.15, 0.05)},
     "sft": {},
 }
-# {loss_type: numbers in TRL's loss}
-NUMBERS_OF = {name: ("epsilon_low", "epsilon_high") for name, term in TERMS.items() if term is clipped}
-NUMBERS_OF |= {name: tuple(NUMBERS["grpo"].keys() & term_options(name).keys()) for name in ("sapo", "vespo")}
-NUMBERS_OF |= {"cispo": ("epsilon_high",), "dr_grpo": (*NUMBERS_OF["dr_grpo"], "max_completion_length")}
-NUMBERS_OF |= {name: ("beta",) for name in DPO_LOSSES} | {name: ("beta", "label_smoothing") for name in SMOOTHED}
 
 
 def probe(kind: str, only: dict) -> tuple[dict, dict]:
     """Return a batch with ratios on both sides of all clip bounds, and options with a KL."""
     batch = random_batch(kind, 4 * MASKS[-1], off_policy=1.5)
-    options = {"kind": kind, **DEFAULTS[kind]}
+    options = {"kind": kind, **DEFAULTS[kind], "tokens": int(batch["mask"].sum())}
     if kind == "grpo":
-        options |= {"beta": 0.1, "tokens": int(batch["mask"].sum())}
-        options["loss_type"] = only["loss_type"] if only.get("loss_type") in TERMS else "dapo"
-    return batch, options
+        options |= {"beta": 0.1, "loss_type": "dapo"}
+    return batch, options | only
 
 
-def reads_of(loss: Callable, kind: str, **only) -> set[str]:
+def reads_of(loss: Callable, kind: str, only: dict) -> set[str]:
     """Return the names of tensors and options that change the loss or its gradient.
 
     Args:
-        only: options of the loss that is asked for, such as loss_type="sapo".
+        only: options of the loss that is asked for, such as its loss_type.
     """
     batch, options = probe(kind, only)
 
@@ -80,28 +72,15 @@ def reads_of(loss: Callable, kind: str, **only) -> set[str]:
     return found
 
 
-class Asked(dict):
-    """Options that record names which a loss asks for; `SimpleNamespace(**options)` asks for none."""
-
-    def __init__(self, options: dict):
-        super().__init__(options)
-        self.names = set()
-
-    def __getitem__(self, name: str):
-        self.names.add(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default=None):
-        self.names.add(name)
-        return super().get(name, default)
-
-
-def asked_options(loss: Callable, kind: str) -> set[str]:
-    """Return the names of options that a loss asks for, whether or not they change anything."""
+def needs(loss: Callable, kind: str, name: str) -> bool:
+    """Return whether a loss fails without an option."""
     batch, options = probe(kind, {})
-    asked = Asked(options)
-    loss(batch, asked)
-    return asked.names
+    del options[name]
+    try:
+        loss(batch, options)
+    except Exception:  # any error in the user's code
+        return True
+    return False
 
 
 def kind_of(loss: Callable) -> str:
@@ -112,7 +91,7 @@ def kind_of(loss: Callable) -> str:
     first_error = None
     for kind, needed in (("grpo", "advantages"), ("sft", "per_token_logps"), ("dpo", "per_token_logps")):
         try:
-            if needed in reads_of(loss, kind):
+            if needed in reads_of(loss, kind, {}):
                 return kind
         except Exception as error:  # raised by the user's loss for a batch of another kind
             first_error = first_error or error

@@ -13,20 +13,20 @@ from minivlmrl.losses.grpo import AVERAGES, TERMS, LossNormalizer, TermInputs, c
 from minivlmrl.losses.grpo_variants import RATIOS  # noqa: F401  the import adds all loss types to TERMS and AVERAGES
 from minivlmrl.losses.preference import answer_logps, dpo_loss
 
-# a mistake "only in the KL" leaves the policy's term right; one "only in the count" leaves the mask of the sum right
-PLACES = (("the policy's term", "the KL"), ("the sum", "the count", "the ratio"))
+PLACES = ("the policy's term", "the KL")  # a mistake "only in the KL" leaves the policy's term right
 ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 
 @dataclass
 class Case:
-    """Batch with the value and gradient of the user's loss; tensors are (R, T), rows of a pair are neighbors."""
+    """Batch with the value and gradient of the user's loss and of TRL's; tensors are (R, T), pairs are neighbors."""
 
     name: str
     options: dict
     batch: dict[str, Tensor]
     value: Tensor
     gradient: Tensor
+    right: tuple[Tensor, Tensor] | None = None  # TRL's value and gradient, None = of our loss
     tolerance: float = 1e-6
     read: set[str] = field(default_factory=set)  # tensors and options that the user's loss reads
     simpler: Callable[[], list] = list  # lists simplified cases, such as one with all advantages 1
@@ -39,34 +39,43 @@ class Case:
         return name if isinstance(name, str) else name[0]
 
     def error(self, change: dict | None) -> Tensor:
-        """Return differences between the user's and TRL's value and gradient, relative to max(1, TRL's largest).
+        """Return differences between the user's and TRL's gradients and value, relative to max(1, TRL's largest).
 
         Args:
             change: simulated mistake in TRL's loss; the result is infinite if the loss cannot be computed with it.
         """
-        simulated = with_mistake(self, change)
+        simulated = self.right if change == {} and self.right else with_mistake(self, change)
         if simulated is None:
             return torch.tensor([math.inf])
         value, gradient = simulated
-        pairs = [(self.gradient, gradient)]
-        if self.compares_value:
-            pairs.append((self.value, value))
-        errors = [((a - b).abs() / b.abs().max().clamp(min=1)).flatten() for a, b in pairs]
+        errors = []
+        for found, right in ((self.gradient, gradient), (self.value, value))[: 1 + self.compares_value]:
+            error = (found - right).abs() / right.nan_to_num(0.0).abs().max().clamp(min=1)
+            errors.append(error.masked_fill(found.isnan() & right.isnan(), 0.0).flatten())
         return torch.cat(errors).nan_to_num(math.inf, math.inf)
 
     def is_explained(self, change: dict | None) -> bool:
         """Return whether TRL's loss with this mistake equals the user's."""
         return bool(self.error(change).max() <= self.tolerance)
 
-    def is_finite(self) -> bool:
-        return bool((self.value if self.compares_value else self.gradient.sum()).isfinite())
+
+def rows_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Flatten DPO's pairs to rows: (B, 2, T) becomes (2B, T)."""
+    return {name: x.flatten(0, -2) if x.dim() > 1 else x for name, x in batch.items()}
+
+
+def our_loss(batch: dict[str, Tensor], options: dict) -> Tensor:
+    """Compute our loss, which equals TRL's, in the form of a user's loss."""
+    rows = rows_of(batch)
+    logps = rows["per_token_logps"]
+    return KINDS[options["kind"]](logps, Case("", options, rows, logps, logps), {})
 
 
 def with_mistake(case: Case, change: dict | None) -> tuple[Tensor, Tensor] | None:
     """Return TRL's loss and gradient with a simulated mistake; None if it cannot be computed."""
     try:
         return None if change is None else recomputed(case, change)
-    except (ValueError, RuntimeError, IndexError, OverflowError, ZeroDivisionError):
+    except (ValueError, RuntimeError, IndexError, ArithmeticError, AttributeError):  # such as no beta in SFT
         return None
 
 
@@ -83,13 +92,12 @@ def recomputed(case: Case, change: dict) -> tuple[Tensor, Tensor]:
 class Quantities(SimpleNamespace):
     """Tensors and options of a loss; argument `s` of the functions in mistakes.py.
 
-    `s.x` is the right value of the quantity that the function replaces, and `s.c` the number that the search fits.
+    `s.x` is the right value of the quantity that the function replaces.
     """
 
     def __init__(self, logps: Tensor, case: Case, change: dict):
         options = {"kl_estimator": "k3", "loss_weights": None, **case.options}
         super().__init__(**TERM_OPTIONS | options | case.batch)
-        self.case = case
         self.options = options
         self.change = change
         self.completion_mask = self.mask
@@ -99,7 +107,7 @@ class Quantities(SimpleNamespace):
         vars(self).update(
             {name: self.put(name, vars(self)[name]) for name in change.keys() & {*TERM_OPTIONS, *options}}
         )
-        self.mask = self.masked("the ratio")
+        self.mask = self.put("mask", self.mask)
         self.per_token_logps = self.put("logps", logps)
         reference = self.put("reference", vars(self).get("ref_per_token_logps", logps.detach()))
         old = self.put("old", vars(self).get("old_per_token_logps", logps.detach()))
@@ -114,27 +122,16 @@ class Quantities(SimpleNamespace):
         self.x = x
         return wrong(self)
 
-    def masked(self, place: str) -> Tensor:
-        """Return the mask in one place, such as "the count"."""
-        self.x = self.completion_mask
-        return self.completion_mask if is_elsewhere(self.change, place) else self.put("mask", self.completion_mask)
-
     @property
     def clipped_ratio(self) -> Tensor:
         return self.ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
 
 
-def is_elsewhere(change: dict, place: str) -> bool:
-    """Return True if the mistake is limited to other places than this one."""
-    others = {*change.get("inside", ())} - {place}
-    return any(place in places and not others.isdisjoint(places) for places in PLACES)
-
-
 def policy(logps: Tensor, case: Case, change: dict) -> Tensor:
     """Compute a GRPO loss: averages of the policy's term and of the KL."""
     total = torch.zeros((), dtype=logps.dtype)
-    for place, term in zip(PLACES[0], (policy_term, kl_penalty), strict=True):
-        s = Quantities(logps, case, {} if is_elsewhere(change, place) else change)
+    for place, term in zip(PLACES, (policy_term, kl_penalty), strict=True):
+        s = Quantities(logps, case, change if change.get("inside", place) == place else {})
         s.advantages = s.put("advantages", s.advantages[:, None])
         s.ref_log_ratio = s.per_token_logps - s.ref_per_token_logps
         s.log_ratio = s.put("log-ratio", s.per_token_logps - s.old_per_token_logps)
@@ -161,10 +158,8 @@ def kl_penalty(s: Quantities) -> Tensor:
 
 def averaged(terms: Tensor, s: Quantities) -> Tensor:
     """Average terms (R, T) over tokens and rows."""
-    mask = s.mask = s.masked("the sum")
-    terms = terms * (mask * s.put("weights", torch.ones_like(mask)))
-    s.mask = s.masked("the count")
-    s.terms = terms
+    s.unmasked = terms
+    s.terms = terms = terms * s.put("weights", s.mask)
     is_right = torch.equal(s.mask, s.completion_mask)
     tokens = s.options.get("tokens", 0) if is_right else 0
     normalizer = LossNormalizer(s.num_rows, tokens or s.mask.sum().clamp(min=1), s.options.get("max_completion_length"))
@@ -176,8 +171,6 @@ def preferences(logps: Tensor, case: Case, change: dict) -> Tensor:
     """Compute a DPO loss."""
     s = Quantities(logps, case, change)
     index = s.put("index", torch.arange(s.num_rows).view(-1, 2))  # chosen and rejected row of each pair
-    index = torch.stack([index[:, 0], s.put("rejected", index[:, 1])], 1)
-    s.mask = s.put("mask", s.completion_mask)
     s.answer_lengths = s.mask[index].sum(-1)
     sums, ref_sums = (answer_logps(x[index], s.mask[index]) for x in (s.per_token_logps, s.ref_per_token_logps))
     log_ratio = s.put("log-ratio", sums - s.put("summed reference", ref_sums))

@@ -2,15 +2,14 @@
 
 Kinds of mistakes, likeliest first:
 
-    1. plain mistakes and wrong factors, such as "an advantage has the wrong sign"
+    1. plain mistakes, such as "an advantage has the wrong sign"
     2. mistakes with a number to fit, such as c in "the ratio is at most c"
-    3. mistakes in one place, such as a mask that is wrong only in the token count
+    3. mistakes in one place, such as a mask that is wrong only in the KL
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from itertools import chain
 from typing import Any
 
@@ -20,40 +19,32 @@ from torch.nn.functional import pad
 
 from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.mistakes import Mistake, possible
-from minivlmrl.extras.parity.recomputed import Case, recomputed, with_mistake
+from minivlmrl.extras.parity.recomputed import Case, rows_of
 
 PARTS = 4  # maximum number of mistakes in a combination
-SEARCHED = 32  # mistakes are tried in about this many cases, and verified in all
-REFINED = 4  # maximum number of mistakes fitted to all digits in a case
+SEARCHED = 50  # mistakes are tried in about this many cases, and verified in all
+REFINED = 6  # maximum number of mistakes fitted to all digits in a case
 SHOWN = 4  # maximum number of mistakes to print
-NUMBERS = [0.05, 0.1, 0.2, 0.3, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
-RATE = "the effective learning rate changes"
-FACTOR = Mistake("all values are {c} times as large", {"factor": "{c}"}, RATE)
-OWN_LENGTH = replace(FACTOR, used_by="Dr. GRPO losses with a constant length")
-DIVIDED_BY_0 = Mistake(
-    "a row without tokens is divided by 0 in the mean over each row",
-    {},
-    "a completion without tokens makes the loss NaN",
-)
-NO_NAME = "no name: no known mistake or deliberate variant reproduces the loss in all cases"
+NUMBERS = [0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
 
 
-def case_of(my_loss: Callable, name: str, batch: dict, options: dict, tolerance: float, read: set[str]) -> Case:
-    """Call the user's loss for a test case."""
+def case_of(my_loss: Callable, name: str, options: dict, batch: dict, *right: Tensor, **about) -> Case:
+    """Call the user's loss for a test case.
+
+    Args:
+        right: value and gradient of TRL.
+        about: tolerance and read, see `Case`.
+    """
     value, gradient = loss_and_gradient(my_loss, batch, options)
 
     def simpler() -> list[Case]:
         # a loss with a hard-coded beta ignores the option beta=0, so its KL cannot be left out
-        can_leave_out_kl = "beta" in read or "ref_per_token_logps" not in read
+        can_leave_out_kl = "beta" in about["read"] or "ref_per_token_logps" not in about["read"]
         variants = simpler_variants(batch, options, can_leave_out_kl)
-        return [case_of(my_loss, name, *variant, tolerance, read) for variant in variants]
+        return [case_of(my_loss, name, options, batch, **about) for batch, options in variants]
 
-    return Case(name, options, rows_of(batch), value, gradient.flatten(0, -2), tolerance, read, simpler)
-
-
-def rows_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Flatten DPO's pairs to rows: (B, 2, T) becomes (2B, T)."""
-    return {name: x.flatten(0, -2) if x.dim() > 1 else x for name, x in batch.items()}
+    recorded = (right[0], right[1].flatten(0, -2)) if right else None
+    return Case(name, options, rows_of(batch), value, gradient.flatten(0, -2), recorded, simpler=simpler, **about)
 
 
 def without_value(case: Case) -> Case:
@@ -85,55 +76,36 @@ def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iter
         yield pair, options  # reveals the sum over answer tokens
 
 
-def find_names(cases: list[Case]) -> tuple[list[str], list[str]]:
-    """Find mistakes that turn TRL's loss into the user's; return "mistake" or "design" for each, and lines to print."""
+def find_names(cases: list[Case]) -> list[str]:
+    """Find mistakes that turn TRL's loss into the user's; return lines to print, [] if none is found."""
     parts = find_parts(cases)
     of_value = []
     if not parts:
         parts = find_parts([without_value(case) for case in cases])
-        if parts:
-            of_value = ["design: the remaining differences are in the value, which does not train"]
-    lines = [line for part in parts for line in lines_of(part)]
-    kinds = [part[0].kind for part in parts] + ["design"] * len(of_value)
-    return kinds, [*lines, *of_value] or [NO_NAME]
+        of_value = ["design: the remaining differences are in the value, which does not train"]
+    return [*chain(*map(lines_of, parts)), *of_value] if parts else []
 
 
 def lines_of(part: list[Mistake]) -> list[str]:
     """Describe the first mistake, and list others that give the same loss."""
     first, *others = part[:SHOWN]
-    about = {"effect": first.effect, "source": first.source}
-    if first.kind == "design":
-        about["done by"] = first.used_by
-    alternatives = [f"  or: {other.says}" for other in others]
-    return [f"{first.kind}: {first.says}", *alternatives, *(f"  {name}: {x}" for name, x in about.items() if x)]
+    lines = [f"{first.kind}: {first.says}", *(f"  or: {other.says}" for other in others)]
+    return [*lines, f"  done by: {first.used_by}"] if first.kind == "design" else lines
 
 
 def find_parts(cases: list[Case]) -> list[list[Mistake]]:
     """Find mistakes that together reproduce the user's loss, such as a wrong sign and a wrong mask; [] = none found.
 
-    Returns one list per mistake: the mistake, then others that give the same loss.
+    The search uses some cases; the mistakes must reproduce all. Returns one list per mistake: the mistake, then others
+    that give the same loss.
     """
-    # NaN for completions without tokens is a mistake of its own, which must not hide others
-    finite = [case for case in cases if case.is_finite() or case.batch["mask"].any(1).all()]
-    agrees = all(case.is_explained({}) for case in finite)
-    parts = [] if agrees else parts_of(finite)
-    return [*parts, [DIVIDED_BY_0]] if len(finite) < len(cases) and (agrees or parts) else parts
-
-
-def parts_of(cases: list[Case]) -> list[list[Mistake]]:
-    """Search in a few cases; add cases until the mistakes reproduce the user's loss in all."""
     searched = cases[:: max(1, len(cases) // SEARCHED)]
     searched += [case for case in cases if not case.is_explained({})][:1]
     by_size = sorted(searched, key=lambda case: len(case.batch["mask"]))
-    variants = chain(*zip(by_size[-1].simpler(), by_size[0].simpler(), strict=True))
-    variants = [case for case in variants if case.is_finite()]
-    while True:
-        combination = Combination(searched, variants)
-        parts = combination.run()
-        wrong = [case for case in cases if parts and not case.is_explained(combination.change)]
-        if not wrong:
-            return parts
-        searched += wrong[:: max(1, len(wrong) // SEARCHED)]
+    variants = [*chain(*zip(by_size[-1].simpler(), by_size[0].simpler(), strict=True))]
+    combination = Combination(searched, variants)
+    parts = combination.run()
+    return parts if all(case.is_explained(combination.change) for case in cases) else []
 
 
 class Combination:
@@ -147,11 +119,7 @@ class Combination:
     def __init__(self, cases: list[Case], variants: list[Case]):
         self.cases = [*variants, *cases]
         self.num_variants = len(variants)
-        # a case with many rows, in which "next row" and "previous row" differ
-        mistakes = possible(max(cases, key=lambda case: len(case.batch["mask"])))
-        self.fitted = [row for row in mistakes if row.is_fitted]
-        self.placed = [row for row in mistakes if "inside" in row.change]
-        self.plain = [row for row in mistakes if not row.is_fitted and "inside" not in row.change]
+        self.plain, self.fitted, self.placed = possible(cases[0])
         self.change: dict | None = {}
         self.parts = []
         self.agrees = self.agreements({})
@@ -185,18 +153,13 @@ class Combination:
         left = [case for case, agrees in zip(self.cases, self.agrees, strict=True) if not agrees]
         simplest = left[0]
         left.sort(key=lambda case: int((case.error(self.change) > case.tolerance).sum()))
-        most = left[-1]
-        chosen = [*{id(case): case for case in (simplest, most, left[0])}.values()]
-
-        def plain(cases: Iterable[Case]) -> Iterator[Iterable[Mistake]]:
-            return ([*self.tried(self.plain, case), *self.factors(case)] for case in cases)
-
-        # numbers are slow to fit: second, in few cases
+        chosen = [*{id(case): case for case in (simplest, left[-1], left[0])}.values()]
+        # numbers are slow to fit: second
         phases = (
-            plain(chosen),
-            (self.with_numbers(case) for case in chosen),
-            [self.tried(self.placed, most)],
-            plain(case for case in left if all(case is not other for other in chosen)),
+            map(partial(self.tried, self.plain), chosen),
+            map(self.with_numbers, chosen),
+            map(partial(self.tried, self.placed), left[-1:]),
+            map(partial(self.tried, self.plain), left),
         )
         return next(filter(None, map(self.best_of, phases)), [])
 
@@ -216,79 +179,31 @@ class Combination:
         most = max((count for count, _ in counts.values()), default=0)
         return sorted((row for count, row in counts.values() if count == most), key=simplicity)
 
-    def tried(self, mistakes: list[Mistake], case: Case) -> Iterator[Mistake]:
-        """Yield mistakes that, with those found before, explain a case."""
-        for row in mistakes:
-            if case.is_explained(composed(self.change, row.change)):
-                yield row
-
-    def factors(self, case: Case) -> list[Mistake]:
-        """Find factors that explain a case, such as "all values are divided by the number of rows"."""
-        result = [*self.tried([of_count(name, sign) for name in counts_of(case) for sign in (1, -1)], case)]
-        has_own_length = case.options["loss_type"] == "dr_grpo" and "max_completion_length" not in case.read
-        simulated = with_mistake(case, self.change)
-        if simulated is None:
-            return result
-        _, gradient = simulated
-        best = float((case.gradient * gradient).sum() / (gradient.square().sum() + 1e-300))  # least squares
-        for digits in (1, 2, 3, 17):
-            row = (OWN_LENGTH if has_own_length else FACTOR).with_number(float(f"{best:.{digits}g}"))
-            if found := [*self.tried([row], case)]:
-                return result + found
-        return result
+    def tried(self, mistakes: list[Mistake], case: Case) -> list[Mistake]:
+        """List the mistakes that, with those found before, explain a case."""
+        return [row for row in mistakes if case.is_explained(composed(self.change, row.change))]
 
     def with_numbers(self, case: Case) -> Iterator[Mistake]:
         """Fit the number in each mistake, such as a clip bound; yield mistakes that explain the case."""
-        near = []
-        usual = gap(case, self.change)
-        for row in self.fitted:
 
-            def gap_with(number: float, row=row) -> float:
-                return gap(case, composed(self.change, row.with_number(number).change))
+        def gap(row: Mistake, number: float) -> float:
+            """Sum the errors, each at most 1; infinite if a change is impossible."""
+            error = case.error(composed(self.change, row.with_number(number).change))
+            return float((error * 1e-5 / case.tolerance).clamp(max=1).sum())
 
-            smallest, start = min((gap_with(number), number) for number in NUMBERS)
-            if smallest <= 0.9 * usual:
-                near.append((smallest, len(near), start, row, gap_with))
-        nearest = sorted(near, key=lambda fit: fit[:2])[:REFINED]
-        for _, _, start, row, gap_with in sorted(nearest, key=lambda fit: fit[1]):
-            for number in numbers_near(start, gap_with):
-                if found := [*self.tried([row.with_number(number)], case)]:
-                    yield from found
-                    break
-
-
-def gap(case: Case, change: dict | None) -> float:
-    """Sum the errors, each at most 1; infinite if a change is impossible."""
-    return math.inf if change is None else float((case.error(change) * 1e-5 / case.tolerance).clamp(max=1).sum())
-
-
-def counts_of(case: Case) -> dict[str, float]:
-    """Return factors or divisors that a loss may apply by mistake."""
-    mask = case.batch["mask"]
-    counts = {
-        "1 / ln 2, as in bits": 1 / math.log(2),
-        "beta": case.options.get("beta", 0),
-        "the number of rows": len(mask),
-        "the number of counted tokens": mask.sum().item(),
-        "the number of columns, including padding": mask.numel(),
-        "the number of tokens of the longest completion": mask.sum(1).max().item(),
-        "the number of tokens of max_completion_length": case.options.get("max_completion_length", 0),
-        "the number of pairs": len(mask) / 2 if case.options["kind"] == "dpo" else 0,
-    }
-    return {name: count for name, count in counts.items() if count not in (0, 1)}
-
-
-def of_count(name: str, sign: int) -> Mistake:
-    """Return a wrong factor (sign 1) or divisor (sign -1), such as the number of rows."""
-    word = "multiplied" if sign > 0 else "divided"
-    return Mistake(
-        f"all values are {word} by {name}", {"factor": lambda s: counts_of(s.case).get(name, 1) ** sign}, RATE
-    )
+        nearest = {row: min((gap(row, number), number) for number in NUMBERS) for row in self.fitted}
+        limit = sorted(nearest.values())[:REFINED][-1]
+        for row, start in nearest.items():
+            if start <= limit:
+                for number in numbers_near(start[1], partial(gap, row)):
+                    if found := self.tried([row.with_number(number)], case):
+                        yield from found
+                        break
 
 
 def simplicity(row: Mistake) -> tuple:
-    """Return a sort key: wrong factors, then numbers with few digits, then missing terms."""
-    return "factor" not in row.change, len(f"{row.number:g}"), "left out" not in row.says
+    """Return a sort key: numbers with few digits, then missing terms."""
+    return len(f"{row.number:g}"), "left out" not in row.says
 
 
 def numbers_near(number: float, gap_with: Callable[[float], float]) -> Iterator[float]:
@@ -308,9 +223,7 @@ def composed(first: dict | None, then: dict | None) -> dict | None:
     """Merge two simulated mistakes; return None if they conflict, as beta=0 and beta=1 do."""
     if first is None or then is None:
         return None
-    if not first or not then:
-        return first or then
-    if "inside" in first or "inside" in then:
+    if first and then and "inside" in first | then:
         return None
     result = dict(first)
     for name, x in then.items():
@@ -330,15 +243,3 @@ def chained(first: Callable, then: Callable) -> Callable:
         return then(s)
 
     return changed
-
-
-def examples(cases: list[Case]) -> list[str]:
-    """Describe the case with the most wrong numbers."""
-    case = max(cases, key=lambda case: int((case.error({}) > case.tolerance).sum()))
-    _, right = recomputed(case, {})
-    error = (case.gradient - right).abs()
-    row, token = divmod(int(error.argmax()), error.shape[1])
-    return [
-        f"  {case.name}: {int((error > case.tolerance).sum())} of {error.numel()} gradients differ, most in row {row}, "
-        f"token {token}: {case.gradient[row, token]:.6g} instead of {right[row, token]:.6g}"
-    ]

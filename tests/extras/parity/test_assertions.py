@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minivlmrl.extras.parity.assertions import assert_split_invariant
+from minivlmrl.extras.parity.dependence import assert_split_invariant
 
 X, LENGTHS = torch.arange(24.0).view(6, 4), torch.tensor([4, 1, 3, 2, 4, 1])
 

@@ -48,7 +48,7 @@ def grpo(framework, kl_sign=1):
 
 @pytest.mark.parametrize("framework", ["jax", "mlx"])
 def test_a_right_loss_agrees_and_a_mistake_is_named(framework):
-    tolerance = {"jax": 1e-12, "mlx": 1e-7}[framework]  # MLX converts Python's numbers, such as beta, to float32
+    tolerance = {"jax": 1e-12, "mlx": 1e-6}[framework]  # MLX converts Python's numbers, such as beta, to float32
     assert check(grpo(framework), tolerance, framework=framework, **ONE_SHAPE) > 1
     verdict = judge(grpo(framework, kl_sign=-1), framework=framework, **ONE_SHAPE)
     assert verdict.names[0] == "mistake: policy and reference are swapped in the KL"
@@ -64,12 +64,10 @@ def test_a_loss_that_returns_no_scalar_is_refused(framework):
         assert "my_loss got a batch of kind=grpo: per_token_logps (16, 6), mask (16, 6)" in caught.value.__notes__[-1]
 
 
-def test_the_command_refuses_half_a_target_and_what_it_no_longer_checks(capsys):
-    with pytest.raises(SystemExit):
-        main(["my_loss.py"])
-    assert "my_loss.py is a file; also name its function: my_loss.py:FUNCTION" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="Recorded steps and folders of code are no longer checked; commit 9091b662"):
-        main([str(ROOT / "recipes")])
+@pytest.mark.parametrize("target", ["my_loss.py", "recipes"])
+def test_the_command_refuses_a_target_without_a_function(target):
+    with pytest.raises(ValueError, match=f"{target} is not FILE.py:FUNCTION. .* commit 9091b662"):
+        main([target])
 
 
 def test_the_tolerance_of_the_command(tmp_path, capsys):
