@@ -21,7 +21,7 @@ COMMANDS = {  # {command: (module:function, help text)}
     "memory": ("minivlmrl.extras.memory.command:main", "estimate the GPU memory that a run needs"),
     "parity": ("minivlmrl.extras.parity.command:main", "find mistakes in a loss"),
 }
-# commands of other projects
+# other projects' commands
 OTHERS = {"eval": "evaluate", "export": "merge", "infer": "generate", "predict": "generate", "test": "evaluate"}
 OTHERS |= dict.fromkeys(("sft", "dpo", "grpo", "ppo", "rlhf", "reward", "kto", "rm", "pt"), "train")
 

@@ -33,7 +33,7 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
 
 
 def json_cure(error: json.JSONDecodeError) -> str:
-    """Say what to write instead of a common mistake, or return ""."""
+    """Say what to write for a common mistake, or return ""."""
     before = error.doc[: error.pos].rstrip().removesuffix(",")  # valid JSON, so its last comma is not in a string
     if TRAILING_COMMA.match(error.doc, len(before)):
         return f"remove the comma after {before[-20:]}"

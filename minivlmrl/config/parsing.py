@@ -25,7 +25,7 @@ class Dataclass(Protocol):
 
 
 T = TypeVar("T", bound=Dataclass)
-MAIN_OPTIONS = {  # {section: option that a user means by section=text}
+MAIN_OPTIONS = {  # {section: option meant by section=text}
     "model": "model.path",
     "adapter": "adapter.path",
     "reference": "reference.path",
@@ -227,7 +227,7 @@ class Reader:
         key_hint, item_hint = typing.get_args(hint)
         expected = f"of type {type_text(hint)}"
         texts: Plain = value.split(",") if type(value) is str else value
-        if item_hint is Finite and type(texts) is list:  # names of rewards, without weights or as in accuracy:1.0
+        if item_hint is Finite and type(texts) is list:  # reward names, without weights or as in accuracy:1.0
             weights = ", ".join(f"{reward}: {weight}" for reward, weight in map(_name_and_weight, texts))
             given = f'"--{name}={{{weights}}}"' if self.dashes else f"{name}: {{{weights}}}"
             expected += f"; write {given}"

@@ -1,4 +1,4 @@
-"""Say how to correct text that is not valid YAML."""
+"""Say how to correct invalid YAML."""
 
 import re
 
@@ -6,7 +6,7 @@ from minivlmrl.errors import truncate
 
 # a name and a value without ": " between them, as in `seed = 7` or `seed:7`
 NO_COLON = re.compile(r"""\s*([A-Za-z_][\w.]*)(?:\s*=\s*|:(?![\s/]))([^\s=:/][^=:]*?)\s*(?:#.*)?""")
-CURES = {  # {part of a parser's message: what to type}
+CURES = {  # {part in a parser message: what to type}
     "None": "write a name, a colon, a space and a value, as in seed: 7",  # no error, but only one string
     "'\\t'": "use spaces instead of the tab",
     "mapping values are not allowed": "write the value in quotes, or begin the names of a section in the same column",
@@ -29,16 +29,16 @@ CURES = {  # {part of a parser's message: what to type}
 
 
 def yaml_cure(text: str, error: Exception | None = None) -> str:
-    """Name the wrong line of a YAML text and what to write instead, such as "line 1: write `seed: 7`".
+    """Name the wrong line in a YAML text and what to write instead, such as "line 1: write `seed: 7`".
 
     Args:
-        error: from the parser; None if the text is YAML, but only one string.
+        error: from the parser; None for YAML with only one string.
     """
     lines = text.splitlines() or [""]
     problem = str(getattr(error, "problem", None) or error).partition("\n")[0]
     mark = getattr(error, "problem_mark", None)
     last = first = min(mark.line, len(lines) - 1) if mark else 0
-    # the error of an open quote or bracket belongs to the line that opens it
+    # an error about an open quote or bracket belongs to its line
     opened = getattr(error, "context_mark", None)
     if opened and re.search("quoted|simple key|flow", str(getattr(error, "context", None))):
         first = opened.line

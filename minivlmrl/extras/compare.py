@@ -24,7 +24,7 @@ TRAINING = "reward", "loss", "kl", "entropy", "completions/mean_length"  # train
 
 @dataclass
 class Run:
-    """Metrics of a run: {metric: {step over all stages: value}}."""
+    """Metrics: {metric: {step over all stages: value}}."""
 
     folder: Path
     stages: list[str]
@@ -33,11 +33,11 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read metrics and options from the output_dir of a run."""
+    """Read metrics and options from a run folder."""
     if not (folder / METRICS).is_file() or not (folder / RUN_CONFIG).is_file():
         raise UserError(f"{folder} has no {METRICS} and {RUN_CONFIG}; pass the output_dir of a run")
     curves: dict[str, dict[int, float]] = defaultdict(dict)
-    first_steps: dict[str, int] = {}  # {stage: steps of the stages before it}
+    first_steps: dict[str, int] = {}  # {stage: steps in the stages before it}
     for number, line in enumerate(read_metrics(file_inside(folder, METRICS)), 1):
         first_steps.setdefault(line["stage"], number - 1)
         for name, value in line.items():
@@ -52,7 +52,7 @@ def read_run(folder: Path) -> Run:
 
 
 def last_value(run: Run, name: str, step: int) -> float:
-    """Return a metric at a step; of a training metric, the mean over the last ten steps."""
+    """Return a metric at a step; for training, the mean over ten steps."""
     if name.startswith("eval/"):
         return run.curves[name][step]
     return fmean(value for at, value in run.curves[name].items() if step - SPEED_STEPS < at <= step)
@@ -72,7 +72,7 @@ def difference(pairs: list[tuple[float, float]]) -> tuple[float, float] | None:
 
 
 def compare(groups: list[list[Run]]) -> list[tuple[str, str, str, str]]:
-    """Return (metric and step, mean and range of each group, difference) for all metrics that all runs share."""
+    """Return (metric and step, mean and range per group, difference) for metrics in all runs."""
     runs = [run for group in groups for run in group]
     rows = []
     for name in shared_metrics(runs):
@@ -100,7 +100,7 @@ def shared_metrics(runs: list[Run]) -> list[str]:
 
 
 def differing_options(groups: list[list[Run]]) -> list[str]:
-    """Return options that differ between the groups, such as "grpo.beta: 0.0, 0.04".
+    """Return options differing between groups, such as "grpo.beta: 0.0, 0.04".
 
     If the last stages have different names, their sections are compared: "grpo|mine.beta: 0.0, 0.04".
     """
@@ -122,7 +122,7 @@ def differing_options(groups: list[list[Run]]) -> list[str]:
 
 
 def join_sections(options: dict[str, str], stage: str, other: str, joined: str) -> dict[str, str]:
-    """Rename the section of a stage, and drop that of the other run's stage, which this run does not use."""
+    """Rename a stage section, and drop one used only by the other run."""
     found = {}
     for name, value in options.items():
         section, dot, option = name.partition(".")

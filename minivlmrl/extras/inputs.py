@@ -79,7 +79,7 @@ class Part:
 
 
 def parts_of(group: GroupBatch) -> Iterator[Part]:
-    """Yield the prompts and completions of a packed batch."""
+    """Yield prompts and completions in a packed batch."""
     ends = [0, *group.image_grid_thw.prod(1).cumsum(0).tolist()]
     merged = ends[-1] // max(len(group.vision_index), 1)  # patches per image token
     images = [(int(group.vision_index[a // merged]), range(a, b)) for a, b in pairwise(ends)]

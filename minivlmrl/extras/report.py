@@ -42,7 +42,7 @@ FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # absolute folders, s
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
-SECONDS = 60  # time between updates of the page
+SECONDS = 60  # time between page updates
 POINTS = 500  # maximum points per curve and stage
 STEPS = 60  # maximum number of training steps to show completions from
 PROMPTS = 4  # maximum prompts shown per step
@@ -130,7 +130,7 @@ def write_page(folders: list[Path], out: Path, seconds: float = 0):
 
 
 def join_stages(runs: list[dict]):
-    """Give the last stages of two runs one name, such as grpo|mine, and so on backwards, to draw them in one chart."""
+    """Give two runs' last stages one name, such as grpo|mine, and so on backwards, to draw them in one chart."""
     orders = [list(run["steps_per_point"]) for run in runs]
     for names in zip(*map(reversed, orders), strict=False):
         if len(runs) == 2 and names[0] not in orders[1] and names[1] not in orders[0]:
@@ -240,7 +240,7 @@ def collect_completions(folder: Path) -> list[dict]:
 
 
 def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
-    """Return {path: data URI} for the images of these completions."""
+    """Return {path: data URI} for images beside these completions."""
     paths = set()
     for line in completions:
         paths.update(line["images"], *(completion.get("pictures", ()) for completion in line["completions"]))

@@ -223,7 +223,7 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
 
 
 def resolve_engine(sampling: SamplingOptions) -> tuple[type[Sampler], Callable[..., Sampler]]:
-    """Return the sampler class for sampling.engine, and the class with the options of the recipe bound."""
+    """Return the sampler class for sampling.engine, also with recipe options bound."""
     with error_context(f"sampling.engine {sampling.engine}"):
         kind, options = resolve_object("engine", sampling.engine, ENGINES)
         own = [p.name for p in parameters_of(kind).values() if p.default is not p.empty]

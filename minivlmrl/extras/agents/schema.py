@@ -50,7 +50,7 @@ def json_schema(tool: Callable) -> dict:
 
 
 def type_schema(hint) -> dict:
-    """Return the JSON schema of a type hint, such as {"type": "integer"} for int."""
+    """Return the JSON schema for a type hint, such as {"type": "integer"} for int."""
     origin = typing.get_origin(hint)
     inside = typing.get_args(hint)
     if hint is Any:

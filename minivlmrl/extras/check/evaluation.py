@@ -21,7 +21,7 @@ NUM_DECODED = 1000  # maximum rows to decode images from
 
 
 def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor: Processor) -> Iterator[str]:
-    """Check the evaluation rows, also against the training rows."""
+    """Check evaluation rows, also against training rows."""
     held_out = datasets.get("eval")
     if held_out is None:
         return

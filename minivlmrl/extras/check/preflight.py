@@ -93,14 +93,14 @@ def scored_rows(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[tup
 
 
 def scored_files(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[tuple[str, FileDataset, list[Reward]]]:
-    """Yield scored_rows that come from files."""
+    """Yield scored_rows from files."""
     for stage, rows, rewards in scored_rows(config, datasets):
         if isinstance(rows, FileDataset):
             yield stage, rows, rewards
 
 
 def try_rewards(config: RunConfig, datasets: dict[str, Dataset], processor: Processor):
-    """Call the rewards with an invented completion for the first row of each file.
+    """Call rewards with an invented completion for the first row per file.
 
     All ranks and a resumed run choose here, from the same rows, whether a reward reads texts or chat messages.
     """
@@ -124,7 +124,7 @@ def try_rewards(config: RunConfig, datasets: dict[str, Dataset], processor: Proc
 
 
 def first_rows(rows: Dataset) -> Iterable[int]:
-    """Return the index of the first row of each file."""
+    """Return first row indices, one per file."""
     first: dict[Any, int] = {}
     for index, facts in enumerate(rows.facts if isinstance(rows, FileDataset) else ()):
         first.setdefault(facts.file, index)
@@ -168,7 +168,7 @@ def describe_hardware(config: RunConfig, world: World):
 
 
 def describe_model(config: RunConfig, model: VisionLanguageModel):
-    """Print the number of parameters and dtypes, and what is trained."""
+    """Print parameter counts, dtypes, and what is trained."""
     dtype = config.model.dtype
     parameters = [*model.parameters()]
     count = sum(parameter.numel() for parameter in parameters)

@@ -146,7 +146,7 @@ def check_contradictions(
 
 
 def answer_text(row: Row, name: str) -> str:
-    """Return the text of a given answer's last turn."""
+    """Return the last text in a given answer."""
     return text_of(as_turns(getattr(row, name) or "")[-1])
 
 

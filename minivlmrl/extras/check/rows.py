@@ -28,7 +28,7 @@ def without_media(rows: Dataset) -> Iterator[Row]:
 
 
 def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], processor: Processor) -> Iterator[str]:
-    """Check the rows of one stage."""
+    """Check the rows for one stage."""
     yield from check_conversations(all_rows, config.data.system_prompt)
     yield from check_duplicates(all_rows)
     rows = sample_rows(all_rows)
@@ -125,7 +125,7 @@ def check_questions(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def reveals(text: str, answers: Sequence[str]) -> bool:
-    """Return whether a prompt contains one of the answers."""
+    """Return whether a prompt contains an answer."""
     return any(answer in text for answer in answers)
 
 

@@ -1,11 +1,11 @@
-"""Convert rows of other projects to the columns of docs/data.md.
+"""Convert rows from other projects to the columns in docs/data.md.
 
     minivlmrl convert rows.json
     minivlmrl convert FOLDER --question="Is it a cat or a dog?" --eval_rows=60
 
 `convert` reads conversations (LLaVA, ShareGPT, VLM-R1), rows with a question and an answer (EasyR1, verl, TRL), CSV,
-parquet, and folders of pictures with metadata.csv, labels.csv or a subfolder per class. It prints the first row as a
-run will use it, and the next command. If several columns could be the question, the answer or the picture, it asks.
+parquet, and picture folders with metadata.csv, labels.csv or a subfolder per class. It prints the first row as a
+run will use it, and the next command. If several columns could be question, answer or picture, it asks.
 The new file is beside the original.
 """
 
@@ -87,10 +87,10 @@ def convert(
     named: dict[str, str],
     options: argparse.Namespace,
 ) -> list[dict]:
-    """Return the converted rows of a file, and print what was left out."""
+    """Return converted rows, and print what was left out."""
     if not sample:
         raise UserError(f"{file} has no rows")
-    if not options.format:  # rows of an own function have our columns
+    if not options.format:  # rows from an own function have our columns
         find_columns(layout, sample, named.values(), folder, bool(options.question))
     rows = []
     missing = []
@@ -111,7 +111,7 @@ def convert(
 
 
 def with_known_names(rows: Iterable[dict], named: dict[str, str]) -> list[dict]:
-    """Rename the columns of rows; raise UserError if they have no such column."""
+    """Rename columns; raise UserError if rows have no such column."""
     rows = list(rows)
     names = {name for row in rows for name in row}
     for name in named.keys() - names:
@@ -120,7 +120,7 @@ def with_known_names(rows: Iterable[dict], named: dict[str, str]) -> list[dict]:
 
 
 def rows_with_new_columns(file: Path, format: str | None) -> Iterator[dict]:
-    """Yield the first row, and later rows with a column that is empty in all rows before."""
+    """Yield the first row, and later rows with a column empty in all rows before."""
     seen = set()
     for number, (_, row) in enumerate(source_rows(file, format, {})):
         filled = filled_columns(row).keys()
@@ -130,7 +130,7 @@ def rows_with_new_columns(file: Path, format: str | None) -> Iterator[dict]:
 
 
 def source_rows(file: Path, format: str | None, named: dict[str, str]) -> Rows:
-    """Yield the rows with the names that the user gave."""
+    """Yield rows with names given by the user."""
     change = find_format(format) if format else dict
     for where, row in read_rows(file):
         with error_context(where):
@@ -144,7 +144,7 @@ def with_names(columns: dict, named: dict[str, str]) -> dict:
 
 
 def print_cures(error: Unclear, path: Path, named: dict[str, str], question: str | None, lines: list[str]):
-    """Print commands that choose a column, and a function for data.format."""
+    """Print commands to choose a column, and a function for data.format."""
     command = f"  minivlmrl convert {shlex.quote(str(path))}"
     asked = f" --question={shlex.quote(question)}" if question else ""
     for choice in error.choices:
@@ -155,7 +155,7 @@ def print_cures(error: Unclear, path: Path, named: dict[str, str], question: str
 
 
 def save_pictures(value, out: Path, folder: Path):
-    """Write the bytes of pictures to files beside the new file, and return their paths."""
+    """Write picture bytes to files beside the new file, and return their paths."""
     if isinstance(value, list):
         return [save_pictures(item, out, folder) for item in value]
     content = value.get("bytes") if isinstance(value, dict) else value
@@ -201,7 +201,7 @@ def describe(columns: dict):
 
 
 def next_command(row: dict, out: Path, eval_file: Path | None, folder: Path, kept: list[str]) -> str:
-    """Return the command that trains on the new file; `kept` are columns that only rewards read."""
+    """Return a command to train on the new file; `kept`: columns only for rewards."""
     name = "own_pairs" if "chosen" in row else "own_data_one_card"
     recipe = recipes_folder() / f"{name}.yaml"
     recipe = recipe.relative_to(Path.cwd()) if recipe.is_relative_to(Path.cwd()) else recipe

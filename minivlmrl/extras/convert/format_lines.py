@@ -1,4 +1,4 @@
-"""Write a function for data.format that fits the columns of a file."""
+"""Write a function for data.format to fit the file columns."""
 
 from minivlmrl.extras.convert.layout import Layout, our_name
 
@@ -7,7 +7,7 @@ def format_lines(row: dict, layout: Layout, own: dict[str, str]) -> list[str]:
     """Return the lines of a function; it appends columns such as `choices` to the question.
 
     Args:
-        own: {our name: column of the file}, as the user named them.
+        own: {our name: file column}, as the user named them.
     """
 
     def cell(name: str) -> str:

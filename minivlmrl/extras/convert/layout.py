@@ -1,4 +1,4 @@
-"""Find question, answer and picture of a row by the names of its columns, and write them into our columns."""
+"""Find question, answer and picture by column names, and write them into our columns."""
 
 import json
 import re
@@ -27,12 +27,12 @@ ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: ro
 
 @dataclass
 class Layout:
-    """Names of a file's columns, None if it has no such column."""
+    """File column names, None without such a column."""
 
     question: str | None = None
     answer: str | None = None
     picture: str | None = None
-    parts: Sequence[str] = ()  # columns that the model must see in the question, such as `choices`
+    parts: Sequence[str] = ()  # columns needed in the question, such as `choices`
     left_out: Sequence[str] = ()  # other pictures, which the model would not see
 
 
@@ -49,15 +49,15 @@ class Unclear(UserError):
 
 
 def find_columns(layout: Layout, rows: list[dict], decided: Collection[str], folder: Path, has_question: bool):
-    """Find the columns of a file.
+    """Find the file columns.
 
     Args:
-        layout: gets the names that are found.
+        layout: gets names found here.
         rows: rows in which each filled column occurs.
-        decided: names that the user gave to columns.
+        decided: column names given by the user.
         has_question: True if --question gives one question for all rows.
     Raises:
-        Unclear: several columns could be the question, the answer or the picture.
+        Unclear: several columns could be question, answer or picture.
     """
     values = first_values(rows)
     free = {name: value for name, value in values.items() if name not in decided}
@@ -89,7 +89,7 @@ def find_columns(layout: Layout, rows: list[dict], decided: Collection[str], fol
 
 
 def first_values(rows: list[dict]) -> dict[str, Plain]:
-    """Return the first filled value of each column."""
+    """Return the first filled value per column."""
     values: dict[str, Plain] = {}
     for row in reversed(rows):
         values |= filled_columns(row)
@@ -101,7 +101,7 @@ def filled_columns(row: dict) -> dict[str, Plain]:
 
 
 def choose(role: str, names: list[str], values: dict[str, Plain], ours: str) -> str:
-    """Return the only column that could be the question, the answer or the picture, or ask the user."""
+    """Return the only possible column for question, answer or picture, or ask the user."""
     if len(names) == 1:
         return names[0]
     if not names:
@@ -116,19 +116,19 @@ def choose(role: str, names: list[str], values: dict[str, Plain], ours: str) -> 
 
 
 def find_pictures(columns: dict[str, Plain], folder: Path) -> list[str]:
-    """Return columns of pictures and videos: our names first, then columns with paths, data URIs or bytes."""
+    """Return picture and video columns: our names first, then columns with paths, data URIs or bytes."""
     others = [name for name in columns if name not in {*MEDIA, *QUESTIONS, *TEXTS, "solution"}]
     found = [name for name in others if any(media_kind(item, folder) for item in leaves(columns[name]))]
     return [name for name in MEDIA if name in columns] + found
 
 
 def is_readable(item: str | bytes, folder: Path) -> bool:
-    """Return True for the bytes of an image, a data URI, or an existing file."""
+    """Return True for image bytes, a data URI, or an existing file."""
     return isinstance(item, bytes) or bool(ENCODED.match(item)) or isfile(join(folder, item))
 
 
 def find_answer(values: dict[str, Plain], free: dict[str, Plain], question: str | None) -> str | None:
-    """Return the column of the answer; an assistant turn counts as a column."""
+    """Return the answer column; an assistant turn counts as one."""
     names = [name for name, value in free.items() if ANSWER.fullmatch(name) and not isinstance(value, bool)]
     said = last_answer(values.get(question or ""))
     if said is not None and question and question not in names:
@@ -145,7 +145,7 @@ def find_answer(values: dict[str, Plain], free: dict[str, Plain], question: str 
 
 
 def last_answer(turns: Plain) -> str | None:
-    """Return the text of the first assistant turn of a conversation that ends with one."""
+    """Return the first assistant text in a conversation ending with one."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return None
     texts = [str(turn.get("value", turn.get("content"))) for turn in turns if role_of(turn) == "assistant"]
@@ -153,12 +153,12 @@ def last_answer(turns: Plain) -> str | None:
 
 
 def role_of(turn: dict) -> str | None:
-    """Return our name of a turn's role, None if it is unknown."""
+    """Return our name for a role, None if unknown."""
     return ROLES.get(str(turn.get("from", turn.get("role"))))
 
 
 def convert_row(row: dict, layout: Layout, question: str | None) -> dict:
-    """Write a row's question, answer and picture into our columns; other columns stay.
+    """Write question, answer and picture into our columns; other columns stay.
 
     Args:
         question: the same question for all rows.
@@ -185,7 +185,7 @@ def convert_row(row: dict, layout: Layout, question: str | None) -> dict:
 
 
 def our_name(picture: str, value: Plain) -> str:
-    """Return our column for pictures or videos; frames of a video are a list in `video`."""
+    """Return our column for pictures or videos; video frames are a list in `video`."""
     if picture in MEDIA:
         return picture
     kind = next((kind for item in leaves(value) if (kind := media_kind(item, Path()))), "image")
@@ -195,7 +195,7 @@ def our_name(picture: str, value: Plain) -> str:
 
 
 def read_question(name: str, asked: Plain, columns: dict) -> dict:
-    """Return the prompt, and the pair or the conversation that follows it."""
+    """Return prompt, and pair or conversation after it."""
     if not isinstance(asked, list):
         return {"problem" if name != "prompt" else name: asked}
     turns = read_turns(asked)

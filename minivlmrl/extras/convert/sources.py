@@ -1,4 +1,4 @@
-"""Read rows from JSON, parquet and CSV files, and from folders of pictures."""
+"""Read rows from JSON, parquet and CSV files, and from picture folders."""
 
 import csv
 import re
@@ -11,7 +11,7 @@ from minivlmrl.data.row_files import open_rows, split_of
 from minivlmrl.errors import UserError, error_context, pluralize, truncate
 
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # as `datasets` reads an imagefolder
-# folder names that are no classes
+# folder names other than classes
 NO_CLASS = re.compile(r"(train|training|val|valid|validation|dev|test|eval)\d*|images?|imgs?|pictures|photos|data")
 # names of files written by `minivlmrl convert`
 CONVERTED = re.compile(r"rows(_.+)?_(converted|trl|ms-swift|verl)\.\w+")
@@ -20,7 +20,7 @@ Rows = Iterator[tuple[str, dict]]  # (file and line, {column: value})
 
 
 def find_rows(path: Path) -> Path:
-    """Return the file of rows, a folder of parquet files (FOLDER@SPLIT), or a folder with one subfolder per class.
+    """Return the row file, a folder with parquet files (FOLDER@SPLIT), or a folder with one subfolder per class.
 
     Raises:
         UserError: the folder has several splits, or neither rows nor classes.
@@ -68,7 +68,7 @@ def find_rows(path: Path) -> Path:
 
 
 def row_files(folder: Path) -> list[Path]:
-    """Return JSON and parquet files in a folder, without those that `convert` wrote."""
+    """Return JSON and parquet files in a folder, without those written by `convert`."""
     files = [*folder.glob("*.json*"), *folder.glob("*.parquet"), *folder.glob("*/*.parquet")]
     return [file for file in files if not CONVERTED.fullmatch(file.name)]
 
@@ -79,7 +79,7 @@ def is_shown(file: Path) -> bool:
 
 
 def read_rows(file: Path) -> Rows:
-    """Yield the rows of what find_rows returns."""
+    """Yield the rows in what find_rows returns."""
     if file.suffix in (".csv", ".tsv"):
         yield from read_cells(file)
     elif file.is_dir() and not row_files(file):

@@ -92,7 +92,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def meta_batch(model_config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) -> GroupBatch:
-    """Pack prompts and completions of the given sizes on the meta device, without data."""
+    """Pack prompts and completions with given sizes on the meta device, without data."""
     vision_config = model_config.vision_config
     prompts = []
     for row in work.rows:
@@ -128,7 +128,7 @@ class MemoryEstimator:
 
     @classmethod
     def from_folder(cls, path: str) -> "MemoryEstimator":
-        """Read the model's sizes from its folder or repository."""
+        """Read model sizes from its folder or repository."""
         return cls(read_config(find_folder(path)))
 
     def build(self, config: RunConfig) -> VisionLanguageModel:
@@ -190,7 +190,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = 
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Sum the bytes of tensors."""
+    """Sum tensor bytes."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -209,12 +209,12 @@ class MemoryQuestion:
 
     @property
     def options(self) -> Any:
-        """Options of the stage."""
+        """Stage options."""
         return getattr(self.config, self.stage)
 
     @cached_property
     def trainer(self) -> type[Trainer]:
-        """Trainer class of the stage."""
+        """Trainer class for the stage."""
         return find_trainer(self.stage, self.config)
 
     @cached_property
@@ -233,7 +233,7 @@ class MemoryQuestion:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of forward and backward passes."""
+        """Dtype for forward and backward passes."""
         return DTYPES[self.config.model.compute_dtype or self.config.model.dtype]
 
     @property
@@ -280,7 +280,7 @@ def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
 
 
 def sampling_batch(question: MemoryQuestion) -> BatchShape:
-    """Return the largest batch of prompts that a rollout samples at once."""
+    """Return the largest prompt batch sampled at once."""
     options = question.options
     sampling = question.config.sampling
     steps = getattr(options, "steps_per_generation", 1)
@@ -290,7 +290,7 @@ def sampling_batch(question: MemoryQuestion) -> BatchShape:
 
 
 def evaluation_batch(question: MemoryQuestion) -> BatchShape:
-    """Return the largest batch of held-out rows that is sampled at once."""
+    """Return the largest held-out batch sampled at once."""
     sampling = evaluation_sampling(question.config.sampling)
     return largest_batch(question.held_out, EVALUATION_ROWS, [sampling.max_new_tokens], sampling.max_batch_tokens)
 
@@ -405,12 +405,12 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
 
 
 def peak_bytes(phases: dict[str, dict]) -> float:
-    """Return the bytes of the largest phase, with the reserve."""
+    """Return bytes in the largest phase, with reserve."""
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
 
 def state_bytes(question: MemoryQuestion) -> int:
-    """Return the bytes of a saved training state."""
+    """Return bytes per saved training state."""
     items = persistent_items(question)
     items["weights"] = bytes_of(trained_parameters(question.policy))  # a state lacks frozen weights
     saved = ("weights", "optimizer", "critic", "reference", "policy")
