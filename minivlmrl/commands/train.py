@@ -3,7 +3,6 @@
 python train.py                              # recipes/shapes.yaml: a tiny model, 30 to 120 seconds
 python train.py RECIPE --section.name=value  # another recipe, with an option changed
 python train.py RECIPE --resume=auto         # continue from the newest state in output_dir
-python train.py RECIPE --seeds=0,1,2         # one run per seed, in output_dir/seed0 and so on; `report` compares them
 python train.py --help [SECTION]             # options and defaults
 torchrun --nproc_per_node=8 train.py RECIPE  # eight GPUs
 
@@ -17,7 +16,6 @@ from minivlmrl.config.loading import load_config
 from minivlmrl.config.options import RunConfig
 from minivlmrl.run.loop import run_training
 from minivlmrl.run.process import run_rank
-from minivlmrl.run.seeds import take_seeds, train_seeds
 
 
 def main(arguments: list[str]):
@@ -30,9 +28,7 @@ def main(arguments: list[str]):
 
 
 def train_recipe(arguments: list[str]) -> int:
-    seeds, arguments = take_seeds(arguments)
-    config = parse_arguments(arguments)
-    return train_seeds(config, seeds, arguments) if seeds else run_training(config)
+    return run_training(parse_arguments(arguments))
 
 
 def parse_arguments(arguments: list[str]) -> RunConfig:

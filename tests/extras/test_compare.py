@@ -1,18 +1,13 @@
-"""Test the comparison of two groups of runs, and the option --seeds, which trains such groups."""
+"""Test the comparison of two groups of runs."""
 
 import json
-import sys
 
-import pytest
 import yaml
 from pytest import approx
 
 from minivlmrl.__main__ import main
-from minivlmrl.commands.train import train_recipe
-from minivlmrl.config.loading import load_config
 from minivlmrl.extras.compare import compare, difference, read_run
-from minivlmrl.run import seeds
-from tests.helpers.runs import summary, write_lines
+from tests.helpers.runs import write_lines
 
 
 def write_run(folder, seed, stage, accuracy, beta=0.0):
@@ -54,30 +49,6 @@ def test_the_interval_is_that_of_student(monkeypatch):
     mean, half = difference([(0, i) for i in (1, 3) * 6])  # 11 degrees: t is 2.201
     assert (mean, half) == (2, approx(2.201 * (12 / 11) ** 0.5 / 12**0.5, rel=1e-3))
     assert difference([(0, 1)]) is None
-
-
-def test_seeds_are_trained_one_after_the_other(home, tmp_path, monkeypatch, capfd):
-    """A finished seed is skipped, a stopped one resumed; the run of a seed equals the run without --seeds."""
-    options = [str(home / "recipe.yaml"), "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=1"]
-    seeds_of_two = [*options, f"--output_dir={tmp_path}", "--seeds=3,4"]
-    assert train_recipe(seeds_of_two) == 0
-    assert train_recipe([*options, f"--output_dir={tmp_path / 'alone'}", "--seed=4"]) == 0
-    weights = [(tmp_path / name / "checkpoint/model.safetensors").read_bytes() for name in ("seed3", "seed4", "alone")]
-    assert weights[0] != weights[1] == weights[2] and "chance" in summary(tmp_path / "seed3")
-    commands = []
-    monkeypatch.setattr(seeds, "run_child", lambda command: commands.append(command) or 75)
-    (tmp_path / "seed4" / "summary.json").unlink()
-    assert train_recipe([*seeds_of_two, "--seeds=3,4,5"]) == 75  # stopped by a signal: seed 5 does not begin
-    own = ["--seed=4", f"--output_dir={tmp_path / 'seed4'}", "--resume=auto"]
-    assert commands == [[sys.executable, "-m", "minivlmrl", "train", *seeds_of_two[:-1], *own]]
-    with pytest.raises(ValueError, match=r"seed3 is finished, but with sft.learning_rate=0.003 instead of 0.5; choose"):
-        train_recipe([*seeds_of_two, "--sft.learning_rate=0.5"])
-    with pytest.raises(ValueError, match="--seeds=1-3: write seeds with commas"):
-        seeds.take_seeds(["--seeds=1-3"])
-    config = load_config(home / "recipe.yaml")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="with torchrun, start one command per seed"):
-        seeds.train_seeds(config, [1], [])
 
 
 def test_last_stages_with_different_names_share_a_curve(tmp_path):

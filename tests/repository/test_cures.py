@@ -42,7 +42,6 @@ OF_COMMANDS = {
     "--columns",
     "--format",
     "--question",
-    "--seeds",
     "--section.name",
 }  # options that are not a recipe's
 OTHERS = {"git lfs", "hf download", "pip install"}  # programs of others
