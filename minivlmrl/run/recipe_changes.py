@@ -35,9 +35,10 @@ def file_hashes(config: RunConfig) -> dict[str, str]:
     """Hash rows, models and code that a run reads: {"rows of data.train_file": hash}."""
     hashes = {f"rows of {option}": checksum(split_of(file)[0]) for option, file in row_files(config).items()}
     for option in MODELS:
-        if name := attrgetter(option)(config):
+        name = attrgetter(option)(config)
+        if name and (os.path.exists(name) or option == "model.path"):  # an earlier stage may write the others
             path = Path(name) if os.path.exists(name) else find_folder(name)
-            files = [path] if path.is_file() else sorted(path.rglob("*.*"))
+            files = [path] if path.is_file() else sorted((*path.glob("*.*"), *path.glob("adapter/*.*")))
             settings = [file for file in files if file.suffix in (".json", ".jinja", ".txt") and file.name != INDEX]
             weights = [file for file in files if file.suffix == ".safetensors"]
             hashes[f"settings of {option}"] = digest(chain.from_iterable((file.name, file) for file in settings))

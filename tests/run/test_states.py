@@ -677,6 +677,7 @@ def test_files_that_no_stage_reads_may_be_missing(tmp_path):
     config.model.config = str(tmp_path / "random.json")
     (tmp_path / "random.json").touch()
     config.data.files = {"sft": str(tmp_path / "gone.jsonl")}
+    config.ppo.critic_path = str(tmp_path / "written_by_an_earlier_stage")
     assert [name for name in file_hashes(config) if name.startswith("rows")] == []
     config.stages, config.data.train_file = ["sft"], str(tmp_path / "gone_as_well.jsonl")
     (tmp_path / "gone.jsonl").touch()
