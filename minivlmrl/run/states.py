@@ -302,7 +302,7 @@ class StateSaver:
                 try:
                     self.ensure_saved()
                 except Exception as failure:
-                    error.add_note(f"no state could be saved after this error ({failure})")
+                    error.add_note(f"no state could be saved after this error ({str(failure).splitlines()[0]})")
             if (self.trainer and self.state.steps) or isinstance(error, Preempted):
                 saved = state_folders(self.folder)[-1:]
                 error.add_note(f"saved in {saved[0]}: continue with --resume=auto" if saved else NO_STATE)

@@ -94,18 +94,18 @@ def test_each_phase_is_named(interrupted, phase):
     first_line = ERRORS[error][1].partition("\n")[0]
     assert f"({first_line})" in message and "\n" not in message
     # An error between two updates loses no step; memory that runs out in saving ends before a state is written.
-    assert re.search(r"; saved after step \d+ in .*states/\d+: continue with --resume=auto$", message)
+    assert re.search(r"; saved in .*states/\d+: continue with --resume=auto$", message)
     assert ("the longest row is" in message) == (phase not in ("load", "save"))
 
 
 EARLIER = [
     ((torch.optim.AdamW, "step", 2), [], "no state was saved yet: start the run again$"),
     ((torch.optim.AdamW, "step", 2), ["--state_steps=1"],
-     "phase optimizer: .*with --adapter.r=16; --resume=auto continues from STATES/000002"),
+     "phase optimizer: .*with --adapter.r=16; saved in STATES/000002: continue with --resume=auto"),
     ((state_files, "save_tensors", 2), ["--state_steps=2"],
-     "grpo step 1, phase save: .*; --resume=auto continues from STATES/000001"),
+     "grpo step 1, phase save: .*; saved in STATES/000001: continue with --resume=auto"),
     (PLACES["forward"], ["--grpo.steps_per_generation=2", "--grpo.max_steps=4", "--state_steps=1"],
-     "grpo step 1, phase forward: .*; --resume=auto continues from STATES/000001"),
+     "grpo step 1, phase forward: .*; saved in STATES/000001: continue with --resume=auto"),
 ]  # fmt: skip
 
 
