@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from minivlmrl.errors import UserError, is_out_of_memory
+from minivlmrl.errors import UserError, in_one_line, is_out_of_memory
 
 CONNECT_SECONDS = 60.0  # timeout for connecting, after all ranks have started
 
@@ -54,7 +54,7 @@ def connect(rank: int, size: int, device: torch.device, limit: timedelta):
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        raise UserError(f"{problem}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{problem}: {in_one_line(error)}") from error
     finally:
         timer.cancel()
 

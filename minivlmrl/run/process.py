@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from minivlmrl.errors import print_traceback, user_error_message
+from minivlmrl.errors import in_one_line, print_traceback, user_error_message
 from minivlmrl.json_files import write_json
 
 # torchrun shows only the first error, so let a lost rank report first
@@ -52,7 +52,7 @@ def run_rank(work: Callable[[], int]):
             time.sleep(LOST_RANK_REPORTS)
             report_user_error(
                 f"rank {os.environ.get('RANK')} lost the connection to another rank, which ended or did not answer in "
-                f"time ({str(error).splitlines()[0]}); look for an earlier error of that rank (the system may have "
+                f"time ({in_one_line(error)}); look for an earlier error of that rank (the system may have "
                 "killed it for lack of memory), and continue with --resume=auto"
             )
             return 1

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from minivlmrl.config.options import RunConfig
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
-from minivlmrl.errors import UserError, error_context, error_phase, pluralize
+from minivlmrl.errors import UserError, error_context, error_phase, in_one_line, pluralize
 from minivlmrl.files import flush_file, remove_folder
 from minivlmrl.json_files import read_json, write_json
 from minivlmrl.model.plain_weights import base_weights, plain_name, shared_weights
@@ -302,7 +302,7 @@ class StateSaver:
                 try:
                     self.ensure_saved()
                 except Exception as failure:
-                    error.add_note(f"no state could be saved after this error ({str(failure).splitlines()[0]})")
+                    error.add_note(f"no state could be saved after this error ({in_one_line(failure)})")
             if (self.trainer and self.state.steps) or isinstance(error, Preempted):
                 saved = state_folders(self.folder)[-1:]
                 error.add_note(f"saved in {saved[0]}: continue with --resume=auto" if saved else NO_STATE)
