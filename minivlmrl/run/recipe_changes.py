@@ -49,7 +49,7 @@ def file_hashes(config: RunConfig) -> dict[str, str]:
 
 
 def row_files(config: RunConfig) -> dict[str, str]:
-    """Return {option: data file} for the files that the stages read."""
+    """Return {option: data file} for files read by stages."""
     data = config.data
     own = {stage: data.files[stage] for stage in config.stage_names if stage in data.files}
     files = {"data.eval_file": data.eval_file if data.eval_rows else None}

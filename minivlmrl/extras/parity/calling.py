@@ -1,4 +1,4 @@
-"""Call a loss function of any common form; return its value and gradient.
+"""Call a loss function in any common form; return value and gradient.
 
 Forms: f(batch, options), f(batch), f(batch, **options), and the arguments of grpo_loss. JAX and MLX losses get float64
 arrays.
@@ -46,7 +46,7 @@ def with_batch(my_loss: Callable, batch: dict, options: dict) -> Any:
 
 
 def like_grpo_loss(my_loss: Callable, batch: dict, options: dict) -> Any:
-    """Call a loss with the arguments of grpo_loss; as in training, it gets only the options in its signature."""
+    """Call a loss like grpo_loss; as in training, it gets only options in its signature."""
     if "advantages" not in batch:
         return with_batch(my_loss, batch, options)
     parameters = inspect.signature(my_loss).parameters

@@ -116,7 +116,7 @@ class Forward:
         self.faults.setdefault(says, []).append(where)
 
     def sentences(self) -> list[str]:
-        """Describe each kind of fault, with its count and first position."""
+        """Describe faults by kind, with count and first position."""
         return [f"{says} ({pluralize(len(where), 'time')}; first: {where[0]})" for says, where in self.faults.items()]
 
     def allowed_moves(self, place: Place, says: str, *inputs: Tensor) -> list[Place]:

@@ -109,7 +109,7 @@ COMMON_LAWS: tuple[Law, ...] = (
     padding_changes_nothing,
     rows_have_no_order,
 )
-# {kind: groups of laws}; in a group, a law needs those before it
+# {kind: law groups}; in a group, a law needs those before it
 LAWS: dict[str, tuple[tuple[Law, ...], ...]] = {
     "grpo": (
         (*COMMON_LAWS, *ON_POLICY_LAWS, the_average_is_that_of_the_loss_type),
@@ -123,13 +123,13 @@ LAWS: dict[str, tuple[tuple[Law, ...], ...]] = {
 
 
 class LawReport:
-    """First finding of each tested law."""
+    """First finding per tested law."""
 
     def __init__(self, findings: dict[str, Finding | None]):
         self.findings = findings
 
     def sentences(self, kind: str) -> list[str]:
-        """List what findings of a kind say, such as "broken"."""
+        """List what findings say, for a kind such as "broken"."""
         return [finding.says for finding in self.findings.values() if finding and finding.kind == kind]
 
     def broken_laws(self) -> list[str]:

@@ -23,10 +23,10 @@ from minivlmrl.losses.preference import DPO_LOSSES
 
 SHOWN = 4  # number of differing cases to print
 NO_NAME = "no name: no known mistake or deliberate variant reproduces the loss in all cases"
-TRIED = 3  # number of TRL losses, closest first, in which causes are searched
+TRIED = 3  # TRL losses, closest first, in which to search causes
 EPSILONS = {"epsilon_low", "epsilon_high"}
 SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options that select a loss in TRL
-# {loss_type: option that a right loss of this type reads}
+# {loss_type: option read by a right loss}
 READ_BY = {"dapo": "tokens", "cispo": "epsilon_high", "robust": "label_smoothing", "exo_pair": "label_smoothing"}
 RARE = {"cispo", "sapo", "vespo", *DPO_LOSSES} - {"sigmoid", "ipo"}  # losses that few projects have
 # {word in a function's name: TRL loss that it must be}
@@ -134,10 +134,10 @@ def named_by(my_loss, kind: str | None) -> dict:
 
 
 class Judged:
-    """User's loss, compared with TRL's recorded losses of one kind.
+    """User loss, compared with recorded TRL losses of one kind.
 
     Args:
-        only: options of the cases to compare.
+        only: options to select cases.
     """
 
     def __init__(self, loss: Callable, kind: str, tolerance: float, only: dict):
@@ -180,12 +180,12 @@ class Judged:
         return f"{name} changed", options | others, batch, *right
 
     def laws(self, only: dict) -> LawReport:
-        """Check laws of a loss with these options."""
+        """Check laws for a loss with these options."""
         known = {name: x for name, x in only.items() if name in DEFAULTS[self.kind]}
         return examine(self.loss, self.kind, self.tolerance, **known)
 
     def verdict(self) -> Verdict:
-        """Judge the loss by its closest loss of TRL."""
+        """Judge the loss by its closest TRL loss."""
         judged = self.closest.cases
         first = judged[0].options
         varied = [name for name in first if any(case.options.get(name) != first[name] for case in judged)]
@@ -212,10 +212,10 @@ class Judged:
         return verdict
 
     def causes(self) -> list[str]:
-        """Find causes of differences from TRL's closest loss, or else from one of the next; return lines to print."""
+        """Find causes for differences from the closest TRL loss, or else the next; return lines to print."""
         names = names_without_search(self.closest.cases) or find_names(self.closest.cases)
         close = self.close[1:]
-        if not close:  # the loss reads all options that select a loss: perhaps only one of its losses is wrong
+        if not close:  # the loss reads all options to select a loss: perhaps only one is wrong
             close = [loss for loss in closest_losses(self.cases, [*SETTINGS]) if loss.share]
         for loss in close[: TRIED - 1]:
             if not names and (others := find_names(loss.cases)):

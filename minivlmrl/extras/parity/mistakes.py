@@ -26,7 +26,7 @@ class Mistake:
 
     says: str
     change: dict  # {quantity: wrong value, or function}
-    kinds: str = "grpo"  # kinds of losses that may have it
+    kinds: str = "grpo"  # loss kinds that may have it
     used_by: str = ""  # projects that do this on purpose: a design
     threshold: float = 0.0  # smallest deliberate bound; smaller ones are mistakes
     unread: str = ""  # what a loss with this design does not read: otherwise it is a mistake
@@ -63,7 +63,7 @@ def cispo(bounded: Callable) -> Callable:
 
 
 def divided_by(count: Callable, s) -> float:
-    """Return the factor of a loss that is divided by a count."""
+    """Return the factor for a loss divided by a count."""
     return 1 / count(s)
 
 
@@ -369,7 +369,7 @@ MISTAKES = [
 
 
 def possible(case) -> tuple[list[Mistake], list[Mistake], list[Mistake]]:
-    """List mistakes that a loss of this kind may have: plain ones, with a number, and only in one of PLACES."""
+    """List possible mistakes for a loss kind: plain ones, with a number, and only in one of PLACES."""
     found = [
         replace(row, used_by="") if row.unread in case.read else row
         for row in MISTAKES

@@ -38,7 +38,7 @@ def asked_type(loss: Examined) -> str | None:
 def tokens(
     ratios: Tensor, advantages: Tensor, logp: float | Tensor = LOGP, ref: float | Tensor = LOGP
 ) -> dict[str, Tensor]:
-    """Return a batch of completions with one token; log-probs are numbers or tensors."""
+    """Return a batch with one-token completions; log-probs are numbers or tensors."""
     logps = (ratios * 0 + logp)[:, None]
     batch = {"per_token_logps": logps, "old_per_token_logps": logps - ratios.log()[:, None], "advantages": advantages}
     return batch | {"ref_per_token_logps": (ratios * 0 + ref)[:, None], "mask": torch.ones_like(logps)}
@@ -70,7 +70,7 @@ def use_its_own_numbers(loss: Examined):
 
 
 def gradients_are_proportional_to_advantages(loss: Examined) -> Iterator[Finding]:
-    """Require the gradient -advantage * weight at ratio 1, whatever the advantages of other rows."""
+    """Require the gradient -advantage * weight at ratio 1, whatever other rows' advantages."""
     for mask in MASKS:
         batch = random_batch("grpo", mask)
         advantages = torch.tensor([0.5, -1.0, 0.0, 2.0]).double()[: len(mask)]
@@ -108,12 +108,12 @@ def factors(loss: Examined, batch: dict[str, Tensor]) -> Tensor:
 
 
 def ours(loss: Examined, change: dict) -> Examined:
-    """Return our loss with the options of the user's, except for those in `change`."""
+    """Return our loss with user options, except those in `change`."""
     return Examined(our_loss, "grpo", {**loss.options, "loss_type": "grpo", **change})
 
 
 def many_ratios() -> dict[str, Tensor]:
-    """Return a batch of single tokens with ratios from 0.001 to 50."""
+    """Return a batch with single tokens and ratios from 0.001 to 50."""
     ratios = torch.logspace(-3, 1.7, 700, dtype=torch.float64)
     # advantages 0.5 and -2 show whether the loss clips the ratio, or ratio * advantage
     advantages = torch.tensor([1.0, -1.0, 0.5, -2.0], dtype=torch.float64)
@@ -132,7 +132,7 @@ def known_factors(loss: Examined, found: Tensor, ratio: Tensor) -> dict[str, Cal
     """Return {description: function from a batch to factors}: the loss that is asked for, and its variants.
 
     Args:
-        found: factors of the user's loss for single tokens with these ratios.
+        found: factors in the user loss for single tokens with these ratios.
     """
     asked = asked_type(loss)
     clips = asked in (None, *CLIPPED)

@@ -11,7 +11,7 @@ from minivlmrl.losses.preference import DPO_LOSSES
 # losses that depend only on the margin: chosen log-ratio minus rejected log-ratio
 OF_THE_MARGIN = ("sigmoid", "hinge", "exo_pair", "robust", "discopop", "sigmoid_norm", "ipo")
 A_PAIR = "two answers of one token, with the log-ratios {:g} (chosen) and {:g}"
-USUAL = 0.4, -0.3  # log-ratios of most pairs
+USUAL = 0.4, -0.3  # log-ratios in most pairs
 
 
 def pair(chosen: float, rejected: float, tokens: int = 1) -> dict[str, Tensor]:
@@ -49,7 +49,7 @@ def equal_margins_have_equal_losses(loss: Examined) -> Iterator[Finding]:
     beta = loss.options["beta"]
     margin = [name for name in OF_THE_MARGIN if name != "ipo"]
     others = [name for name in DPO_LOSSES if name not in ("ipo", "sft")]
-    # (what is wrong, types of losses, other batch with the same loss)
+    # (what is wrong, loss types, other batch with the same loss)
     for says, loss_types, batch, beta_of_batch in (
         ("pairs are not averaged", DPO_LOSSES, {name: x.repeat(3, 1, 1) for name, x in usual.items()}, beta),
         ("the loss depends on more than log-ratios of policy and reference", [*others, "ipo"], moved, beta),

@@ -8,7 +8,7 @@ from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.examined import DEFAULTS, MASKS, random_batch
 from minivlmrl.extras.parity.recomputed import TERM_OPTIONS
 
-# other values of options that select a loss, or count
+# other values for options that select a loss, or count
 SELECTS = {
     "grpo": {
         "loss_type": ("grpo", "dr_grpo", "cispo", "sapo"),
@@ -20,7 +20,7 @@ SELECTS = {
     "dpo": {"loss_type": (["ipo"], ["sppo_hard"])},
     "sft": {"loss_type": ("dft",)},
 }
-# two other values of numbers, most of which have one value in all recorded cases, then extremes
+# two other values for numbers, most with one value in all recorded cases, then extremes
 NUMBERS = {
     "grpo": {
         "beta": (0.23, 0.06),
@@ -28,7 +28,7 @@ NUMBERS = {
         "epsilon_high": (0.6, 0.5, 0.0, 9.0),
         "max_completion_length": (14, 8),
         "delta": (1.7, 4.0),
-        **{name: (0.7 * x, 1.4 * x) for name, x in TERM_OPTIONS.items() if x},  # of SAPO and VESPO
+        **{name: (0.7 * x, 1.4 * x) for name, x in TERM_OPTIONS.items() if x},  # SAPO and VESPO
     },
     "dpo": {"beta": (0.17, 0.62), "label_smoothing": (0.15, 0.05)},
     "sft": {},
@@ -45,10 +45,10 @@ def probe(kind: str, only: dict) -> tuple[dict, dict]:
 
 
 def reads_of(loss: Callable, kind: str, only: dict) -> set[str]:
-    """Return the names of tensors and options that change the loss or its gradient.
+    """Return names of tensors and options that change loss or gradient.
 
     Args:
-        only: options of the loss that is asked for, such as its loss_type.
+        only: options for the wanted loss, such as its loss_type.
     """
     batch, options = probe(kind, only)
 
@@ -84,16 +84,16 @@ def needs(loss: Callable, kind: str, name: str) -> bool:
 
 
 def kind_of(loss: Callable) -> str:
-    """Return the kind of batches that a loss takes: grpo if it reads advantages, sft if it reads no reference, or dpo.
+    """Return the batch kind for a loss: grpo if it reads advantages, sft if it reads no reference, or dpo.
 
-    Raises the error of the first call if no kind fits.
+    Raises the first error if no kind fits.
     """
     first_error = None
     for kind, needed in (("grpo", "advantages"), ("sft", "per_token_logps"), ("dpo", "per_token_logps")):
         try:
             if needed in reads_of(loss, kind, {}):
                 return kind
-        except Exception as error:  # raised by the user's loss for a batch of another kind
+        except Exception as error:  # raised by the user loss for another batch kind
             first_error = first_error or error
     if first_error:
         raise first_error

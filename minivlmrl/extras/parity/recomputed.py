@@ -65,7 +65,7 @@ def rows_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def our_loss(batch: dict[str, Tensor], options: dict) -> Tensor:
-    """Compute our loss, which equals TRL's, in the form of a user's loss."""
+    """Compute our loss, equal to TRL, in the form of a user loss."""
     rows = rows_of(batch)
     logps = rows["per_token_logps"]
     return KINDS[options["kind"]](logps, Case("", options, rows, logps, logps), {})
@@ -90,9 +90,9 @@ def recomputed(case: Case, change: dict) -> tuple[Tensor, Tensor]:
 
 
 class Quantities(SimpleNamespace):
-    """Tensors and options of a loss; argument `s` of the functions in mistakes.py.
+    """Loss tensors and options; argument `s` in mistakes.py.
 
-    `s.x` is the right value of the quantity that the function replaces.
+    `s.x` is the right value for the replaced quantity.
     """
 
     def __init__(self, logps: Tensor, case: Case, change: dict):
@@ -170,7 +170,7 @@ def averaged(terms: Tensor, s: Quantities) -> Tensor:
 def preferences(logps: Tensor, case: Case, change: dict) -> Tensor:
     """Compute a DPO loss."""
     s = Quantities(logps, case, change)
-    index = s.put("index", torch.arange(s.num_rows).view(-1, 2))  # chosen and rejected row of each pair
+    index = s.put("index", torch.arange(s.num_rows).view(-1, 2))  # chosen and rejected row per pair
     s.answer_lengths = s.mask[index].sum(-1)
     sums, ref_sums = (answer_logps(x[index], s.mask[index]) for x in (s.per_token_logps, s.ref_per_token_logps))
     log_ratio = s.put("log-ratio", sums - s.put("summed reference", ref_sums))
@@ -197,7 +197,7 @@ def demonstrations(logps: Tensor, case: Case, change: dict) -> Tensor:
 
 
 def term_options(loss_type: str) -> dict:
-    """Return the options of a policy term with their defaults, such as sapo_temperature_pos."""
+    """Return policy term options with defaults, such as sapo_temperature_pos."""
     return TERMS[loss_type].__kwdefaults__ or {}
 
 

@@ -1,6 +1,6 @@
 """Search for known mistakes that turn TRL's loss into the user's loss.
 
-Kinds of mistakes, likeliest first:
+Mistakes, likeliest first:
 
     1. plain mistakes, such as "an advantage has the wrong sign"
     2. mistakes with a number to fit, such as c in "the ratio is at most c"
@@ -21,10 +21,10 @@ from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.mistakes import Mistake, possible
 from minivlmrl.extras.parity.recomputed import Case, rows_of
 
-PARTS = 4  # maximum number of mistakes in a combination
+PARTS = 4  # maximum mistakes in a combination
 SEARCHED = 50  # mistakes are tried in about this many cases, and verified in all
-REFINED = 6  # maximum number of mistakes fitted to all digits in a case
-SHOWN = 4  # maximum number of mistakes to print
+REFINED = 6  # maximum mistakes fitted to all digits in a case
+SHOWN = 4  # maximum mistakes to print
 NUMBERS = [0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
 
 
@@ -32,7 +32,7 @@ def case_of(my_loss: Callable, name: str, options: dict, batch: dict, *right: Te
     """Call the user's loss for a test case.
 
     Args:
-        right: value and gradient of TRL.
+        right: value and gradient in TRL.
         about: tolerance and read, see `Case`.
     """
     value, gradient = loss_and_gradient(my_loss, batch, options)
@@ -70,7 +70,7 @@ def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iter
         first = pair["mask"].argmax(-1, keepdim=True)
         one_token = {name: x.gather(-1, first) for name, x in pair.items()}
         without_ref = one_token | {"ref_per_token_logps": torch.zeros_like(one_token["mask"])}
-        yield without_ref, options | {"beta": 1.0}  # reveals the order of answers, and the margin
+        yield without_ref, options | {"beta": 1.0}  # reveals answer order, and the margin
         yield without_ref, options  # reveals beta
         yield one_token, options  # reveals the reference
         yield pair, options  # reveals the sum over answer tokens
@@ -166,7 +166,7 @@ class Combination:
     def best_of(self, tables: Iterable[Iterable[Mistake]]) -> list[Mistake]:
         """Return the mistakes that reproduce the user's loss in the most cases.
 
-        tables: lists of mistakes, tried until one explains all cases.
+        tables: lists to try until one explains all cases.
         """
         counts = {}  # {says: (number of cases that agree with this mistake, mistake)}
         for table in tables:
