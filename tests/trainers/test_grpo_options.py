@@ -277,7 +277,6 @@ RETURNED = {
 }  # fmt: skip
 SHAPES = [(option, name, expected) for option, x in RETURNED.items() for name, (_, expected) in x.items()]
 WRONG = [
-    ("loss_type", "options(learning_rate=0.5)", "learning_rate is an option of the section grpo; set grpo.learning_ra"),
     ("loss_type", "labeled", "cannot be called: missing a required .*argument: 'labels'"),
     ("loss_type", "misspelt", "its parameter 'old_logps' would always be None; did you mean old_per_token_logps"),
     ("loss_type", "swapped", "cannot be called: its parameter 'mask' would be the argument advantages"),
