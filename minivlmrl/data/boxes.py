@@ -4,6 +4,7 @@ A box has a top left and a bottom right corner in continuous coordinates: x runs
 around one pixel has x2 - x1 = 1.
 """
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -144,9 +145,9 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
         groups = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
     for group in groups:
         is_list = isinstance(group, list) and len(group) == 4
-        if not is_list or not all(type(number) in (int, float) and abs(number) < LIMIT for number in group):
+        if not is_list or not all(isinstance(number, float) and math.isfinite(number) for number in group):
             return []
-    return [(float(x1), float(y1), float(x2), float(y2)) for x1, y1, x2, y2 in groups]
+    return [(x1, y1, x2, y2) for x1, y1, x2, y2 in groups]
 
 
 def json_items(text: str) -> list[Plain]:

@@ -1,6 +1,5 @@
 """Remove full-width characters, Markdown, LaTeX, quotes and code fences from answers, and parse JSON in them."""
 
-import ast
 import contextlib
 import json
 import re
@@ -25,6 +24,8 @@ LEAD = re.compile(
     r"(?:is\b\s*:?|[:：=])[*_]*|答案\s*(?:是|为|[:：])\s*[:：]?|选择?(?=\s*[a-z(])",
     re.IGNORECASE,
 )
+# quoted string, whose closing quote may be missing
+QUOTED = re.compile(r"""("(?:[^"\\]|\\.)*"?)|'((?:[^'\\]|\\.)*)'?""", re.DOTALL)
 LIST = re.compile(r"""\s*\[\s*(\{\s*)?['"]""")  # start of a JSON or Python list with objects or strings
 
 
@@ -48,27 +49,29 @@ def unwrap(text: str) -> str:
 
 
 def read_json(text: str, **options) -> Plain:
-    """Parse an answer in JSON, or a Python list or dict with single quotes, possibly inside markup.
+    """Parse an answer in JSON, or a Python literal with single quotes, possibly inside markup.
 
     Args:
         options: keyword arguments for json.loads.
     Raises:
-        UserError: neither of them, or a repeated key.
+        UserError: not JSON, or a repeated key.
     """
+    decode = partial(json.loads, object_pairs_hook=unique_keys, **options)
     text = unwrap(text)
     try:
-        return parse_json(text, partial(json.loads, object_pairs_hook=unique_keys, **options))
-    except ValueError as error:
-        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            text = text.translate(PLAIN_SIGNS)
-            value = ast.literal_eval(text) if "'" in text else None
-            if isinstance(value, dict | list):
-                return value
-        raise error
+        return parse_json(text, decode)
+    except ValueError:
+        return parse_json(QUOTED.sub(_double_quoted, text.translate(PLAIN_SIGNS)), decode)
+
+
+def _double_quoted(match: re.Match) -> str:
+    if match[1]:
+        return match[1]
+    return '"' + match[2].replace("\\'", "'").replace('"', '\\"') + '"'
 
 
 def parse_literal(text: str) -> Plain:
-    """Parse JSON, or a Python list or dict; return None for other strings."""
+    """Parse JSON, or a Python list or dict with single quotes; return None for other strings."""
     with contextlib.suppress(ValueError):
         return read_json(text)
     return None
