@@ -410,6 +410,10 @@ def test_the_section_of_an_own_stage_starts_from_the_section_it_inherits(write, 
         "grpo": [], "mine": ["mine.beta=0.1 (grpo.beta=0.02)", "mine.keep=0.5"],
         "later": ["later.keep=0.6 (mine.keep=0.5)"],
     }  # fmt: skip
+    with pytest.raises(
+        AttributeError, match=r"no option 'beta'; the sections dpo, grpo, later have it: .* self\.options\.beta"
+    ):
+        alone.beta  # noqa: B018
     notes = [*collect_notes(alone, find_trainers(alone))]
     assert notes[0] == "options of the stage later that differ: later.beta=0.1 (grpo.beta=0.02), later.keep=0.5"
     assert not any("grpo.beta" in note for note in notes[1:])  # the section grpo has an effect

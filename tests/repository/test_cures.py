@@ -81,6 +81,17 @@ def test_the_command_that_a_run_prints_makes_a_split_readable(tmp_path, monkeypa
     assert len(FileDataset("a split/rows_train_converted.jsonl", ("problem", "solution"))) == 1
 
 
+@pytest.mark.parametrize(("rewards", "expected"), [
+    ("accuracy", {"accuracy": 1.0}), ("[iou, format]", {"iou": 1.0, "format": 1.0}), ("iou:0.5", {"iou": 0.5}),
+    ("'iou=2, mine.py:f'", {"iou": 2.0, "mine.py:f": 1.0}),
+])  # fmt: skip
+def test_the_option_that_replaces_a_wrong_one_is_accepted(rewards, expected):
+    with pytest.raises(ValueError) as refused:
+        load_config("shapes.yaml", [f"--rewards={rewards}"])
+    [cure] = re.findall('write "(.*)"$', str(refused.value))
+    assert load_config("shapes.yaml", [cure]).rewards == expected
+
+
 def test_a_file_of_rows_in_the_place_of_a_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").touch()
