@@ -101,9 +101,7 @@ def main():
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--order", type=Path, help="JSON file of our run, for the order of TRL's rows")
-    parser.add_argument(
-        "--all", action="store_true", help="minivlmrl also trains groups with equal rewards, as TRL does"
-    )
+    parser.add_argument("--all", action="store_true", help="train groups with equal rewards too, as TRL does")
     options = parser.parse_args()
     options.batch, options.dtype = 192, "float32"
     torch.set_num_threads(1)
