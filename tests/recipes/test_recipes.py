@@ -101,3 +101,14 @@ def test_look_sums_are_right_and_no_held_out_picture_is_trained(tmp_path):
         digits = [str(labels[int(image[7:-4])]) for image in row["images"]]
         formula = row["problem"].removesuffix("=?").replace("<image>", "{}").format(*digits)
         assert str(eval(formula)) == row.get("completion", row.get("solution"))
+
+
+def test_differences_are_demonstrated_and_held_out_from_rewards(tmp_path):
+    pytest.importorskip("sklearn.datasets", reason="digits missing: pip install scikit-learn")
+    look.main(tmp_path, signs=True, aloud=True)
+    rows = {name: metrics(tmp_path, f"look_{name}.jsonl") for name in ("demonstrations", "train", "eval")}
+    assert not any("-" in row["problem"] for row in rows["train"])
+    assert {row["kind"] for row in rows["eval"]} == {"sum", "digit", "difference", "larger"}
+    shown = [row["completion"].split("\n") for row in rows["demonstrations"]]
+    assert sum("-" in numbers for numbers, _ in shown) == 120
+    assert all(str(eval(numbers)) == answer for numbers, answer in shown)
