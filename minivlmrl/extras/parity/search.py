@@ -133,6 +133,10 @@ class Combination:
             self.parts.append(part)
             self.change = composed(self.change, part[0].change)
             self.agrees = self.agreements(self.change)
+        for part in self.parts[:-1]:  # a later mistake may explain the cases of an earlier one
+            others = [other for other in self.parts if other is not part]
+            if self.are_explained(self.agreements(reduce(composed, [other[0].change for other in others]))):
+                self.parts = others
         return [[row for row in part if self.replaces(row, part)] for part in self.parts]
 
     def replaces(self, row: Mistake, part: list[Mistake]) -> bool:
