@@ -1,4 +1,4 @@
-"""Benchmark helpers: timers, runs of a recipe, the option --toy, and numbers as JSON lines for first_gpu_hour.py."""
+"""Benchmark helpers: where results come from, and runs of recipes."""
 
 import argparse
 import datetime
@@ -9,38 +9,14 @@ import re
 import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def seconds_of(call: Callable) -> float:
-    """Return a call's duration in seconds, including its work on the GPU."""
-    synchronize()
-    begin = time.perf_counter()
-    call()
-    synchronize()
-    return time.perf_counter() - begin
-
-
-def synchronize():
-    if CARD.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Add the option --toy to a script that needs a GPU, and parse the options."""
-    parser.add_argument("--toy", action="store_true", help="toy size in float32, even on a CPU")
-    options = parser.parse_args()
-    if CARD.type == "cpu" and not options.toy:
-        sys.exit("This benchmark needs a GPU; pass --toy to run it at toy size on a CPU")
-    return options
+CURVES = {"sampled": "accuracy_sampled", "greedy": "accuracy_greedy"}  # {name in results: name of an evaluation}
 
 
 def about() -> dict:
@@ -51,7 +27,7 @@ def about() -> dict:
             versions[name] = version(name)
         except PackageNotFoundError:
             versions[name] = "not installed"
-    card = torch.cuda.get_device_name() if CARD.type == "cuda" else platform.machine()
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     return {"card": card, "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "versions": versions}
 
 
@@ -91,24 +67,41 @@ def read_lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def train(recipe: str, model: Path, folder: Path, *options: str) -> dict:
-    """Train a model with one reward, accuracy, unless its folder is complete; return curves and cost."""
+def train(recipe: str, model: Path | None, folder: Path, *options: str, curves: Mapping[str, str] = CURVES) -> dict:
+    """Train a model with the reward accuracy unless its folder is complete; return curves, cost and command.
+
+    Args:
+        model: folder of the model, None = the recipe's, or in `options`.
+    """
     file = folder / "run.json"
     if not file.exists():
-        command = ["train", f"recipes/{recipe}.yaml", f"--model.path={model}", f"--output_dir={folder}"]
-        file.write_text(json.dumps(call([*command, "--num_threads=1", *options])))
+        command = ["train", f"recipes/{recipe}.yaml", f"--output_dir={folder}", "--num_threads=1", *options]
+        if model:
+            command.append(f"--model.path={model}")
+        shown = f"minivlmrl {shlex.join(command)}".replace(str(folder.parent), "work")
+        file.write_text(json.dumps({**call(command), "command": shown}))
     # a stage ends with an evaluation, even after that of the last step
     last = {(line["stage"], line["step"]): line for line in read_lines(folder / "evaluations.jsonl")}
     evaluations = [*last.values()]
-    metrics = [line for line in read_lines(folder / "metrics.jsonl") if line["stage"] == "grpo"]
+    metrics = [line for line in read_lines(folder / "metrics.jsonl") if "rewards/accuracy/mean" in line]
     return {
         "at": [f"{line['stage']} {line['step']}" for line in evaluations],
         "steps": [line["step"] for line in evaluations],
-        **{way: [line[f"eval/accuracy_{way}"] for line in evaluations] for way in ("sampled", "greedy")},
-        "reward": [line["rewards/accuracy/mean"] for line in metrics if "rewards/accuracy/mean" in line],
+        **{name: [line[f"eval/{key}"] for line in evaluations] for name, key in curves.items()},
+        "reward": [line["rewards/accuracy/mean"] for line in metrics],
         "length": [line["completions/mean_length"] for line in metrics],
         **json.loads(file.read_text()),
     }
+
+
+def collect(file: Path, runs: Iterable[dict], summarize: Callable = lambda runs: {}, **more) -> dict:
+    """Write runs, with where they come from and summarize(runs), to a file after each run."""
+    results = {**provenance(), **more, "runs": []}
+    for run in runs:
+        results["runs"].append(run)
+        results |= summarize(results["runs"])
+        file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return results
 
 
 def study_options(description: str | None) -> argparse.ArgumentParser:
@@ -118,33 +111,3 @@ def study_options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("work", type=lambda text: Path(text).resolve())
     parser.add_argument("--json", type=Path, required=True)
     return parser
-
-
-def run_part(description: str, parts: Mapping[str, Callable]):
-    """Run the part named on the command line; `parts`: {name: function}."""
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("part", choices=[name for name, x in parts.items() if getattr(x, "is_part", False)])
-    parser.add_argument("arguments", nargs="*")
-    options = read_options(parser)
-    print(json.dumps(about()), flush=True)
-    parts[options.part](options.toy, *options.arguments)
-
-
-def part(function: Callable) -> Callable:
-    """Mark a function(toy, *arguments) as a part for first_gpu_hour.py."""
-    function.is_part = True
-    return function
-
-
-def report(name: str, value: float, unit: str):
-    """Print a number with four significant digits."""
-    show(name, value=float(f"{value:.4g}"), unit=unit)
-
-
-def report_skipped(name: str, reason: str):
-    """Print why a number was not measured."""
-    show(name, skipped=reason)
-
-
-def show(name: str, **fields):
-    print(json.dumps({"card": about()["card"], "name": name, **fields}), flush=True)

@@ -31,7 +31,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # set before importing transformers, to use 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
 from common import provenance
-from torch import Tensor
 
 from minivlmrl.config.options import GRPOOptions, LoRAOptions, RunConfig, SamplingOptions
 from minivlmrl.data.loader import Batches
@@ -137,7 +136,7 @@ def main():
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each side and case")
     parser.add_argument("--cases", type=int, nargs="+", default=[*range(len(CASES))], help="indices in CASES")
     parser.add_argument("--model", type=Path, help="folder of a Qwen2.5-VL; trains LoRA adapters, one case")
-    parser.add_argument("--json", type=Path, help="file for the results, written after each case")
+    parser.add_argument("--json", type=Path, required=True, help="file for the results, written after each case")
     options = parser.parse_args()
     torch.set_num_threads(1)
     import transformers
@@ -148,17 +147,11 @@ def main():
     timer = PartTimer()
     timer.watch(torch.Tensor, "backward", "backward")
     timer.watch(torch.optim.AdamW, "step", "update")
-    print(f"| prompt | prompts | new tokens | side | CPU seconds | {' | '.join(PARTS)} | ratio |\n{'|---' * 12}|")
     for shape in [LORA_CASE] if options.model else [CASES[index] for index in options.cases]:
         case = measure(*shape, options.steps, timer, options.model)
         results["cases"].append(case)
-        for side, seconds in case["sides"].items():
-            name = f"{case['prompt_tokens']} | {case['prompts']} | {case['new_tokens']} | {side}"
-            cells = [f"{seconds[part]:.3f}" for part in ("step", *PARTS)]
-            ratio = seconds["step"] / case["sides"]["minivlmrl"]["step"]
-            print(f"| {name} | {' | '.join(cells)} | {ratio:.2f} |", flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(results, indent=1) + "\n")
+        print(json.dumps(case), flush=True)
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def measure(size: int, prompts: int, new_tokens: int, steps: int, timer: PartTimer, lora_model: Path | None) -> dict:
@@ -296,46 +289,36 @@ def trl_processor(folder: Path):
 
 @torch.no_grad()
 def assert_agreement(model: VisionLanguageModel, processor: Processor, trainer, rows: list[Row]) -> tuple[int, float]:
-    """Check that both trainers have the same tokens and pixels, and equal log-probabilities.
+    """Check that both trainers have the same tokens and pixels, and equal log-probabilities, for the first row.
 
     Returns:
         Prompt length in tokens, and the largest log-probability difference.
     """
-    prompts = [processor(row.messages, row.images) for row in rows]
-    generator = torch.Generator().manual_seed(0)
+    prompt = processor(rows[0].messages, rows[0].images)
     # ids below 256 are not control tokens
-    completions = torch.randint(256, (len(rows), NUM_GENERATIONS, NEW_TOKENS), generator=generator)
-    ours, _ = per_token_logps(model, pack(prompts, [[*map(Completion, group)] for group in completions], model.config))
-    theirs, input_ids, pixel_values = score_with_trl(trainer, rows, completions.flatten(0, 1))
-    assert torch.equal(input_ids[::NUM_GENERATIONS], torch.stack([prompt.input_ids for prompt in prompts]))
-    patches = torch.stack([prompt.pixel_values for prompt in prompts])  # (prompts, patches per image, patch_dim)
-    assert torch.equal(pixel_values.view(len(rows), NUM_GENERATIONS, *patches.shape[1:])[:, 0], patches)
-    difference = (ours - theirs.flatten()).abs().max().item()
-    assert difference <= TOLERANCE, f"log-probabilities differ by {difference:.1e}, more than {TOLERANCE}"
-    return len(prompts[0].input_ids), difference
-
-
-def score_with_trl(trainer, rows: list[Row], completions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-probabilities (n, C) for completions (n, C) in TRL; also return its prompt ids and pixels."""
-    chats = []
-    for row in rows:
-        content = [{"type": "image", "image": row.images[0]}, {"type": "text", "text": QUESTION}]
-        chats += [[{"role": "user", "content": content}]] * NUM_GENERATIONS
-    inputs = trainer.processing_class.apply_chat_template(
-        chats, tokenize=True, return_dict=True, add_generation_prompt=True, return_tensors="pt"
-    )
-    ones = torch.ones_like(completions)
+    completion = torch.randint(256, (1, NEW_TOKENS), generator=torch.Generator().manual_seed(0))
+    ours, _ = per_token_logps(model, pack([prompt], [[Completion(completion[0])]], model.config))
+    content = [{"type": "image", "image": rows[0].images[0]}, {"type": "text", "text": QUESTION}]
+    theirs = trainer.processing_class.apply_chat_template(
+        [[{"role": "user", "content": content}]], tokenize=True, return_dict=True, add_generation_prompt=True,
+        return_tensors="pt",
+    )  # fmt: skip
+    assert torch.equal(theirs["input_ids"][0], prompt.input_ids)
+    assert torch.equal(theirs["pixel_values"], prompt.pixel_values)
+    ones = torch.ones_like(completion)
     logps, _, _ = trainer._get_per_token_logps_and_entropies(
         trainer.model,
-        torch.cat([inputs["input_ids"], completions], dim=1),
-        torch.cat([inputs["attention_mask"], ones], dim=1),
-        completions.shape[1],
-        pixel_values=inputs["pixel_values"],
-        image_grid_thw=inputs["image_grid_thw"],
-        num_images=[1] * len(chats),
-        mm_token_type_ids=torch.cat([inputs["mm_token_type_ids"], 0 * ones], dim=1),
+        torch.cat([theirs["input_ids"], completion], dim=1),
+        torch.cat([theirs["attention_mask"], ones], dim=1),
+        completion.shape[1],
+        pixel_values=theirs["pixel_values"],
+        image_grid_thw=theirs["image_grid_thw"],
+        num_images=[1],
+        mm_token_type_ids=torch.cat([theirs["mm_token_type_ids"], 0 * ones], dim=1),
     )
-    return logps, inputs["input_ids"], inputs["pixel_values"]
+    difference = (ours - logps.flatten()).abs().max().item()
+    assert difference <= TOLERANCE, f"log-probabilities differ by {difference:.1e}, more than {TOLERANCE}"
+    return len(prompt.input_ids), difference
 
 
 if __name__ == "__main__":

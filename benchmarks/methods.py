@@ -32,14 +32,13 @@ from statistics import fmean
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import common  # noqa: E402
-from benchmarks.sums import call, read_lines  # noqa: E402
 from minivlmrl.extras.compare import difference  # noqa: E402
 
 FOLDER = "recipes/methods"
 STEPS = 200
 COMMON = [
     f"--data.task={FOLDER}/half_blind.py:TASK", "--data.eval_rows=256", "--data.eval_without_images=true",
-    "--eval_on_start=false", "--num_threads=1", "--state_minutes=0", "--resume=auto", "--log_completions=0",
+    "--eval_on_start=false", "--state_minutes=0", "--resume=auto", "--log_completions=0",
     "--sft.max_steps=100",
     f"--grpo.max_steps={STEPS}", "--grpo.prompts_per_step=8", "--grpo.micro_batch_size=8",
     "--grpo.num_iterations=2", "--grpo.learning_rate=3e-4", "--grpo.loss_type=dapo", "--grpo.beta=0",
@@ -66,23 +65,13 @@ MEASURES: dict[str, Callable[[dict], float]] = {
 
 def train(work: Path, arm: str, seed: int) -> dict:
     """Train an arm unless its folder is complete; return its curves and cost."""
-    folder, start = work / f"{arm}_{seed}", work / f"sft_{seed}"
-    options = ["--stages=[sft]"] if arm == "sft" else ["--model.config=null", f"--model.path={start}/checkpoint"]
-    if not (folder / "run.json").exists():
-        command = ["train", "recipes/shapes.yaml", f"--output_dir={folder}", f"--seed={seed}", *COMMON, *options]
-        command += ARMS.get(arm, [])
-        cost = call(command)["cpu_seconds"]
-        shown = " ".join(command).replace(str(work), "work")
-        (folder / "run.json").write_text(json.dumps({"cpu_seconds": cost, "command": f"minivlmrl {shown}"}))
-    evaluations = {line["step"]: line for line in read_lines(folder / "evaluations.jsonl")}
-    return {
-        "arm": arm,
-        "seed": seed,
-        "steps": list(evaluations),
-        **{name: [line[f"eval/{key}"] for line in evaluations.values()] for name, key in CURVES.items()},
-        "reward": [round(line["reward"], 4) for line in read_lines(folder / "metrics.jsonl") if "reward" in line],
-        **json.loads((folder / "run.json").read_text()),
-    }
+    folder = work / f"{arm}_{seed}"
+    start = (
+        ["--stages=[sft]"] if arm == "sft" else ["--model.config=null", f"--model.path={work}/sft_{seed}/checkpoint"]
+    )
+    run = common.train("shapes", None, folder, f"--seed={seed}", *COMMON, *start, *ARMS.get(arm, []), curves=CURVES)
+    rewards = [round(line["reward"], 4) for line in common.read_lines(folder / "metrics.jsonl") if "reward" in line]
+    return {"arm": arm, "seed": seed, **run, "reward": rewards}
 
 
 def verdict(pairs: list[tuple[float, float]]) -> dict:
@@ -116,11 +105,9 @@ def main():
     parser.add_argument("--only", nargs="+", default=[*ARMS], choices=ARMS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[5, 6, 7, 8, 9])
     options = parser.parse_args()
-    results = {**common.provenance(), "runs": []}
-    for seed, arm in product(options.seeds, ["sft", *options.only]):
-        results["runs"].append(train(options.work.resolve(), arm, seed))
-        results["comparison"] = compare(results["runs"])
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    work = options.work.resolve()
+    runs = (train(work, arm, seed) for seed, arm in product(options.seeds, ["sft", *options.only]))
+    results = common.collect(options.json, runs, lambda runs: {"comparison": compare(runs)})
     for arm, found in results["comparison"].items():
         print(arm, json.dumps(found))
 

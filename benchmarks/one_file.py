@@ -14,9 +14,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from timeit import timeit
 
 import torch
-from common import about, seconds_of
+from common import about
 from grpo_step import make_rows, our_side
 
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
@@ -51,8 +52,8 @@ def step_ratio() -> float:
         )
         ours, package = [], []
         for _ in range(STEPS):
-            ours.append(seconds_of(lambda: minimal.train(model, questions, minimal.grpo, options)))
-            package.append(seconds_of(theirs.step))
+            ours.append(timeit(lambda: minimal.train(model, questions, minimal.grpo, options), number=1))
+            package.append(timeit(theirs.step, number=1))
     return statistics.median(ours[1:]) / statistics.median(package[1:])
 
 

@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,10 +19,7 @@ from benchmarks import common  # noqa: E402
 from benchmarks.common import call, read_lines  # noqa: E402
 from recipes import sums  # noqa: E402
 
-RUNS = {
-    "grpo": [],
-    "shuffled rewards": ["--rewards={recipes/shuffled.py:shuffled: 1.0}", "--data.eval_rewards=[accuracy]"],
-}
+SHUFFLED = ["--rewards={recipes/shuffled.py:shuffled: 1.0}", "--data.eval_rewards=[accuracy]"]
 # {question: regular expression for a correct answer}, without arithmetic, chosen before the first run
 QUESTIONS = {
     "What is the capital of France?": "Paris",
@@ -65,19 +63,18 @@ def main():
     sums.main(work)
     rows = [{"problem": problem, "solution": solution} for problem, solution in QUESTIONS.items()]
     (work / "sums_questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    results = {**common.about(), "commit": common.commit(), "before": ask(model, work, "before"), "runs": []}
-    for seed in options.seeds:
-        for name, changes in RUNS.items():
-            if name != "grpo" and seed != options.seeds[0]:
-                continue
-            folder = work / f"{name.replace(' ', '_')}_{seed}"
-            files = [f"--data.{kind}_file={work / f'sums_{kind}.jsonl'}" for kind in ("train", "eval")]
-            run = common.train("sums", model, folder, f"--seed={seed}", *files, *changes)
-            run |= {"run": name, "seed": seed}
-            if name == "grpo":
-                run |= ask(folder / "checkpoint", work, folder.name)
-            results["runs"].append(run)
-            options.json.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    files = [f"--data.{kind}_file={work / f'sums_{kind}.jsonl'}" for kind in ("train", "eval")]
+
+    def runs() -> Iterator[dict]:
+        for seed in options.seeds:
+            folder = work / f"grpo_{seed}"
+            run = common.train("sums", model, folder, f"--seed={seed}", *files)
+            yield {"run": "grpo", "seed": seed, **run, **ask(folder / "checkpoint", work, folder.name)}
+        seed = options.seeds[0]
+        run = common.train("sums", model, work / f"shuffled_rewards_{seed}", f"--seed={seed}", *files, *SHUFFLED)
+        yield {"run": "shuffled rewards", "seed": seed, **run}
+
+    common.collect(options.json, runs(), before=ask(model, work, "before"))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     python benchmarks/trl_sums.py minivlmrl vlm/ --rows . --steps 20 --json ours.json
     python benchmarks/trl_sums.py TRL Qwen2.5-Coder-0.5B-Instruct/ --rows . --steps 20 --json trl.json --order ours.json
-    python benchmarks/trl_sums.py logps vlm/ --rows . --text Qwen2.5-Coder-0.5B-Instruct/ --json logps.json
 
 recipes/from_text_model.py made vlm/ from the text model, and recipes/sums.py wrote the rows. TRL trains with the same
 rows in the same order, and with the recipe's method options. TRL's base model has bfloat16 weights, its adapters
@@ -21,20 +20,22 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # set before importing transformers, to use no network
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import torch  # noqa: E402
+from common import read_lines  # noqa: E402
 
 from minivlmrl.config.loading import load_config  # noqa: E402
-from minivlmrl.data.rows import Completion  # noqa: E402
-from minivlmrl.model.checkpoint import load_model, load_processor  # noqa: E402
-from minivlmrl.model.logprobs import per_token_logps  # noqa: E402
-from minivlmrl.model.packing import pack  # noqa: E402
 from minivlmrl.run.callbacks import Callback, default_callbacks  # noqa: E402
 from minivlmrl.run.loop import run_training  # noqa: E402
 
 SYSTEM = "You are a helpful assistant."
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 COMPLETIONS = 128  # 16 prompts, 8 completions each
+# options of TRL's GRPOConfig
+ON_CPU = {
+    "use_cpu": True, "gradient_checkpointing": False, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+    "disable_tqdm": True,
+}  # fmt: skip
 
 
 class Record:
@@ -84,14 +85,6 @@ def accuracy(completions, solution, **columns):
     return [float(text == right) for text, right in zip(texts, solution, strict=True)]
 
 
-def as_chat(problem: str) -> list[dict]:
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": problem}]
-
-
-def read_rows(options: argparse.Namespace) -> list[dict]:
-    return [json.loads(line) for line in (options.rows / "sums_train.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 def train_trl(options: argparse.Namespace):
     import datasets
     import peft
@@ -109,19 +102,18 @@ def train_trl(options: argparse.Namespace):
             self.record.add(float(logs["reward"]))
 
     order = json.loads(options.order.read_text())["rows"]
-    given = read_rows(options)
+    given = read_lines(options.rows / "sums_train.jsonl")
     rows = [given[index] for index in order]
-    columns = {"prompt": [as_chat(row["problem"]) for row in rows], "solution": [row["solution"] for row in rows]}
+    system = {"role": "system", "content": SYSTEM}
+    prompts = [[system, {"role": "user", "content": row["problem"]}] for row in rows]
+    columns = {"prompt": prompts, "solution": [row["solution"] for row in rows]}
     parts = COMPLETIONS // options.batch
     config = trl.GRPOConfig(
         # method options, as in recipes/sums.yaml
         num_generations=8, max_completion_length=12, max_steps=40, learning_rate=1e-4, warmup_steps=3,
         lr_scheduler_type="linear", adam_beta2=0.99, beta=0.0, loss_type="dapo", shuffle_dataset=False,
-        # TRL on a CPU
         per_device_train_batch_size=options.batch, gradient_accumulation_steps=parts, steps_per_generation=parts,
-        use_cpu=True, bf16=options.dtype == "bfloat16", gradient_checkpointing=False,
-        model_init_kwargs={"dtype": options.dtype},
-        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+        bf16=options.dtype == "bfloat16", model_init_kwargs={"dtype": options.dtype}, **ON_CPU,
         output_dir=str(options.json.with_suffix("")) + "_run",
     )  # fmt: skip
     trainer = trl.GRPOTrainer(
@@ -135,30 +127,9 @@ def train_trl(options: argparse.Namespace):
     trainer.train()
 
 
-@torch.no_grad()
-def compare_logps(options: argparse.Namespace):
-    """Compare log-probabilities of some solutions in our model and in transformers, in float32."""
-    import transformers
-
-    model, processor = load_model(options.model), load_processor(options.model)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(options.text, dtype=torch.float32)
-    largest, smallest, tokens = 0.0, 0.0, 0
-    for row in read_rows(options)[:16]:
-        prompt = processor(as_chat(row["problem"]), [])
-        answer = torch.tensor([*processor.tokenizer.encode(row["solution"]), processor.stop_token_ids[0]])
-        ours, _ = per_token_logps(model, pack([prompt], [[Completion(answer)]], model.config))
-        logits = theirs(torch.cat([prompt.input_ids, answer])[None]).logits[0, -len(answer) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
-        largest = max(largest, (ours - expected).abs().max().item())
-        smallest, tokens = min(smallest, expected.min().item()), tokens + len(answer)
-    result = {"largest_difference": largest, "smallest_logp": smallest, "tokens": tokens}
-    options.json.write_text(json.dumps(result) + "\n")
-    print(result)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", choices=["minivlmrl", "TRL", "logps"])
+    parser.add_argument("run", choices=["minivlmrl", "TRL"])
     parser.add_argument("model", help="folder of the model")
     parser.add_argument("--rows", type=Path, required=True, help="folder with sums_train.jsonl")
     parser.add_argument("--json", type=Path, required=True)
@@ -166,10 +137,9 @@ def main():
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--order", type=Path, help="JSON file of our run, for the order of TRL's rows")
-    parser.add_argument("--text", help="folder of the text model, for logps")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    {"minivlmrl": train_ours, "TRL": train_trl, "logps": compare_logps}[options.run](options)
+    {"minivlmrl": train_ours, "TRL": train_trl}[options.run](options)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 `vlm` is a folder written by recipes/from_text_model.py. `work` keeps all outputs, and finished runs are not repeated.
 """
 
-import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,14 +22,15 @@ def main():
     work = options.work
     work.mkdir(parents=True, exist_ok=True)
     two_steps.main(work)
-    runs = []
-    for name, demonstrations, changes in (("with thinking", "think", []), ("number only", "direct", DIRECT)):
-        files = [f"--data.{kind}_file={work / f'two_steps_{kind}.jsonl'}" for kind in ("train", "eval")]
-        files.append(f"--data.files={{sft: {work / f'two_steps_{demonstrations}.jsonl'}}}")
-        run = common.train("two_steps", options.model, work / name.replace(" ", "_"), *files, *changes)
-        runs.append({"run": name, **run})
-    results = {**common.about(), "commit": common.commit(), "runs": runs}
-    options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    files = [f"--data.{kind}_file={work / f'two_steps_{kind}.jsonl'}" for kind in ("train", "eval")]
+
+    def runs() -> Iterator[dict]:
+        for name, demonstrations, changes in (("with thinking", "think", []), ("number only", "direct", DIRECT)):
+            shown = f"--data.files={{sft: {work / f'two_steps_{demonstrations}.jsonl'}}}"
+            folder = work / name.replace(" ", "_")
+            yield {"run": name, **common.train("two_steps", options.model, folder, *files, shown, *changes)}
+
+    common.collect(options.json, runs())
 
 
 if __name__ == "__main__":

@@ -37,9 +37,8 @@ PARTS = ["step", "sampling", "reference", "forward", "backward", "update"]
 
 def runs_of(name: str) -> list[dict]:
     """Return the recorded one-thread runs of a row in benchmarks/learning.py."""
-    [entry] = [entry for entry in PLAN if entry.name == name]
     expected = json.loads((DOCS.parent / "recipes" / "expected.json").read_text(encoding="utf-8"))
-    same = [run for run in expected if (run["recipe"], run["overrides"]) == (entry.recipe, entry.overrides)]
+    same = [run for run in expected if (run["recipe"], run["overrides"]) == PLAN[name]]
     return [run for run in same if run["threads"] == 1]
 
 
