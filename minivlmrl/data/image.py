@@ -14,6 +14,7 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 import torch
+from PIL.ExifTags import Base as ImageIFD
 from PIL.Image import Image, Resampling
 from torch import Tensor
 
@@ -52,8 +53,13 @@ def to_8_bits(image: Image) -> Image:
     """Convert 16-bit grayscale to 8 bits; Pillow would make all values above 255 white."""
     if not image.mode.startswith("I;16"):
         return image
-    gray = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    gray.info = image.info
+    tags = getattr(image, "tag_v2", {})  # in TIFF files, pixels may have only 12 bits, or white may be 0
+    pixels = np.asarray(image)
+    gray = (pixels >> tags.get(ImageIFD.BitsPerSample, (16,))[0] - 8).astype(np.uint8)
+    if tags.get(ImageIFD.PhotometricInterpretation) == 0:
+        gray = 255 - gray
+    gray = PIL.Image.fromarray(np.where(pixels == image.info.get("transparency"), np.uint8(255), gray))
+    gray.info = {name: value for name, value in image.info.items() if name != "transparency"}
     return gray
 
 

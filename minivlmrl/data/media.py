@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import io
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -99,6 +100,9 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     if text.startswith("file://"):
         text = url2pathname(text.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
+    # pipes and devices could be endless
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise UserError(f"{path} is a pipe or a device; use a regular file instead")
     return str(path) if len(str(path)) <= 400 else name, path
 
 

@@ -1,6 +1,7 @@
 """Test the images and videos of rows: sources, damaged files, options, order and tensors."""
 
 import base64
+import os
 import struct
 import weakref
 import zlib
@@ -16,6 +17,7 @@ from minivlmrl.data import file_dataset
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.media import fetch_image
 from minivlmrl.data.processor import Processor
+from minivlmrl.data.video import load_video
 from minivlmrl.rewards.columns import image_and_box_sizes
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
@@ -185,3 +187,11 @@ def test_every_kind_of_source_gives_the_same_image(tmp_path):
 def test_sources_without_an_image_are_reported(source, message):
     with pytest.raises(ValueError, match=message):
         fetch_image(source)
+
+
+def test_pipes_and_devices_are_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    for path in (tmp_path / "pipe.png", "/dev/zero"):
+        for load in (fetch_image, load_video):
+            with pytest.raises(ValueError, match=rf"^{path} is a pipe or a device; use a regular file"):
+                load(path)
