@@ -24,6 +24,8 @@ ADAPTER_CONFIG = "adapter/adapter_config.json"
 RUN_CONFIG = "config.yaml"  # all run options, saved in output_dir
 # generation options, saved with the weights
 INFERENCE_CONFIG = "minivlmrl.yaml"
+CARD = "README.md"  # model card
+CARD_MARK = "<!-- Written by minivlmrl, and again when weights are saved, unless you delete this line. -->\n"
 
 
 def _what_to_do(folder: Path) -> str:
@@ -174,10 +176,12 @@ def replacing(folder: str | Path) -> Iterator[Path]:
             remove_folder(replaced)
             folder.rename(replaced)
         new.rename(folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(new, ignore_errors=True)  # delete incomplete files: the disk may be full
         if replaced.is_dir() and not folder.exists():
             replaced.rename(folder)
+        if isinstance(error, OSError):
+            raise OSError(f"{folder} was not saved ({error}). Its earlier content is unchanged.") from error
         raise
     flush_file(folder.parent)
     remove_folder(replaced)

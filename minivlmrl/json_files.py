@@ -11,7 +11,6 @@ from minivlmrl.errors import UserError, error_context, require
 LFS = b"version https://git-lfs"  # start of a Git LFS pointer file
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # Unicode surrogate escape, paired or not
 TRAILING_COMMA = re.compile(r",\s*([}\]]|$)")
-CONSTANT = re.compile("True|False|None")
 _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
 
 
@@ -39,8 +38,8 @@ def json_cure(error: json.JSONDecodeError) -> str:
         return f"remove the comma after {before[-20:]}"
     if error.doc.startswith("'", error.pos):
         return "write double quotes instead of single quotes"
-    constant = CONSTANT.match(error.doc, error.pos)
-    return f"write true, false or null instead of {constant[0]}" if constant else ""
+    is_constant = error.doc.startswith(("True", "False", "None"), error.pos)
+    return "write true, false or null instead of True, False or None" if is_constant else ""
 
 
 def check_surrogates(text: str, content: Any):

@@ -100,7 +100,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path, monkeypatch
         return rename(path, to)
 
     monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(OSError, match="I/O error"):
+    with pytest.raises(OSError, match=r"checkpoint was not saved \(I/O error\)\. Its earlier content is unchanged"):
         save(folder, "new")
     assert saved(folder) == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]

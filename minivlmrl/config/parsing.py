@@ -288,8 +288,7 @@ class Reader:
 
 def _name_and_weight(text: Plain) -> tuple[str, str]:
     """Split "accuracy:1.0" or "accuracy=1.0" into name and weight, by default 1.0."""
-    match = re.fullmatch(r"\s*(.+?)\s*[:=]\s*(-?[\d.]+)\s*", str(text))
-    name, weight = (match[1], match[2]) if match else (str(text).strip(), "1.0")
+    name, weight, *_ = *re.split(r"\s*[:=]\s*(?=-?[\d.]+$)", str(text).strip()), "1.0"
     return (f"{name}:FUNCTION" if name.endswith(".py") else name), weight
 
 

@@ -18,12 +18,9 @@ CURES = {  # {part in a parser message: what to type}
     "could not find expected ':'": "write a colon and a space after the name, as in seed: 7",
     "unknown escape": "write the value in single quotes, which keep backslashes",
     "that cannot start": "write the value in quotes",
-    "another document": "remove the line ---, because a recipe is one document",
     "but found ']'": "remove one of the closing brackets",
     "but found '}'": "remove one of the closing brackets",
-    "but found '<scalar>'": "write the whole value in quotes; inside single quotes, write a quote twice",
     "expected <block end>": "begin the names of a section in the same column",
-    "for the tag": "remove the tag that begins with !",
     "must be in": "write the value in quotes",  # ValueError for a date such as 2024-13-45
 }
 

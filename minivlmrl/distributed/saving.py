@@ -12,7 +12,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
 from minivlmrl.errors import error_phase
-from minivlmrl.files import INDEX, INFERENCE_CONFIG, ONE_FILE, replacing, save_tensors
+from minivlmrl.files import CARD, CARD_MARK, INDEX, INFERENCE_CONFIG, ONE_FILE, replacing, save_tensors
 from minivlmrl.json_files import write_json
 from minivlmrl.model.checkpoint import check_finite, file_weights, write_settings
 from minivlmrl.model.decoder import VisionLanguageModel
@@ -61,7 +61,7 @@ def save_model(
             save_tensors(tensors, new_folder / file)
 
         def finish():
-            write_other_files(new_folder, model, processor, merge, write_adapter)
+            write_other_files(new_folder, model, processor, merge, write_adapter, Path(folder))
             if len(files) > 1:
                 weight_map = {name: file for file, names in files.items() for name in names}
                 write_json(
@@ -120,16 +120,30 @@ def write_other_files(
     processor: Processor,
     merge: bool,
     write_adapter: Callable[[Path], None] | None,
+    replaced: Path,
 ):
-    """Write config, processor and adapter into a model folder, or only the adapter if not `merge`."""
+    """Write config, processor and adapter into a model folder, or only the adapter if not `merge`.
+
+    Args:
+        replaced: the folder that this one replaces, from which a model card of the user is copied.
+    """
     if merge:
         write_settings(folder, model, processor)
     if write_adapter:
         write_adapter(folder / "adapter")
-    options = processor.tokenizer.files.get(INFERENCE_CONFIG)
-    for part in (folder, folder / "adapter"):
-        if options and part.is_dir():
-            (part / INFERENCE_CONFIG).write_bytes(options)
+    for part in filter(lambda part: (folder / part).is_dir(), ("", "adapter")):
+        for name in (INFERENCE_CONFIG, CARD):
+            content = processor.tokenizer.files.get(name)
+            old = replaced / part / name
+            if (
+                name == CARD
+                and old.is_file()
+                and not old.is_symlink()
+                and CARD_MARK not in old.read_text("utf-8", "replace")
+            ):
+                content = old.read_bytes()
+            if content:
+                (folder / part / name).write_bytes(content)
 
 
 def on_meta(weight: Weight) -> Tensor:

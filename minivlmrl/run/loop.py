@@ -59,7 +59,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
                 mark_output_dir(config)
 
         # open the output folder
-        resumed = resume(config, world)
+        resumed = resume(config, datasets, world)
         if world.is_main:  # print the folder only after all checks, because a rejected recipe writes no files
             hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
             print(f"output: {config.output_dir}; {hint}", flush=True)
@@ -110,7 +110,7 @@ def train_stages(
         saver.optimizer = optimizer
         if is_first:
             begin_run(results, resumed)
-        train_stage(trainer, optimizer, datasets[stage], results, saver)
+        train_stage(trainer, optimizer, datasets[stage], results, saver, resumed.old_end if is_first else None)
     if trainer is None:
         begin_run(results, resumed)
     results.write(trainer)
@@ -146,8 +146,10 @@ def notify_on_error(callbacks: Sequence[Callback]) -> Iterator[None]:
         raise
 
 
-def train_stage(trainer: Trainer, optimizer: Optimizer, rows: Dataset, results: Results, saver: StateSaver):
-    """Train one stage, from its first step or a state."""
+def train_stage(
+    trainer: Trainer, optimizer: Optimizer, rows: Dataset, results: Results, saver: StateSaver, old_end: int | None
+):
+    """Train one stage, from its first step or a state; evaluate again at the end of a run that this one lengthens."""
     stage = trainer.stage
     log = results.log
     state = results.state
@@ -160,7 +162,7 @@ def train_stage(trainer: Trainer, optimizer: Optimizer, rows: Dataset, results: 
     for number in range(state.step, trainer.options.max_steps):
         # evaluate after saving, so that a run killed here loses no step
         if number > 0:
-            results.evaluate_if_due(trainer, number)
+            results.evaluate_if_due(trainer, number, is_due=number == old_end)
         # at every step, so that a resumed run draws the same numbers
         key = f"{trainer.config.seed}/{stage}/{number}/{trainer.world.rank}"
         seed_user_code(f"{key}/rollout")

@@ -15,13 +15,14 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset, seed_user_code
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.errors import UserError, error_phase, pluralize, require
-from minivlmrl.files import RUN_CONFIG
+from minivlmrl.files import CARD, RUN_CONFIG
 from minivlmrl.json_files import write_file, write_json
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.rewards.text import normalize, solution_text
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.evaluate import ANSWER_METRICS, IMAGE_ABLATIONS, evaluate, lowered_metrics, metrics_by_name
 from minivlmrl.run.metrics import FILES, METRICS, MetricsLog, short_names
+from minivlmrl.run.model_card import model_card
 from minivlmrl.run.recipe_changes import MODELS
 from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES
 from minivlmrl.run.states import check_resume
@@ -65,6 +66,14 @@ def check_output_dir(config: RunConfig):
             "marks the folder of a run; choose another --output_dir, or move them. If an earlier version of minivlmrl "
             f"wrote them, mark the folder: touch {folder / MARK}"
         )
+    for name in names:
+        target = (folder / name).resolve()
+        # states may lie on another disk, but not in another run
+        if (folder / name).is_symlink() and (name != STATES or (target.parent / RUN_CONFIG).is_file()):
+            raise UserError(
+                f"output_dir: {folder / name} is a link to {target}, and a run replaces no files outside its folder; "
+                "remove the link, or choose another --output_dir"
+            )
     for option in MODELS if config.stages else ():
         model = attrgetter(option)(config)
         if model and any(Path(model).resolve().is_relative_to((folder / name).resolve()) for name in SAVED):
@@ -111,6 +120,7 @@ class Results:
         self.state = log.state
         self.callbacks = callbacks
         self.folder = Path(config.output_dir)
+        processor.tokenizer.files[CARD] = model_card(config, self.state.results)
 
     def write_config(self):
         if self.world.is_main:
@@ -124,9 +134,10 @@ class Results:
         if self.held_out is not None:
             self.state.results[name] = self.evaluate(name, trainer, trainer.options.max_steps if trainer else 0)
 
-    def evaluate_if_due(self, trainer: Trainer, steps_done: int):
+    def evaluate_if_due(self, trainer: Trainer, steps_done: int, is_due: bool = False):
         config = self.config
-        if self.held_out is not None and config.eval_steps and steps_done % config.eval_steps == 0:
+        is_due |= bool(config.eval_steps and steps_done % config.eval_steps == 0)
+        if is_due and self.held_out is not None:
             self.evaluate(f"after step {steps_done} of {trainer.stage}", trainer, steps_done)
         if config.save_steps and steps_done % config.save_steps == 0:
             self.save(trainer, self.folder)
@@ -157,6 +168,7 @@ class Results:
             with error_phase("evaluation"):
                 values |= trainer.evaluate(held_out)
         self.log.evaluation(stage, steps_done, values, time.perf_counter() - begin)
+        self.processor.tokenizer.files[CARD] = model_card(config, self.state.results | {name: values})
         for callback in self.callbacks:
             callback.on_evaluation(stage, steps_done, len(held_out))
         self.world.barrier()

@@ -13,7 +13,7 @@ saved: generators are seeded from run seed and stage, step or row. Incomplete st
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from minivlmrl.config.options import RunConfig
+from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.distributed.weights import reshard
 from minivlmrl.errors import UserError, error_context, error_phase, in_one_line, pluralize
@@ -99,11 +100,12 @@ class Resumed(NamedTuple):
     folder: Path | None  # state to load, None for a new run
     state: TrainerState
     saved: list[Path]
+    old_end: int | None = None  # step at which the stage ended, if the state is of a complete stage
 
 
-def resume(config: RunConfig, world: World) -> Resumed:
+def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> Resumed:
     """Select the state to resume from, and compare its recipe and files with this run."""
-    hashes = file_hashes(config)
+    hashes = file_hashes(config, datasets)
     check_same(hashes, world)
     new = TrainerState(config.seed, config.stage_names, recipe=recipe_options(config), hashes=hashes)
     # take states seen by rank 0: ranks on a network file system may see different ones
@@ -132,7 +134,7 @@ def resume(config: RunConfig, world: World) -> Resumed:
         )
     batch_sizes = [f"{new.stages[state.stage]}.{name}" for name in BATCH_SIZE_OPTIONS]
     for name, text in changes(state, new):
-        option = name.removeprefix("rows of ")
+        option = name.removeprefix("rows of ").partition(" ")[0]
         is_about_rows = option.startswith("data.") and not option.startswith("data.eval_")
         if same_rows and (is_about_rows or option in batch_sizes):
             raise UserError(
@@ -143,10 +145,11 @@ def resume(config: RunConfig, world: World) -> Resumed:
             print(text, flush=True)
         if option in BEST_OPTIONS:
             state.best = None
+    old_end = state.step if state.step == state.recipe.get(f"{state.stages[state.stage]}.max_steps") else None
     state.recipe = new.recipe
     state.hashes = hashes
     state.stages = new.stages
-    return Resumed(folder, state, saved)
+    return Resumed(folder, state, saved, old_end)
 
 
 def select_state(resume: str | None, saved: list[Path], world: World) -> tuple[Path, TrainerState] | tuple[None, None]:

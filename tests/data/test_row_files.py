@@ -60,7 +60,7 @@ WRONG = {  # {file content: error message after the file name}
     '{"problem": "a,}", }': r":1: the text is not valid JSON \(remove the comma after {\"problem\": \"a,}\"\)",
     '{"problem": "a"},': r":1: the text is not valid JSON \(remove the comma after .*\"a\"}\)",
     "{'problem': 'a'}": r":1: the text is not valid JSON \(write double quotes instead of single quotes\)",
-    '{"problem": None}': r":1: the text is not valid JSON \(write true, false or null instead of None\)",
+    '{"problem": None}': r":1: the text is not valid JSON \(write true, false or null instead of True, False or None\)",
     '{"problem": "a"}\n{"problem": "a", "problem": "b"}': ":2: .*the key 'problem' occurs twice in one object; remove",
     '{\n "problem": "a"\n}': r":1: the text is not valid JSON \(Expecting property name .* `minivlmrl convert",
     "problem,solution\na,b": r":1: the text is not valid JSON .* layout of another project, convert the file once with",

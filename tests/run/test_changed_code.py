@@ -44,3 +44,14 @@ def test_changed_code_is_named_at_a_resume(run, plain, write, capsys):
     write(name, CODE.replace("calls + ", "-calls - "))
     run(*options, "--grpo.max_steps=3", "--resume=auto")
     assert f"code in {name} changed\n" in capsys.readouterr().out
+
+
+def test_changed_code_that_a_reward_imports_is_named(run, plain, write, capsys):
+    options = ["--stages=[grpo]", "--rewards={mine.py:counts: 1.0}", "--state_steps=1"]
+    for step, sign in enumerate((1, -1), start=1):
+        sys.modules.pop("signs_of_mine", None)
+        write("signs_of_mine.py", f"SIGN = {sign}\n")
+        write("mine.py", "from signs_of_mine import SIGN\n" + CODE.replace("calls + ", "SIGN * calls + "))
+        run(*options, f"--grpo.max_steps={step}", "--resume=auto")
+    code = [line for line in capsys.readouterr().out.splitlines() if "code in" in line]
+    assert code == ["code in signs_of_mine.py changed"]

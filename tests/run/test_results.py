@@ -5,6 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from minivlmrl.__main__ import main
 from minivlmrl.config.loading import load_config
@@ -98,6 +99,21 @@ def test_files_that_no_run_wrote_are_not_replaced(home, tmp_path, name):
     file.check_output_dir(config)
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_links_in_the_folder_of_a_run_are_refused(home, tmp_path, name):
+    """A folder that somebody sent may have links to files outside."""
+    run = tmp_path / "run"
+    outside = tmp_path / "other"
+    (outside / "states").mkdir(parents=True)
+    (outside / "config.yaml").touch()
+    config = load_config(home / "recipe.yaml", [f"--output_dir={run}", "--report_to=[tensorboard]", "--resume=never"])
+    run.mkdir()
+    file.mark_output_dir(config)
+    (run / name).symlink_to(outside / "states")
+    with pytest.raises(ValueError, match=f"/run/{name} is a link to {outside}/states, and a run replaces no files"):
+        file.check_output_dir(config)
+
+
 @pytest.mark.parametrize("name", ["checkpoint", "best/checkpoint"])
 def test_models_that_the_run_reads_are_not_replaced(home, tmp_path, name):
     """A resumed run loads them again."""
@@ -180,7 +196,8 @@ def test_only_the_adapter_is_saved_until_the_end(run, plain, own, lively, rows, 
         folders[kind] = run(*options, f"--save={kind}", name=f"run_{kind}")
         assert ("checkpoint/model.safetensors" in saved[0]) == (kind == "merged")
     own_files = ["adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/minivlmrl.yaml"]
-    assert saved[0] == saved[-1] == [f"checkpoint/{name}" for name in sorted([*own_files, "minivlmrl.yaml"])]
+    cards = ["README.md", "adapter/README.md"]
+    assert saved[0] == saved[-1] == [f"checkpoint/{name}" for name in sorted([*cards, *own_files, "minivlmrl.yaml"])]
     for name in ["model.safetensors", *own_files]:
         one, other = ((folder / "checkpoint" / name).read_bytes() for folder in folders.values())
         assert one == other, name
@@ -200,6 +217,26 @@ def test_only_the_adapter_is_saved_until_the_end(run, plain, own, lively, rows, 
         assert main(["memory", "--model", str(tmp_path / kind)]) == 0
         answers[kind] += capsys.readouterr().out.partition(":")[2].encode()
     assert answers["merged"] == answers["adapter"]
+
+
+def test_saved_weights_have_a_card_that_a_user_may_keep(run, plain, checkpoint, own, rows):
+    """The card names base, recipe, data and results; without its mark, it is the user's, also after a resume."""
+    options = [*own, "--adapter.r=2", "--stages=[sft]", f"--data.eval_file={rows}", "--data.eval_rows=2"]
+    options.append("--state_steps=1")
+    folder = run(*options, "--sft.max_steps=1") / "checkpoint"
+    card = (folder / "README.md").read_text()
+    results = summary(folder.parent)["after_sft"]
+    _, head, text = card.split("---\n", 2)
+    assert yaml.safe_load(head) == {"pipeline_tag": "image-text-to-text"} and "# license: fill it in" in head
+    assert f"\n{checkpoint.name}, trained with" in text
+    assert all(f"{metric} {value:.3f}" in text for metric, value in results.items())
+    recipe = yaml.safe_load(text.split("```")[1].removeprefix("yaml"))
+    assert recipe["data"]["eval_file"] == rows.name and recipe["adapter"] == {"r": 2} and "optimizer" not in recipe
+    assert (folder / "adapter/README.md").read_text() == card
+    (folder / "README.md").write_text("license: mit")
+    run(*options, "--sft.max_steps=2", "--resume=auto")
+    assert (folder / "README.md").read_text() == "license: mit"
+    assert "max_steps: 2" in (folder / "adapter/README.md").read_text()
 
 
 def test_chance_answers_each_question_with_its_most_frequent_solution(results):

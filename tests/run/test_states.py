@@ -562,6 +562,14 @@ def test_a_resumed_run_may_train_frozen_weights_but_not_freeze_trained_ones(reci
         resume(recipe, tmp_path, *options, "--sft.max_steps=6", FROZEN)
 
 
+def test_a_longer_run_keeps_the_evaluation_at_its_old_end(recipe, tmp_path):
+    options = ["--stages=[sft]", "--eval_steps=2", *STATES]
+    for last, expected in ((3, [0, 2, 3]), (5, [0, 2, 3, 4, 5]), (5, [0, 2, 3, 4, 5])):
+        resume(recipe, tmp_path, *options, f"--sft.max_steps={last}")
+        lines = (tmp_path / "evaluations.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == expected
+
+
 @pytest.mark.parametrize("part", ["--adapter.r=2", FROZEN])
 def test_changed_frozen_weights_are_refused(recipe, tmp_path, part):
     assert attempt(recipe, tmp_path / "start", "--stages=[]") == [0]
@@ -594,9 +602,9 @@ def test_changed_options_are_reported(recipe, copy, monkeypatch, capsys):
 
 ROW = {"problem": "1 + 1?", "solution": "2"}
 FILES = {  # option that names a file of rows: what a resume says if the rows have changed
-    "data.train_file={}": "rows of data.train_file changed, so rows would be skipped or repeated",
-    "data.train=[{{file: {}}}]": r"rows of data.train\[0\].file changed, so rows would be skipped or repeated",
-    "data.files={{grpo: {}}}": "rows of data.files.grpo changed, so rows would be skipped or repeated",
+    "data.train_file={}": r"rows of data.train_file \(train.jsonl\) changed, so rows would be skipped or repeated",
+    "data.train=[{{file: {}}}]": r"rows of data.train\[0\].file \(train.jsonl\) changed, so rows would be",
+    "data.files={{grpo: {}}}": r"rows of data.files.grpo \(train.jsonl\) changed, so rows would be skipped or repeated",
 }
 
 
@@ -613,9 +621,11 @@ def test_changed_rows_are_refused(recipe, untrained, tmp_path, option, capsys, m
     resume(recipe, tmp_path / "run", *options, "--resume=auto")
     assert " changed" not in capsys.readouterr().out
     write_lines(tmp_path / "eval.jsonl", rows[::-1])
+    PIL.Image.effect_noise((28, 28), 9).save(tmp_path / "red.png")
     resume(recipe, tmp_path / "run", *options, "--resume=auto")
     message = capsys.readouterr().out
-    assert "rows of data.eval_file changed\n" in message
+    assert "rows of data.eval_file (eval.jsonl) changed\n" in message
+    assert "an image or a video of the rows for grpo changed\n" in message
     write_lines(tmp_path / "train.jsonl", rows[::-1])
     with pytest.raises(ValueError, match=FILES[option]):
         resume(recipe, tmp_path / "run", *options, "--resume=auto")
@@ -634,7 +644,7 @@ def test_changed_model_files_are_reported(tmp_path, option, file, kind):
     pair = []
     for text in ("old", "new"):
         (tmp_path / file).write_text(text)
-        pair.append(TrainerState(0, ["grpo"], hashes=file_hashes(config)))
+        pair.append(TrainerState(0, ["grpo"], hashes=file_hashes(config, {})))
     assert [name for name, _ in changes(*pair)] == ([f"{kind} of {option}.path"] if kind else [])
 
 
@@ -672,13 +682,26 @@ def test_a_parameter_without_gradients_resumes_without_moments(recipe, untrained
     assert outcome(tmp_path / "run") == uninterrupted(*options)
 
 
+def test_a_changed_number_of_rows_is_refused(recipe, copy):
+    folder = copy / "states" / "000003"
+    content = json.loads((folder / "run.json").read_text())
+    content["hashes"]["rows of data.* for grpo"] = "9 rows"
+    rewrite(folder, "run.json", json.dumps(content).encode())
+    with pytest.raises(ValueError, match=r"rows of data\.\* for grpo changed, so rows would be skipped or repeated"):
+        resume(recipe, copy, "--resume=auto")
+    resume(recipe, copy, f"--resume={folder}", "--stages=[grpo, sft]", "--sft.max_steps=1", "--state_steps=1")
+    assert read_trainer_state(copy / "states" / "000004").hashes["rows of data.* for grpo"] != "9 rows"
+
+
 def test_files_that_no_stage_reads_may_be_missing(tmp_path):
     config = RunConfig(stages=["grpo"])
     config.model.config = str(tmp_path / "random.json")
     (tmp_path / "random.json").touch()
     config.data.files = {"sft": str(tmp_path / "gone.jsonl")}
     config.ppo.critic_path = str(tmp_path / "written_by_an_earlier_stage")
-    assert [name for name in file_hashes(config) if name.startswith("rows")] == []
+    assert [name for name in file_hashes(config, {}) if name.startswith("rows")] == []
     config.stages, config.data.train_file = ["sft"], str(tmp_path / "gone_as_well.jsonl")
     (tmp_path / "gone.jsonl").touch()
-    assert [name for name in file_hashes(config) if name.startswith("rows")] == ["rows of data.files.sft"]
+    assert [name for name in file_hashes(config, {}) if name.startswith("rows")] == [
+        "rows of data.files.sft (gone.jsonl)"
+    ]

@@ -83,7 +83,7 @@ def answer_file(tool: str, arguments: list[str]):
     names = [reward.name for reward in rewards]
     world = process_group.setup(config.num_threads, config.timeout, config.uses_fsdp)
     rows = load_datasets(config, {}, (), required_columns(rewards), world)["eval"]
-    check_same(flat(asdict(config)) | file_hashes(config), world)
+    check_same(flat(asdict(config)) | file_hashes(config, {"evaluate": rows}), world)
     check_column(options.by, rows)
     if world.is_main:
         print(f"recipe: {config.recipe}", flush=True)
