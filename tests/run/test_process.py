@@ -30,7 +30,7 @@ def ended(monkeypatch, tmp_path, capfd):
     (["nowhere.yaml"], "nowhere.yaml: there is no such recipe in "),
     (["shape.yaml"], "shape.yaml: there is no such recipe in "),
     (["--seed=x"], "command line: seed is 'x', but it must be of type int"),
-    (["--seed={"], "command line: quote the value of seed: the text is not valid YAML (line 1: expected the node"),
+    (["--seed={"], "command line: quote the value of seed: the text is not valid YAML (line 1, '{': close the bracket"),
 ], ids=str)  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(ended, arguments, sentence):
     code, printed, summary = ended(train_recipe, *arguments)
