@@ -1,4 +1,4 @@
-"""Write the papers in minivlmrl/config/methods.py into the table of methods in docs/policy_gradients.md."""
+"""Write the options of minivlmrl/config/methods.py into the table of methods in docs/policy_gradients.md."""
 
 import re
 
@@ -7,11 +7,13 @@ from minivlmrl.config.methods import METHODS
 
 
 def page() -> str:
-    """Return policy_gradients.md with a link to the paper of each method in METHODS."""
+    """Return policy_gradients.md with papers and options from METHODS."""
     text = (DOCS / "policy_gradients.md").read_text(encoding="utf-8")
     for name, method in METHODS.items():
         title = f"[{method.title}](papers/{method.page}.md)" if method.page else method.title
-        cell = f"`--method={name}` ([{method.paper}](https://arxiv.org/abs/{method.paper}))"
+        options = [f"`{option}: {value}`" for option, value in method.options.items()]
+        paper = f"[{method.paper}](https://arxiv.org/abs/{method.paper})"
+        cell = f"`--method={name}` ({paper}): {', '.join(options)}"
         row = re.compile(rf"^\| {re.escape(title)} \|(.*)\| [^|]+ \|$", re.MULTILINE)
         if len(row.findall(text)) != 1:
             raise ValueError(f"docs/policy_gradients.md needs one row {title}")
