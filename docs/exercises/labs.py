@@ -24,6 +24,7 @@ from PIL import Image
 import minimal
 from docs.scripts.museum import EXHIBITS, changed
 
+THOUGHTS = "I see it", "the picture shows a shape", "let me look again"
 VISIBLE = (4, 5, 7)  # exhibits whose rewards look wrong
 STEPS = 60  # of lab 2
 ROWS = 64  # hidden rows
@@ -57,7 +58,12 @@ def check_reward(path: str, seed: int, options: Namespace) -> Iterator[str]:
     found = {}  # {kind of answer: its first example}
     for solution in draw.sample(minimal.LABELS, 6):
         spellings = [solution, solution.upper(), f" {solution}. "]
-        earned = [reward(f"<think>I see it</think><answer>{text}</answer>", solution) for text in spellings]
+        thoughts = draw.sample(THOUGHTS, len(spellings))
+        answers = [
+            f"<think>{thought}</think><answer>{text}</answer>"
+            for thought, text in zip(thoughts, spellings, strict=True)
+        ]
+        earned = [reward(answer, solution) for answer in answers]
         right = max(earned)
         if min(earned) < right:
             text = spellings[earned.index(min(earned))]

@@ -9,8 +9,10 @@ import numpy as np
 
 from docs.scripts.it_learns import chart, read, write_tables
 from docs.scripts.picture import BLUES, DOCS, ORANGES, Picture
+from recipes.look import SIGNS
 
 COLORS = {"grpo": BLUES, "more sft": ORANGES}
+BESIDE = {"accuracy": 3, "cpu_seconds": 1, "peak_gib": 1}  # value of a step: digits
 KINDS = "sum", "digit", "blank", "exchanged"
 
 
@@ -50,7 +52,9 @@ def compare(results: dict, name: str, other: str, kind: str, draws: int = 2000) 
 COMPARED = (
     ("grpo", "sft", "sum"), ("grpo", "more sft", "sum"), ("more sft", "sft", "sum"), ("grpo", "sft", "digit"),
     ("more sft", "sft", "digit"), ("sft on the sums", "grpo", "sum"),
+    ("shuffled rewards", "sft", "sum"),
 )  # fmt: skip
+TRANSFER = tuple(("grpo", "sft", kind) for kind in SIGNS)
 EARLIER = (
     ("grpo", "more sft", "sum"), ("late grpo", "more sft", "sum"), ("late grpo", "late more sft", "sum"),
     ("late grpo", "more sft", "digit"),
@@ -65,7 +69,29 @@ def difference_rows(results: dict, compared: tuple) -> list[str]:
         if all(counts):
             gap, low, high = compare(results, name, other, kind)
             seeds = "{}, {}".format(*counts)
-            rows.append(f"| {name} - {other} | {kind}s | {seeds} | {gap:.3f} | {low:.3f} to {high:.3f} |")
+            rows.append(
+            of = {"larger": "larger of two"}.get(kind, f"{kind}s")
+            cells = [f"{name} - {other}", of, seeds, f"{gap:.3f}", f"{low:.3f} to {high:.3f}"]
+            rows.append(f"| {' | '.join(cells)} |")
+            )
+    return rows
+
+
+def beside_rows(results: dict) -> list[str]:
+    """Return the table rows about the first steps of both trainers."""
+    rows = []
+    for run in results["runs"]:
+        cells = [", ".join(f"{value:.{digits}f}" for value in run[name]) for name, digits in BESIDE.items()]
+        rows.append(f"| {run['side']} | {' | '.join(cells)} |")
+    return rows
+
+
+def sign_rows(results: dict) -> list[str]:
+    """Return the table rows about the held-out sign: one per run."""
+    rows = []
+    for run in results["runs"]:
+        cells = [run["arm"], run["run"], str(run["seed"]), *(f"{share(run['right'][kind]):.3f}" for kind in SIGNS)]
+        rows.append(f"| {' | '.join([*cells, str(run['cpu_seconds'])])} |")
     return rows
 
 
@@ -98,6 +124,9 @@ PICTURES = {"images/look.svg": lambda: draw(read("look"))}
 TABLES = {  # {first heading cell: rows}
     "run": lambda: accuracy_rows(read("look")),
     "difference": lambda: difference_rows(read("look"), COMPARED),
+    "arm": lambda: sign_rows(read("look_signs")),
+    "sign, difference": lambda: difference_rows(read("look_signs"), TRANSFER),
+    "trainer": lambda: beside_rows(read("look_trl")),
     "earlier run": lambda: accuracy_rows(read("look_earlier")),
     "earlier difference": lambda: difference_rows(read("look_earlier"), EARLIER),
 }

@@ -35,7 +35,7 @@ METHODS = {
     ),
     "sapo": Method("SAPO", "2511.20347", {"loss_type": "sapo"}),
     "vespo": Method("VESPO", "2602.10693", {"loss_type": "vespo"}),
-    "luspo": Method("LUSPO", "2602.05261", {"loss_type": "luspo"}),
+    "luspo": Method("LUSPO", "2602.05261", {"loss_type": "luspo", "importance_sampling_level": "sequence"}),
     "rloo": Method("RLOO", "2402.14740", {"loss_type": "rloo"}, "rloo"),
 }
 

@@ -192,4 +192,4 @@ def test_memory_sizes_in_the_readme(row, model):
     config = load_config("own_data.yaml", shlex.split(options.replace("`", "")))
     size = needed(config, "grpo", f"Qwen2.5-VL-{model}")
     assert cells[1 if model == "3B" else 2] == f"{size:.1f}"
-    assert row != "all weights, float32" or f"{size:.0f} GB" in Path("README.md").read_text()
+    assert row != "all weights, float32" or f"{size:.1f} GB" in Path("README.md").read_text()
