@@ -69,11 +69,9 @@ def difference_rows(results: dict, compared: tuple) -> list[str]:
         if all(counts):
             gap, low, high = compare(results, name, other, kind)
             seeds = "{}, {}".format(*counts)
-            rows.append(
             of = {"larger": "larger of two"}.get(kind, f"{kind}s")
             cells = [f"{name} - {other}", of, seeds, f"{gap:.3f}", f"{low:.3f} to {high:.3f}"]
             rows.append(f"| {' | '.join(cells)} |")
-            )
     return rows
 
 
