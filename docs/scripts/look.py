@@ -55,10 +55,6 @@ COMPARED = (
     ("shuffled rewards", "sft", "sum"),
 )  # fmt: skip
 TRANSFER = tuple(("grpo", "sft", kind) for kind in SIGNS)
-EARLIER = (
-    ("grpo", "more sft", "sum"), ("late grpo", "more sft", "sum"), ("late grpo", "late more sft", "sum"),
-    ("late grpo", "more sft", "digit"),
-)  # fmt: skip
 
 
 def difference_rows(results: dict, compared: tuple) -> list[str]:
@@ -125,8 +121,6 @@ TABLES = {  # {first heading cell: rows}
     "arm": lambda: sign_rows(read("look_signs")),
     "sign, difference": lambda: difference_rows(read("look_signs"), TRANSFER),
     "trainer": lambda: beside_rows(read("look_trl")),
-    "earlier run": lambda: accuracy_rows(read("look_earlier")),
-    "earlier difference": lambda: difference_rows(read("look_earlier"), EARLIER),
 }
 
 
