@@ -157,7 +157,7 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-# memory estimates do not see blocks inside a custom operator, so extras/memory/estimate.py adds block_bytes
+# memory estimates do not see blocks inside a custom operator, so monitor/memory/estimate.py adds block_bytes
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float

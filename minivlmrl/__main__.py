@@ -13,12 +13,12 @@ COMMANDS = {  # {command: (module:function, help text)}
     "chat": ("minivlmrl.extras.answers.chat:main", "send a model one prompt and print its answer"),
     "serve": ("minivlmrl.extras.answers.serve:main", "ask a model, and its base, in a browser"),
     "merge": ("minivlmrl.extras.merge:main", "merge an adapter into its base model"),
-    "report": ("minivlmrl.extras.report:main", "write an HTML report of one run or two runs"),
+    "report": ("minivlmrl.monitor.report:main", "write an HTML report of one run or two runs"),
     "evaluate": ("minivlmrl.extras.answers.evaluate:main", "answer the rows in a file and score the answers"),
     "generate": ("minivlmrl.extras.answers.evaluate:generate_main", "answer the rows in a file"),
     "convert": ("minivlmrl.extras.convert.command:main", "convert other projects' rows to the form that a run reads"),
-    "check": ("minivlmrl.extras.check.command:main", "find problems in a recipe before training"),
-    "memory": ("minivlmrl.extras.memory.command:main", "estimate the GPU memory that a run needs"),
+    "check": ("minivlmrl.monitor.check.command:main", "find problems in a recipe before training"),
+    "memory": ("minivlmrl.monitor.memory.command:main", "estimate the GPU memory that a run needs"),
     "parity": ("minivlmrl.extras.parity.command:main", "find mistakes in a loss"),
 }
 # other projects' commands

@@ -15,9 +15,9 @@ import torch
 from minivlmrl.data.download import find_folder
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.extras.convert.command import main as convert
-from minivlmrl.extras.report import main as report
 from minivlmrl.files import flush_file, replacing, save_tensors
 from minivlmrl.json_files import read_json
+from minivlmrl.monitor.report import main as report
 from tests.helpers import tiny
 from tests.helpers.children import exit_code, fork
 

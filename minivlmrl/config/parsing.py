@@ -17,7 +17,7 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.config.types import Code, Finite, Plain
 from minivlmrl.config.yaml_errors import yaml_cure
 from minivlmrl.errors import UserError, did_you_mean, error_context, invalid_value, require, truncate
-from minivlmrl.load_extra import has_extras, load_extra
+from minivlmrl.load_extra import has_folder, load_extra
 
 
 class Dataclass(Protocol):
@@ -280,7 +280,7 @@ class Reader:
 
     def _foreign_name(self, root: type, section: str, name: str) -> str:
         """Return advice from extras/names.csv about a name from a library such as TRL, or ""."""
-        if not issubclass(root, RunConfig) or not has_extras():
+        if not issubclass(root, RunConfig) or not has_folder("extras"):
             return ""
         answer = load_extra("minivlmrl.extras.names:answer", "an unknown option")
         return answer(section, name, self.dashes, [option.path for option in options_of(root)])

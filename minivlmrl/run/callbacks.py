@@ -17,7 +17,7 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import UserError, did_you_mean, in_one_line
-from minivlmrl.load_extra import has_extras, load_extra
+from minivlmrl.load_extra import has_folder, load_extra
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.signals import Preempted
@@ -120,23 +120,23 @@ def harmless(hook: Callable) -> Callable:
     return call
 
 
-WATCHERS = {  # {name of a monitoring callback: "module:class" in minivlmrl/extras}
-    "recipe": "check.preflight:Preflight",
-    "out of memory": "memory.out_of_memory:OutOfMemoryReport",
-    "memory": "memory.memory_check:MemoryCheck",
-    "inputs": "inputs:InputCheck",
-    "learning": "warnings:TrainingWarnings",
-    "report": "report:ReportPage",
+WATCHERS = {  # {name of a monitoring callback: "module:class" in minivlmrl}
+    "recipe": "monitor.check.preflight:Preflight",
+    "out of memory": "monitor.memory.out_of_memory:OutOfMemoryReport",
+    "memory": "monitor.memory.memory_check:MemoryCheck",
+    "inputs": "monitor.inputs:InputCheck",
+    "learning": "monitor.warnings:TrainingWarnings",
+    "report": "monitor.report:ReportPage",
 }
 
 
 def default_callbacks(config: RunConfig) -> list[Callback]:
     """Build the monitoring callbacks, and callbacks for recipe options such as reference.sync_ref_model."""
-    names = dict(WATCHERS) if has_extras() else {}
+    names = dict(WATCHERS) if has_folder("monitor") else {}
     if not (config.check_memory and config.model.path):
         names.pop("memory", None)
     if config.reference.sync_ref_model:
-        names["reference.sync_ref_model"] = "moving_reference:MovingReference"
+        names["reference.sync_ref_model"] = "extras.moving_reference:MovingReference"
     if config.dpo.precompute_ref_log_probs and "dpo" in config.stage_names:
-        names["dpo.precompute_ref_log_probs"] = "reference_logps:ReferenceLogps"
-    return [load_extra(f"minivlmrl.extras.{name}", option)() for option, name in names.items()]
+        names["dpo.precompute_ref_log_probs"] = "extras.reference_logps:ReferenceLogps"
+    return [load_extra(f"minivlmrl.{name}", option)() for option, name in names.items()]

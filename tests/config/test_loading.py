@@ -19,8 +19,8 @@ from minivlmrl.config.options import FileOptions, GRPOOptions, RunConfig, SFTOpt
 from minivlmrl.config.parsing import options_of, read_value
 from minivlmrl.config.types import Finite
 from minivlmrl.extras.agents.environment import Settings
-from minivlmrl.extras.check.preflight import collect_notes
 from minivlmrl.extras.vllm import VLLMOptions
+from minivlmrl.monitor.check.preflight import collect_notes
 from minivlmrl.trainers.registry import find_trainers
 from tests.helpers.links import ROOT
 

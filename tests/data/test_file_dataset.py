@@ -14,9 +14,9 @@ from minivlmrl.data.messages import text_of
 from minivlmrl.data.processor import Processor, encode_completion
 from minivlmrl.data.row_sizes import long_rows
 from minivlmrl.data.rows import Completion
-from minivlmrl.extras.check.preflight import check_truths
-from minivlmrl.extras.check.row_notes import describe_boxes, describe_unread, summary
-from minivlmrl.extras.memory.memory_check import heaviest_rows
+from minivlmrl.monitor.check.preflight import check_truths
+from minivlmrl.monitor.check.row_notes import describe_boxes, describe_unread, summary
+from minivlmrl.monitor.memory.memory_check import heaviest_rows
 from minivlmrl.rewards.columns import reward_columns
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.tasks import shapes

@@ -8,7 +8,7 @@ from minivlmrl.data.file_dataset import FileDataset, without_rows
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor, encode_answer
 from minivlmrl.data.row_sizes import long_rows
-from minivlmrl.extras.check.row_notes import describe_rows, summary
+from minivlmrl.monitor.check.row_notes import describe_rows, summary
 from minivlmrl.tasks import shapes
 from tests.helpers.runs import write_lines
 from tests.helpers.talk import assistant, user

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minivlmrl.distributed.device import find_device
-from minivlmrl.extras.check.summary import describe_device
+from minivlmrl.monitor.check.summary import describe_device
 
 
 @pytest.fixture

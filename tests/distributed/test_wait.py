@@ -13,8 +13,8 @@ from minivlmrl.commands.train import train_recipe
 from minivlmrl.config.options import SamplingOptions, ShardingOptions
 from minivlmrl.data.loader import Batches
 from minivlmrl.distributed import process_group, saving
-from minivlmrl.extras import report
 from minivlmrl.generation.sampler import Sampler
+from minivlmrl.monitor import report
 from minivlmrl.rewards.registry import Reward
 from minivlmrl.run import process, state_files
 from minivlmrl.run.metrics import MetricsLog

@@ -52,7 +52,7 @@ def test_the_interval_is_that_of_student(monkeypatch):
 
 
 def test_last_stages_with_different_names_share_a_curve(tmp_path):
-    from minivlmrl.extras.report import collect_run, join_stages
+    from minivlmrl.monitor.report import collect_run, join_stages
 
     runs = [collect_run(write_run(tmp_path / stage, 0, stage, 0.5)) for stage in ("grpo", "mine")]
     join_stages(runs)

@@ -1,6 +1,7 @@
-"""Test that a copy of the package without extras/ trains recipes without extras to the same bytes."""
+"""Test that a copy of the package without extras/ and monitor/ trains recipes without extras to the same bytes."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -60,7 +61,7 @@ for module in pkgutil.walk_packages(minivlmrl.__path__, "minivlmrl."):
 def copy(tmp_path_factory):
     copy = tmp_path_factory.mktemp("without") / "clone"
     for name in ("minivlmrl", "kernels", "recipes"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "extras"))
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "extras", "monitor"))
     lines = []
     for i in range(4):
         PIL.Image.new("RGB", (90, 50), (60 * i, 40, 90)).save(copy / f"{i}.png")
@@ -87,6 +88,9 @@ def test_the_bytes_of_a_run_do_not_depend_on_extras(copy, tmp_path, monkeypatch,
         assert (tmp_path / "complete" / file).read_bytes() == (tmp_path / "without" / file).read_bytes(), file
     lines = [json.loads(line) for line in (tmp_path / "without" / "metrics.jsonl").open()]
     assert all(line["grad_norm"] > 0 for line in lines)
-    refused = [line for line in done.stderr.splitlines() if "extras" in line]
-    assert refused == [f"{use} needs minivlmrl/extras, which this copy lacks" for use in USES]
-    assert "minivlmrl.run.loop" in done.stdout.split() and "minivlmrl.extras" not in done.stdout
+    refused = [line for line in done.stderr.splitlines() if "which this copy lacks" in line]
+    folders = ["monitor" if arguments[0] in ("check", "memory") else "extras" for arguments in USES.values()]
+    assert refused == [
+        f"{use} needs minivlmrl/{x}, which this copy lacks" for use, x in zip(USES, folders, strict=True)
+    ]
+    assert "minivlmrl.run.loop" in done.stdout.split() and not re.search(r"minivlmrl\.(extras|monitor)", done.stdout)

@@ -9,7 +9,7 @@ import yaml
 
 from minivlmrl.__main__ import main
 from minivlmrl.commands.train import train_recipe
-from minivlmrl.extras.memory.estimate import MemoryEstimator
+from minivlmrl.monitor.memory.estimate import MemoryEstimator
 from minivlmrl.tasks.shapes import Shapes
 from tests.helpers import tiny
 
@@ -40,8 +40,8 @@ def run(home, tmp_path):
 
 def leave_out(patch):
     """Speed up a run: no report, no summary of row lengths, shuffle 1,000 rows instead of a million."""
-    patch.setattr("minivlmrl.extras.report.write_page", lambda *_: None)
-    patch.setattr("minivlmrl.extras.check.preflight.describe_rows", lambda *_: ())
+    patch.setattr("minivlmrl.monitor.report.write_page", lambda *_: None)
+    patch.setattr("minivlmrl.monitor.check.preflight.describe_rows", lambda *_: ())
     patch.setattr("minivlmrl.tasks.shapes.FRESH_ROWS", 1000)
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from minivlmrl.extras.memory.estimate import AllocationTracker
 from minivlmrl.kernels import shared_prefix
 from minivlmrl.kernels.dense_attention import dense_attention, flash_attention, flash_attention_backward
+from minivlmrl.monitor.memory.estimate import AllocationTracker
 
 # prompt of each completion; query heads, key heads, prompt tokens, completion tokens, head dimension
 SIZES = [

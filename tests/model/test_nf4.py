@@ -11,13 +11,13 @@ from minivlmrl.__main__ import main
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.distributed.weights import copy_model
 from minivlmrl.extras.answers.chat import inference_config
-from minivlmrl.extras.check.summary import trainable_summary
 from minivlmrl.model import nf4, peft, value_head
 from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.families.registry import FAMILIES, hub_name
 from minivlmrl.model.lora import adapters, inject_adapters, quantize_base
 from minivlmrl.model.nf4 import NF4, dynamic_code, pack_nf4, unpack_nf4
 from minivlmrl.model.plain_weights import gather_full_tensor, packed_layers, part_of, plain_weights
+from minivlmrl.monitor.check.summary import trainable_summary
 from tests.helpers.on_ranks import shards_bytes
 from tests.model.test_lora import adapted, batch, loss
 from tests.record.record_bitsandbytes import SHAPE, digest, numbers, recorded

@@ -32,7 +32,9 @@ def test_an_import_changes_no_environment_variable_and_no_warning_filter():
     files = [*(ROOT / "minivlmrl").rglob("*.py"), *(ROOT / "kernels").glob("*.py")]
     parts = [file.relative_to(ROOT).with_suffix("").parts for file in files]
     names = [".".join(["minivlmrl"] * (of[0] == "kernels") + [*of]).removesuffix(".__init__") for of in parts]
-    core = [name for name in names if not name.startswith(("minivlmrl.extras.", "minivlmrl.__main__"))]
+    core = [
+        name for name in names if not name.startswith(("minivlmrl.extras.", "minivlmrl.monitor.", "minivlmrl.__main__"))
+    ]
     run(f"CORE = {core}\n{CHANGES}")
 
 

@@ -6,7 +6,7 @@ import PIL.Image
 import pytest
 
 from docs.scripts import first_run, screenshots
-from tests.extras.test_page import CHROMIUM
+from tests.monitor.test_page import CHROMIUM
 
 
 @pytest.mark.slow

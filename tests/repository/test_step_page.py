@@ -6,8 +6,8 @@ import re
 import pytest
 
 from docs.scripts import step, walkthrough
-from tests.extras.test_page import browse
 from tests.helpers.links import ROOT
+from tests.monitor.test_page import browse
 
 pytestmark = pytest.mark.slow
 

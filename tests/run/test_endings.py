@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from minivlmrl.config.loading import load_config
-from minivlmrl.extras import report
+from minivlmrl.monitor import report
 from minivlmrl.run.callbacks import Callback, Watcher, default_callbacks
 from minivlmrl.run.loop import run_training
 from minivlmrl.run.process import run_rank

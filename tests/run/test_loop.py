@@ -124,7 +124,7 @@ def test_memory_is_checked_before_rows_and_weights_are_read(run, own, monkeypatc
     for name in ("load_datasets", "build_processor", "build_weights"):
         monkeypatch.setattr(f"minivlmrl.run.setup.{name}", None)  # calling it would fail
     refuse = Mock(side_effect=ValueError("sft needs more"))
-    monkeypatch.setattr("minivlmrl.extras.memory.memory_check.check_disk", refuse)
+    monkeypatch.setattr("minivlmrl.monitor.memory.memory_check.check_disk", refuse)
     with pytest.raises(ValueError, match="sft needs more"):
         run(*own, "--stages=[sft]")
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from minivlmrl.distributed.process_group import World
-from minivlmrl.extras.memory import memory_check
 from minivlmrl.model import lora, vision
+from minivlmrl.monitor.memory import memory_check
 from tests.helpers import tiny
 from tests.helpers.pretend_cuda import CUDA, PretendCuda
 from tests.helpers.runs import metrics

@@ -10,8 +10,8 @@ import yaml
 from minivlmrl.__main__ import main
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.rows import Row
-from minivlmrl.extras.report import collect_run
 from minivlmrl.model.build import random_model
+from minivlmrl.monitor.report import collect_run
 from minivlmrl.run import results as file
 from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.trainer_state import TrainerState

@@ -9,9 +9,9 @@ import torch
 
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion
-from minivlmrl.extras.check.effects import options_without_effect
-from minivlmrl.extras.warnings import WarningRules
 from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.monitor.check.effects import options_without_effect
+from minivlmrl.monitor.warnings import WarningRules
 from minivlmrl.rewards import registry
 from minivlmrl.trainers.dynamic_sampling import gather_groups
 from minivlmrl.trainers.grpo import soft_overlong_punishment

@@ -9,8 +9,8 @@ from torch.nn.functional import logsigmoid
 
 from minivlmrl.data.chat_template import ChatTemplate
 from minivlmrl.data.processor import encode_completion
-from minivlmrl.extras.memory.out_of_memory import longest_row
 from minivlmrl.model.logprobs import per_token_logps
+from minivlmrl.monitor.memory.out_of_memory import longest_row
 from minivlmrl.tasks.shapes import Shapes
 from minivlmrl.trainers import sft as file
 from minivlmrl.trainers.registry import find_trainer

@@ -15,7 +15,7 @@ from minivlmrl.data.tokenizer import train_tokenizer
 from minivlmrl.extras.agents import tool_sampler
 from minivlmrl.extras.agents.environment import Settings, get_environment, tools_of, with_tools
 from minivlmrl.extras.agents.tool_calls import answer_call
-from minivlmrl.extras.check.preflight import try_rewards
+from minivlmrl.monitor.check.preflight import try_rewards
 from minivlmrl.rewards.registry import get_reward
 from minivlmrl.trainers.registry import find_trainers
 from tests.helpers import tiny

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from minivlmrl.config.options import LoRAOptions
 from minivlmrl.distributed.saving import save_model
 from minivlmrl.extras.families.experts import Experts
-from minivlmrl.extras.memory.estimate import MemoryEstimator
 from minivlmrl.losses.grpo import LossNormalizer, grpo_loss
 from minivlmrl.model import config_json
 from minivlmrl.model.checkpoint import load_model
@@ -20,6 +19,7 @@ from minivlmrl.model.families.registry import find_family, hub_name
 from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.lora import adapters, init_adapters, inject_adapters
 from minivlmrl.model.nf4 import NF4Linear
+from minivlmrl.monitor.memory.estimate import MemoryEstimator
 from tests.extras.families.test_qwen3_vl import random_config, random_prompt
 from tests.helpers import tiny
 from tests.helpers.hub_configs import real_config

@@ -10,11 +10,11 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.data.rows import uniform_numbers
 from minivlmrl.distributed.saving import save_model
-from minivlmrl.extras.memory.estimate import BatchShape, MemoryEstimator
 from minivlmrl.generation.generate import Decode, generate, make_token_sampler, prefill, sample_by_uniforms
 from minivlmrl.model import build, checkpoint, config_json, logprobs
 from minivlmrl.model.attention import GroupAttention, PackedLayout
 from minivlmrl.model.families.registry import find_family
+from minivlmrl.monitor.memory.estimate import BatchShape, MemoryEstimator
 from minivlmrl.tasks import shapes
 from tests.extras.families.test_qwen3_vl import film_prompt, qwen3_vl_name
 from tests.helpers import tiny

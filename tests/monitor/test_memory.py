@@ -12,10 +12,10 @@ import torch
 
 from minivlmrl.__main__ import main as start
 from minivlmrl.config.loading import load_config
-from minivlmrl.extras.memory.command import find_memory, main
-from minivlmrl.extras.memory.estimate import GB, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
 from minivlmrl.model import config_json
 from minivlmrl.model.build import read_sizes
+from minivlmrl.monitor.memory.command import find_memory, main
+from minivlmrl.monitor.memory.estimate import GB, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
 from tests.helpers import tiny
 from tests.helpers.hub_configs import real_config
 

@@ -16,9 +16,9 @@ from minivlmrl.data.row_sizes import TOKEN_BYTES, RowSize, image_tokens, patch_c
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import UserError
-from minivlmrl.extras.memory.estimate import GB, MemoryEstimator, MemoryQuestion, optimizer_bytes, state_bytes
-from minivlmrl.extras.memory.largest_batch import try_largest_batches
 from minivlmrl.model.checkpoint import DTYPES
+from minivlmrl.monitor.memory.estimate import GB, MemoryEstimator, MemoryQuestion, optimizer_bytes, state_bytes
+from minivlmrl.monitor.memory.largest_batch import try_largest_batches
 from minivlmrl.run.callbacks import Callback
 from minivlmrl.run.states import NUM_KEPT_STATES
 from minivlmrl.run.trainer_state import TrainerState

@@ -11,8 +11,8 @@ from minivlmrl.__main__ import main
 from minivlmrl.config.options import ModelOptions, RunConfig
 from minivlmrl.distributed import saving
 from minivlmrl.errors import is_out_of_memory
-from minivlmrl.extras.memory.out_of_memory import OutOfMemory, cures
 from minivlmrl.generation import generate
+from minivlmrl.monitor.memory.out_of_memory import OutOfMemory, cures
 from minivlmrl.run import evaluate, setup, state_files
 from minivlmrl.trainers.base import Trainer
 from tests.helpers.runs import LETTERS, metrics

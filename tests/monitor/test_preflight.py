@@ -18,7 +18,7 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor, encode_answer
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed.process_group import World
-from minivlmrl.extras.check import preflight
+from minivlmrl.monitor.check import preflight
 from minivlmrl.run import setup
 from minivlmrl.run.datasets import NEEDS
 from minivlmrl.tasks import shapes

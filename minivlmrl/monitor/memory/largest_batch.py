@@ -13,9 +13,9 @@ from minivlmrl.data.loader import readable_prompt
 from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.errors import error_phase
-from minivlmrl.extras.memory.estimate import MemoryQuestion, evaluation_batch, sampling_batch
 from minivlmrl.generation.environments import make_sampler
 from minivlmrl.generation.sampler import Sampler
+from minivlmrl.monitor.memory.estimate import MemoryQuestion, evaluation_batch, sampling_batch
 from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.loop import num_tokens, run_micro_batches
 from minivlmrl.trainers.base import Trainer

@@ -12,9 +12,9 @@ from minivlmrl.config.options import RunConfig
 from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
-from minivlmrl.extras.check.preflight import rows_trained_on
-from minivlmrl.extras.check.rewards import Trial, check_constant
-from minivlmrl.extras.check.rows import sample_rows, solutions_of
+from minivlmrl.monitor.check.preflight import rows_trained_on
+from minivlmrl.monitor.check.rewards import Trial, check_constant
+from minivlmrl.monitor.check.rows import sample_rows, solutions_of
 from minivlmrl.rewards.registry import held_out_rewards, required_columns
 
 NUM_DECODED = 1000  # maximum rows to decode images from

@@ -9,8 +9,8 @@ import pytest
 from pytest import approx
 
 from minivlmrl.config.loading import load_config
-from minivlmrl.extras import report
-from minivlmrl.extras.report import TEMPLATE, collect_run
+from minivlmrl.monitor import report
+from minivlmrl.monitor.report import TEMPLATE, collect_run
 from minivlmrl.run.callbacks import Callback, default_callbacks
 from minivlmrl.run.loop import run_training
 from tests.helpers.runs import LETTERS, metrics, write_lines

@@ -16,10 +16,10 @@ from minivlmrl.data.loader import next_readable, readable_prompt
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Row
 from minivlmrl.distributed import process_group
-from minivlmrl.extras.check.evaluation import check_evaluation
-from minivlmrl.extras.check.preflight import find_mistakes
-from minivlmrl.extras.check.rewards import check_contradictions, check_demonstrations, check_rewards, make_trial
-from minivlmrl.extras.check.rows import check_rows, solutions_of
+from minivlmrl.monitor.check.evaluation import check_evaluation
+from minivlmrl.monitor.check.preflight import find_mistakes
+from minivlmrl.monitor.check.rewards import check_contradictions, check_demonstrations, check_rewards, make_trial
+from minivlmrl.monitor.check.rows import check_rows, solutions_of
 from minivlmrl.rewards.registry import held_out_rewards
 from minivlmrl.run.callbacks import default_callbacks
 from minivlmrl.run.setup import prepare

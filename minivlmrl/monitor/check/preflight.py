@@ -20,15 +20,15 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset, ToolUse
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import UserError, error_context, pluralize
-from minivlmrl.extras.check.effects import options_without_effect
-from minivlmrl.extras.check.row_notes import describe_boxes, describe_rows
-from minivlmrl.extras.check.summary import describe_device, trainable_summary
 from minivlmrl.files import INFERENCE_CONFIG
 from minivlmrl.generation.environments import agents
 from minivlmrl.kernels.backend import KERNELS, backend_for
 from minivlmrl.model.checkpoint import DTYPES
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.peft import find_adapter
+from minivlmrl.monitor.check.effects import options_without_effect
+from minivlmrl.monitor.check.row_notes import describe_boxes, describe_rows
+from minivlmrl.monitor.check.summary import describe_device, trainable_summary
 from minivlmrl.rewards.columns import call_rewards, reward_columns
 from minivlmrl.rewards.registry import (
     COMPARE_SOLUTIONS,

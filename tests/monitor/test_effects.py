@@ -4,7 +4,7 @@ import pytest
 
 from minivlmrl.config.loading import as_overrides, load_config
 from minivlmrl.config.options import RunConfig
-from minivlmrl.extras.check.effects import options_without_effect
+from minivlmrl.monitor.check.effects import options_without_effect
 from minivlmrl.trainers.registry import find_trainer, find_trainers
 
 TWICE = {"grpo.num_iterations": 2}

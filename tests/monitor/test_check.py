@@ -9,9 +9,9 @@ import torch
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.data.file_dataset import FileDataset
-from minivlmrl.extras.check import command as check
-from minivlmrl.extras.check import rewards as check_rewards
-from minivlmrl.extras.check import rows as check_rows
+from minivlmrl.monitor.check import command as check
+from minivlmrl.monitor.check import rewards as check_rewards
+from minivlmrl.monitor.check import rows as check_rows
 from minivlmrl.rewards.registry import Reward, get_reward
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny

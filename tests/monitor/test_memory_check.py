@@ -8,10 +8,10 @@ import pytest
 
 from minivlmrl.config.loading import load_config
 from minivlmrl.distributed.process_group import World
-from minivlmrl.extras.memory.estimate import MemoryEstimator, MemoryQuestion, state_bytes
-from minivlmrl.extras.memory.memory_check import MemoryCheck
 from minivlmrl.json_files import read_json
 from minivlmrl.model import config_json
+from minivlmrl.monitor.memory.estimate import MemoryEstimator, MemoryQuestion, state_bytes
+from minivlmrl.monitor.memory.memory_check import MemoryCheck
 from minivlmrl.run.callbacks import default_callbacks
 from minivlmrl.run.loop import run_training
 

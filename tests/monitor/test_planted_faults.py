@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import PIL.Image
 import pytest
 
-from minivlmrl.extras.check import command as check
+from minivlmrl.monitor.check import command as check
 from tests.helpers.runs import LETTERS, metrics, read_lines, write_lines
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from minivlmrl.config.options import LoRAOptions, RolloutOptions, RunConfig, SamplingOptions
-from minivlmrl.extras.warnings import WINDOW, WarningRules
 from minivlmrl.losses.advantages import combine
+from minivlmrl.monitor.warnings import WINDOW, WarningRules
 from minivlmrl.run import metrics as metrics_module
 from minivlmrl.run.metrics import check_mismatch
 

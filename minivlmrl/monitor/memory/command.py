@@ -21,12 +21,12 @@ from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Dataset
 from minivlmrl.distributed.process_group import World
 from minivlmrl.errors import UserError, pluralize, require
-from minivlmrl.extras.memory.estimate import GB, RESERVE, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
-from minivlmrl.extras.memory.memory_check import measure_datasets
-from minivlmrl.extras.memory.out_of_memory import cures
 from minivlmrl.model.build import read_sizes
 from minivlmrl.model.checkpoint import load_processor
 from minivlmrl.model.peft import base_model, is_adapter_folder
+from minivlmrl.monitor.memory.estimate import GB, RESERVE, MemoryEstimator, MemoryQuestion, estimate_phases, peak_bytes
+from minivlmrl.monitor.memory.memory_check import measure_datasets
+from minivlmrl.monitor.memory.out_of_memory import cures
 from minivlmrl.run.datasets import load_datasets
 from minivlmrl.run.setup import adapt_processor, filter_long_rows
 from minivlmrl.trainers.registry import find_trainers

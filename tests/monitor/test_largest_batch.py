@@ -13,8 +13,8 @@ from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.distributed.process_group import World
-from minivlmrl.extras.memory import estimate, largest_batch, memory_check, out_of_memory
 from minivlmrl.generation.sampler import Sampler
+from minivlmrl.monitor.memory import estimate, largest_batch, memory_check, out_of_memory
 from minivlmrl.run import loop
 from minivlmrl.tasks import shapes
 from minivlmrl.trainers.base import Trainer

@@ -14,8 +14,8 @@ from minivlmrl.data.file_dataset import FileDataset
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.messages import text_of
 from minivlmrl.data.rows import Row
-from minivlmrl.extras.inputs import InputCheck, check_inputs
 from minivlmrl.model import decoder
+from minivlmrl.monitor.inputs import InputCheck, check_inputs
 from minivlmrl.run.loop import run_training
 from minivlmrl.trainers import offline
 from minivlmrl.trainers.base import Step

@@ -11,11 +11,11 @@ from minivlmrl.data.row_sizes import RowSize
 from minivlmrl.data.rows import Prompt
 from minivlmrl.distributed.micro_batching import split_into_micro_batches
 from minivlmrl.distributed.weights import copy_model, recompute_blocks
-from minivlmrl.extras.memory import estimate as memory
 from minivlmrl.generation import filters, generate, sampler
 from minivlmrl.kernels import dense_attention, shared_prefix
 from minivlmrl.model import build, config_json, logprobs, lora, value_head, vision
 from minivlmrl.model.checkpoint import load_model
+from minivlmrl.monitor.memory import estimate as memory
 from minivlmrl.run.evaluate import evaluation_sampling
 from minivlmrl.run.optimizer import build_optimizer
 from minivlmrl.run.setup import patch_dtype

@@ -19,8 +19,8 @@ from minivlmrl.data.messages import as_turns, text_of
 from minivlmrl.data.processor import Processor
 from minivlmrl.data.rows import Completion, Dataset, Row
 from minivlmrl.errors import truncate
-from minivlmrl.extras.check.rows import sample_rows, solutions_of
 from minivlmrl.losses.advantages import combine
+from minivlmrl.monitor.check.rows import sample_rows, solutions_of
 from minivlmrl.rewards.columns import call_rewards, image_and_box_sizes, reward_columns
 from minivlmrl.rewards.registry import Reward, required_columns, training_rewards
 from minivlmrl.rewards.text import find_answer, normalize

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from minivlmrl.errors import user_error_message
-from minivlmrl.extras import report
+from minivlmrl.monitor import report
 from tests.helpers.runs import write_lines
 
 STEP = {"stage": "grpo", "step": 0}
