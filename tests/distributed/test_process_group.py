@@ -67,6 +67,8 @@ GRPO = ["stage", *REFERENCE, "--grpo.max_steps=2"]
 TRAJECTORIES = ["stage", *SHORT_HISTORY, "--grpo.max_steps=2", "--grpo.num_iterations=1"]
 ONE_PASS = [*GRPO, "--grpo.num_iterations=1"]
 SHARING = [*ONE_PASS, "--adapter.r=2"]  # policy and reference share the base model
+# the tower and merger are trained in full beside adapters, and the reference has its own copies
+PARTS = [*SHARING, "--adapter.modules_to_save=[vision, merger]"]
 FOLDER = [*GRPO, "--reference.path=FOLDER/judge"]
 EXPERTS = [*GRPO, "--model.config=FOLDER/qwen3_5_moe.json", "--optimizer.weight_decay=0.1"]
 COUNTS = {f"{count} rows": ["evaluation", f"--data.eval_rows={count}"] for count in (5, 1)}
@@ -89,10 +91,11 @@ CASES = {  # {case of two ranks: (case of one process with the same results, opt
     "pieces": ("grpo", [*GRPO, *ONE_BY_ONE, "--grpo.max_tokens_per_micro_batch=90", "--sampling.max_batch_tokens=120"]),
     "trajectories": ("trajectories", [*TRAJECTORIES, *SHARDED, "--sampling.max_batch_tokens=120"]),
     "adapters": ("adapters", [*ADAPTED, *SHARDED]), "critic": ("critic", [*CRITIC, *SHARDED]),
-    "NF4": ("NF4", [*NF4, *ONE_BY_ONE]),
+    "parts": ("parts", PARTS), "NF4": ("NF4", [*NF4, *ONE_BY_ONE]),
     "sft": ("sft", SFT), "dpo": ("dpo", [*DPO, *SHARDED]),
     "tower": ("tower", TOWER), "tower, sharded": ("tower", [*TOWER, *SHARDED]),
     "tower, once": ("tower", [*TOWER, *ONCE]),
+    "parts, sharded": ("parts", [*PARTS, *SHARDED]), "parts, once": ("parts", [*PARTS, *ONCE]),
 }  # fmt: skip
 REFERENCES = {
     "one pass": [*ONE_PASS, "--model.compute_dtype=float64"], "folder": [*FOLDER, *SHARDED],
@@ -115,7 +118,7 @@ def results(tmp_path_factory):
     alone = {
         "grpo": GRPO, "trajectories": TRAJECTORIES, **COUNTS, "one pass": ONE_PASS, "experts": EXPERTS, "tower": TOWER,
         "sharing": SHARING, "folder": FOLDER, "sft": SFT, "dpo": DPO,
-        "adapters": ADAPTED, "critic": CRITIC, "NF4": NF4,
+        "adapters": ADAPTED, "parts": PARTS, "critic": CRITIC, "NF4": NF4,
     }  # fmt: skip
     cases = {name: options for name, (_, options) in CASES.items() if name != "NF4" or SHARDS_BYTES}
     return launch(1, folder, alone, quick)[0], launch(2, folder, cases | REFERENCES | OTHERS, quick)
@@ -141,6 +144,9 @@ def test_the_cases_have_several_turns_many_lengths_and_trained_adapters(results)
     for case in ("adapters", "NF4"):
         assert "critic.weight" in moved[case] and any(re.match("policy.*lora_B", name) for name in moved[case])
     assert {name.partition(".")[0] for name in moved["critic"] if "lora_B" in name} == {"policy", "critic"}
+    frozen, whole = alone["sharing"].weights, alone["parts"].weights
+    moved_parts = {name for name, value in whole.items() if "lora_" not in name and not frozen[name].equal(value)}
+    assert {name.split(".")[1] for name in moved_parts} == {"patch_embed", "blocks", "merger"}
 
 
 @pytest.mark.parametrize("case", REFERENCES)
