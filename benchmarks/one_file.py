@@ -1,6 +1,6 @@
 """Compare minimal.py with the package: seconds per GRPO step, and memory for log-probabilities.
 
-    python benchmarks/one_file.py    # half a minute
+    python benchmarks/one_file.py --json docs/curves/one_file.json    # half a minute
 
 Both programs train the same tiny model on the same rows, one after the other, with one thread. Memory is the peak in a
 separate process, minus the peak in a process that only makes the inputs. README's table "What the package adds" has
@@ -8,6 +8,7 @@ both ratios.
 """
 
 import argparse
+import json
 import resource
 import statistics
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 from timeit import timeit
 
 import torch
-from common import about
+from common import provenance
 from grpo_step import make_rows, our_side
 
 from minivlmrl.kernels.linear_log_softmax import linear_log_softmax
@@ -75,18 +76,21 @@ def log_probabilities(way: str):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--memory", choices=["inputs", "all", "blocks"], help="print the peak of one way in GiB")
+    parser.add_argument("--json", type=Path, help="file of the results")
     options = parser.parse_args()
     if options.memory:
         log_probabilities(options.memory)
         return
-    print(about())
-    print(f"minimal.py's step takes {step_ratio():.1f} times as long as the package's")
+    results = {**provenance(), "step_ratio": step_ratio()}
+    print(f"minimal.py's step takes {results['step_ratio']:.1f} times as long as the package's")
     peaks = {}
     for way in ("inputs", "all", "blocks"):
         command = [sys.executable, __file__, f"--memory={way}"]
         peaks[way] = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    logits, blocks = peaks["all"] - peaks["inputs"], peaks["blocks"] - peaks["inputs"]
-    print(f"{TOKENS} log-probabilities with gradients: {logits:.2f} GiB with all logits, {blocks:.2f} GiB in blocks")
+    results["gib"] = {way: peaks[way] - peaks["inputs"] for way in ("all", "blocks")}
+    print(f"{TOKENS} log-probabilities with gradients, GiB: {results['gib']}")
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
