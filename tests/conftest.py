@@ -23,8 +23,8 @@ from minivlmrl.run import metrics
 from tests.helpers.children import default_signals  # noqa: F401 (fixtures)
 from tests.helpers.draws import pair, tokenizer_300  # noqa: F401 (fixtures)
 from tests.helpers.fused import fused_linspace  # noqa: F401 (fixtures)
-from tests.helpers.runs import cached_activations, checkpoint, home, own, plain, rows, run, whole_run  # noqa: F401 (fixtures)
-from tests.helpers.stages import alone, folder, lively, loss_calls, samples, script, stage  # noqa: F401 (fixtures)
+from tests.helpers.runs import cached_activations, checkpoint, home, quick, rows, run, user_data, whole_run  # noqa: F401 (fixtures)
+from tests.helpers.stages import folder, loss_calls, one_rank, samples, script, stage, varied_rollouts  # noqa: F401 (fixtures)
 
 # the slowest files run first, so that parallel workers finish at about the same time
 LONGEST_FILES = (
@@ -62,7 +62,7 @@ def exact_sampler(monkeypatch):
 
 
 @pytest.fixture
-def poisoned():
+def nan_in_new_memory():
     """Fill uninitialized memory with NaN, so that a test notices values that a kernel does not write."""
     torch.use_deterministic_algorithms(True)
     yield

@@ -21,10 +21,10 @@ from minivlmrl.generation.generate import make_token_sampler
 from minivlmrl.losses.advantages import ADVANTAGES
 from minivlmrl.losses.grpo_variants import CORRECTION_MODES
 from minivlmrl.run.metrics import METRICS
-from tests.extras.test_effects import CASES
 from tests.helpers.runs import LETTERS, leave_out
 from tests.helpers.stages import STAGES
 from tests.helpers.tiny import RUN_MODEL
+from tests.monitor.test_effects import CASES
 
 SFT, DPO, RM = ["--stages=sft"], ["--stages=dpo"], ["--stages=reward_model"]
 GRPO, PPO = (["--stages=grpo", LETTERS], ["--stages=ppo", LETTERS])
@@ -173,7 +173,7 @@ reference.ref_model_mixup_alpha reference.ref_model_sync_steps dpo.precompute_re
 
 
 @pytest.fixture(scope="module")
-def run_outputs(home, own):
+def run_outputs(home, user_data):
     """Return a cached function that runs a recipe and returns its output files and its error as {name: bytes}."""
     (home / "tied.json").write_text(json.dumps(RUN_MODEL | {"tie_word_embeddings": True}))
     (home / "elsewhere").mkdir()
@@ -186,9 +186,9 @@ def run_outputs(home, own):
             kinds = {"own", "boxes", "film", "drift", "evaluated"} & {*overrides}
             options = [override for override in overrides if override not in kinds]
             if kinds & {"own", "boxes", "film"}:
-                options = [*own, *options]
+                options = [*user_data, *options]
             for kind in kinds & {"boxes", "film"}:
-                options.insert(len(own), f"--data.train_file={home / kind}.jsonl")
+                options.insert(len(user_data), f"--data.train_file={home / kind}.jsonl")
                 patch.setattr(Processor, "decode", boxed)
             if "drift" in kinds:
                 patch.setattr(sampler, "make_token_sampler", drifting)
@@ -262,14 +262,14 @@ def differ(first, second):
 
 
 @pytest.mark.parametrize(("name", "value", "base"), OPTIONS, ids=[f"{name}={v}" for name, v, _ in OPTIONS])
-def test_no_dead_option(run_metrics, lively, home, name, value, base):
+def test_no_dead_option(run_metrics, varied_rollouts, home, name, value, base):
     changed = f"--{name}={value}".replace("{home}", str(home))
     assert differ(run_metrics(*base), run_metrics(*base, changed))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "values", "base"), ENUMERATIONS, ids=[name for name, _, _ in ENUMERATIONS])
-def test_no_two_values_give_the_same_run(run_metrics, lively, name, values, base):
+def test_no_two_values_give_the_same_run(run_metrics, varied_rollouts, name, values, base):
     for one, other in itertools.combinations(values, 2):
         assert differ(*(run_metrics(*base, *THREE_STEPS, f"--{name}={value}") for value in (one, other))), (one, other)
 
@@ -281,13 +281,13 @@ IDLE = [(name, value, others) for name, value, without, _ in CASES for others in
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "value", "others"), IDLE, ids=[f"{name} {others}" for name, _, others in IDLE])
-def test_options_that_a_note_calls_idle_change_nothing(run_metrics, lively, name, value, others):
+def test_options_that_a_note_calls_idle_change_nothing(run_metrics, varied_rollouts, name, value, others):
     base = [*BASES.get(name.split(".")[0], GRPO), *as_overrides(others)]
     assert not differ(run_metrics(*base), run_metrics(*base, *as_overrides({name: value})))
 
 
 @pytest.mark.parametrize(("name", "value", "base", "begin"), OUTPUTS, ids=[name for name, *_ in OUTPUTS])
-def test_options_that_change_the_output_files(run_outputs, lively, home, name, value, base, begin):
+def test_options_that_change_the_output_files(run_outputs, varied_rollouts, home, name, value, base, begin):
     if value == "[tensorboard]":
         pytest.importorskip("tensorboard", reason="extra missing: pip install tensorboard")
     both = []

@@ -133,7 +133,7 @@ def sharded_model(dtype=torch.float32, recompute=False, compute_dtype=None, mode
     return model
 
 
-def test_weights_stay_float32_while_layers_compute_in_bfloat16(alone):
+def test_weights_stay_float32_while_layers_compute_in_bfloat16(one_rank):
     """Log-probabilities and gradients equal those of a model with bfloat16 weights."""
     model, half = sharded_model(compute_dtype=torch.bfloat16), tiny.model(dtype=torch.bfloat16)
     seen = set()
@@ -155,7 +155,7 @@ def test_offloaded_shards_of_a_gpu_are_pinned(monkeypatch):
 
 
 @pytest.mark.parametrize(("model_type", "sharded"), [("qwen3_vl", True), ("qwen3_5", False)])
-def test_recomputed_blocks_have_the_same_gradients_and_keep_less(alone, model_type, sharded):
+def test_recomputed_blocks_have_the_same_gradients_and_keep_less(one_rank, model_type, sharded):
     make = sharded_model if sharded else tiny.model
     plain, model = make(model_type=model_type), make(model_type=model_type, **{"recompute": True} if sharded else {})
     if not sharded:
@@ -171,7 +171,7 @@ def test_recomputed_blocks_have_the_same_gradients_and_keep_less(alone, model_ty
     assert_same(model, plain)
 
 
-def test_a_copy_recomputes_with_its_own_weights(alone):
+def test_a_copy_recomputes_with_its_own_weights(one_rank):
     plain = tiny.model()
     recompute_blocks(plain)
     for model in (plain, sharded_model(recompute=True)):
@@ -185,7 +185,7 @@ def test_a_copy_recomputes_with_its_own_weights(alone):
 
 
 @pytest.mark.parametrize(("model_type", "gather_weights"), [("qwen2_5_vl", True), ("qwen3_vl", False)])
-def test_weights_are_sharded_again_after_a_rollout(alone, model_type, gather_weights):
+def test_weights_are_sharded_again_after_a_rollout(one_rank, model_type, gather_weights):
     model = sharded_model(model_type=model_type)
     with rollout_weights(model, gather_weights) as run:
         per_token_logps(run, batch(model.config))
@@ -201,7 +201,7 @@ def test_weights_are_sharded_again_after_a_rollout(alone, model_type, gather_wei
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
-def test_dtypes_of_heads_copies_and_rollout_weights(alone):
+def test_dtypes_of_heads_copies_and_rollout_weights(one_rank):
     """A value head computes in the dtype of its weights, even if the layers compute in bfloat16."""
     model = sharded_model(compute_dtype=torch.bfloat16)
     head = torch.nn.Linear(4, 1)
@@ -215,7 +215,7 @@ def test_dtypes_of_heads_copies_and_rollout_weights(alone):
     assert sharded_model(dtype=torch.bfloat16).sharding.precision.reduce_dtype == torch.float32
 
 
-def test_each_unit_prefetches_the_previous_one_in_the_backward(alone):
+def test_each_unit_prefetches_the_previous_one_in_the_backward(one_rank):
     """With FSDP's default order of prefetching, two ranks might gather different layers."""
     model = sharded_model()
     ahead = {unit: unit._get_fsdp_state()._states_to_backward_prefetch for unit in units(model)}
@@ -225,7 +225,7 @@ def test_each_unit_prefetches_the_previous_one_in_the_backward(alone):
     assert ahead[model] == [model.model.layers[-1]._get_fsdp_state()]
 
 
-def test_a_rollout_of_a_sharded_model_uses_16_bit_copies_of_adapters(alone, monkeypatch):
+def test_a_rollout_of_a_sharded_model_uses_16_bit_copies_of_adapters(one_rank, monkeypatch):
     """With a 16-bit compute_dtype, gathered adapters already have 16 bits."""
     monkeypatch.setattr(lora, "is_half_on_gpu", lambda device, dtype: dtype == torch.bfloat16)
     for dtype, compute_dtype in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
@@ -238,7 +238,7 @@ def test_a_rollout_of_a_sharded_model_uses_16_bit_copies_of_adapters(alone, monk
         assert {p.dtype for p in tiny.adapter_parameters(model)} == {torch.float32}
 
 
-def test_torch_versions_that_cannot_shard_bytes_are_refused(alone, monkeypatch):
+def test_torch_versions_that_cannot_shard_bytes_are_refused(one_rank, monkeypatch):
     sharding, model = fsdp.Sharding(ShardingOptions(enabled=True), ONE, torch.float32), tiny.model()
     lora.inject_adapters(model, LoRAOptions(r=2, quantize="nf4"))
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
@@ -252,7 +252,7 @@ def test_ranks_must_be_a_multiple_of_the_replicas():
 
 
 @pytest.mark.parametrize("sharding", [[], ["--sharding.enabled=true"]])
-def test_a_checkpoint_has_the_dtype_of_its_folder(alone, folder, tmp_path, sharding):
+def test_a_checkpoint_has_the_dtype_of_its_folder(one_rank, folder, tmp_path, sharding):
     """A model trained in float32 is saved in the dtype of its checkpoint, unless model.save_dtype is set."""
     save_model(tmp_path / "half", load_model(folder / "untied").bfloat16(), load_processor(folder / "untied"))
     overrides = [f"--model.path={tmp_path / 'half'}", "--model.dtype=float32", *sharding]

@@ -96,7 +96,7 @@ def uneven_steps(folder: Path, overrides: list[str], world):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def one_process(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
     two.prepare(folder)
     return launch(1, folder, {name: RECIPES[name] for name, _ in CASES}, uneven_steps)[0]
@@ -111,8 +111,8 @@ def ranks(request, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
-def test_uneven_ranks_equal_one_process(alone, ranks, case):
-    expected = alone[case[0]]
+def test_uneven_ranks_equal_one_process(one_process, ranks, case):
+    expected = one_process[case[0]]
     assert all(line["grad_norm"] > 1e-3 for line in expected.lines)
     for rank in ranks:
         assert rank[case].texts == expected.texts

@@ -71,7 +71,7 @@ def slow(owner, name, rank, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_waits_for_slow_work_of_one_rank(home, lively, tmp_path, monkeypatch):
+def test_a_run_waits_for_slow_work_of_one_rank(home, varied_rollouts, tmp_path, monkeypatch):
     """Rank 0 is slow in its tracker, its report page and its saves, and rank 1 is slow in loading rows."""
     options = ["--stages=[sft, grpo]", *(f"--{stage}.max_steps=2" for stage in ("sft", "grpo")), "--state_steps=1"]
     options += ["--data.eval_rows=2", "--eval_steps=1"]
@@ -135,7 +135,7 @@ def check_resumed(home, tmp_path):
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3]
 
 
-def test_a_rank_that_hangs_in_reading_an_image(home, lively, tmp_path, capfd):
+def test_a_rank_that_hangs_in_reading_an_image(home, varied_rollouts, tmp_path, capfd):
     """In step 3, rank 1 hangs until rank 0 has ended, and rank 0 waits for a second."""
     rank_0_runs, rank_0_ends = os.pipe()
 
@@ -161,7 +161,7 @@ def test_a_rank_that_hangs_in_reading_an_image(home, lively, tmp_path, capfd):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_rank_that_hangs_in_a_tracker(home, lively, tmp_path, capfd, ranks):
+def test_a_rank_that_hangs_in_a_tracker(home, varied_rollouts, tmp_path, capfd, ranks):
     def begin(rank):
         if rank == 0:
             hook_call(MetricsLog, "track", 3, hang)

@@ -91,8 +91,8 @@ def test_an_adapter_without_its_base_model_names_its_file(evaluate, tmp_path, ba
         evaluate(model=tmp_path)
 
 
-def test_the_recipe_of_a_run_in_a_parent_folder_is_not_used(evaluate, checkpoint, own, run, plain, tmp_path, capsys):
-    trained = run("--stages=[]", *own, "--data.prompt_template=Look. {problem}")
+def test_the_recipe_of_a_run_in_a_parent_folder_is_not_used(evaluate, user_data, run, quick, tmp_path, capsys):
+    trained = run("--stages=[]", *user_data, "--data.prompt_template=Look. {problem}")
     evaluate("--rows=1", model=trained / "checkpoint")
     assert f"recipe: {trained / 'config.yaml'}" in capsys.readouterr().out  # which has the rewards
     evaluate("--rows=1", model=shutil.copytree(trained / "checkpoint", trained / "best" / "checkpoint"))
@@ -110,9 +110,9 @@ def test_the_recipe_of_a_run_in_a_parent_folder_is_not_used(evaluate, checkpoint
     assert "own_data.yaml" in capsys.readouterr().out
 
 
-def test_a_copied_checkpoint_keeps_the_options_of_its_run(evaluate, checkpoint, own, run, plain, tmp_path, capsys):
+def test_a_copied_checkpoint_keeps_the_options_of_its_run(evaluate, user_data, run, quick, tmp_path, capsys):
     message = ("--data.prompt_template=Look. {problem}", "--data.system_prompt=Be brief.", "--data.answer_format=whole")
-    trained = run("--stages=[]", *own, *message, "--data.max_pixels=3136", "--sampling.stop_strings=[x]")
+    trained = run("--stages=[]", *user_data, *message, "--data.max_pixels=3136", "--sampling.stop_strings=[x]")
     lines = evaluate("--rows=2", model=trained / "checkpoint")[0]
     alone = shutil.copytree(trained / "checkpoint", tmp_path / "elsewhere" / "alone")
     capsys.readouterr()

@@ -41,8 +41,8 @@ def test_merged_logits(tmp_path, monkeypatch, model_type, tied):
     assert worst_difference(theirs, ours, prompts()) < ROUNDING[model_type]
 
 
-def test_a_copied_folder_says_how_it_was_trained(tmp_path, checkpoint, own, run, plain, capsys):
-    options = [*own, "--adapter.r=2", "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=0"]
+def test_a_copied_folder_says_how_it_was_trained(tmp_path, checkpoint, user_data, run, quick, capsys):
+    options = [*user_data, "--adapter.r=2", "--stages=[sft]", "--sft.max_steps=1", "--data.eval_rows=0"]
     trained = run(*options, "--adapter.quantize=nf4", *as_overrides(SAID)) / "checkpoint"
     adapter = shutil.copytree(trained / "adapter", tmp_path / "copied")
     for out, more in (("plain", []), ("told", ["--quantize=nf4"])):
@@ -62,9 +62,9 @@ def test_a_copied_folder_says_how_it_was_trained(tmp_path, checkpoint, own, run,
     assert f"{adapter / 'minivlmrl.yaml'}, with which the model was trained, sets other values for data.p" in printed
 
 
-def test_a_merged_folder_keeps_the_run_options_and_is_not_merged_again(tmp_path, checkpoint, own, run, plain, capsys):
+def test_a_merged_folder_keeps_its_options_and_is_not_merged_again(tmp_path, checkpoint, user_data, run, quick, capsys):
     message = "--data.prompt_template=Look. {problem}"
-    trained = run(*own, message, "--adapter.r=2", "--stages=[sft]", "--sft.max_steps=1") / "checkpoint"
+    trained = run(*user_data, message, "--adapter.r=2", "--stages=[sft]", "--sft.max_steps=1") / "checkpoint"
 
     def merge_with(folder, out, adapter=trained / "adapter"):
         return main(["merge", f"--model={folder}", f"--adapter={adapter}", f"--out={out}"])

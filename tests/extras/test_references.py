@@ -35,7 +35,7 @@ class Stop(Callback):
 
 
 @pytest.fixture
-def train(home, tmp_path, plain, lively):
+def train(home, tmp_path, quick, varied_rollouts):
     def train(name, *options, more=()):
         config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / name}", *options])
         run_training(config, [*default_callbacks(config), *more])
@@ -45,9 +45,9 @@ def train(home, tmp_path, plain, lively):
 
 
 @pytest.mark.parametrize("options", [["--adapter.r=2"], ["--model.freeze=[vision]", "--adapter.r=2"]])
-def test_a_reference_with_other_weights_cannot_move(train, checkpoint, own, options):
+def test_a_reference_with_other_weights_cannot_move(train, checkpoint, user_data, options):
     with pytest.raises(ValueError, match=r"^reference.sync_ref_model moves .*the model of reference.path has other"):
-        train("run", *own[:2], *GRPO, f"--reference.path={checkpoint}", *options)
+        train("run", *user_data[:2], *GRPO, f"--reference.path={checkpoint}", *options)
 
 
 def weights(folder):
@@ -118,8 +118,8 @@ def test_no_log_probabilities_are_stored_without_a_reference(train):
     assert_equal_weights(folder, stored)
 
 
-def test_stored_log_probabilities_are_kept_by_a_resume_and_refused_if_a_row_changed(train, own, rows, home):
-    options = [*DPO, *own, STORED]
+def test_stored_log_probabilities_are_kept_by_a_resume_and_refused_if_a_row_changed(train, user_data, rows, home):
+    options = [*DPO, *user_data, STORED]
     whole = train("whole", *options)
     with pytest.raises(ValueError, match="stopped by the test"):
         train("run", *options, more=[Stop(2)])

@@ -39,7 +39,7 @@ def test_margins_of_rows_are_used(stage):
     assert line["loss"] == pytest.approx((math.log(1 + math.e) + math.log(2)) / 2, rel=1e-6)
 
 
-def test_a_reward_model_is_used_in_the_same_run_or_by_its_path(folder, lively, tmp_path):
+def test_a_reward_model_is_used_in_the_same_run_or_by_its_path(folder, varied_rollouts, tmp_path):
     """A stage of one's own may train it; reward_model.path has precedence over a reward model of the run itself."""
     code = "from minivlmrl.extras.reward_model import RewardTrainer\nclass Mine(RewardTrainer):\n    stage = 'mine'\n"
     (tmp_path / "mine.py").write_text(code)

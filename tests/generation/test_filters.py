@@ -10,7 +10,7 @@ from minivlmrl.model.logprobs import completion_states, per_token_logps
 from minivlmrl.model.packing import pack
 from tests.helpers import tiny
 from tests.helpers.draws import options, prompts, sample
-from tests.helpers.stages import completions_of, folder, lively, samples, stage  # noqa: F401 (fixtures)
+from tests.helpers.stages import completions_of, folder, samples, stage, varied_rollouts  # noqa: F401 (fixtures)
 
 
 def test_other_options_need_no_filters():

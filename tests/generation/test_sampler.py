@@ -103,7 +103,7 @@ def test_the_option_cuda_graph_selects_the_decode_step(sampler, decodes, graph, 
     assert sampler(world=SimpleNamespace(device=torch.device("cuda")), cuda_graph=graph).captured == on_a_gpu
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("gather_weights", "captured"), [(True, True), (True, False), (False, False)])
 def test_sharded_weights_sample_the_same_tokens(sampler, decodes, gather_weights, captured):
     """A CUDA graph needs weights that are gathered into a model without hooks."""

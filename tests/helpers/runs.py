@@ -46,7 +46,7 @@ def leave_out(patch):
 
 
 @pytest.fixture
-def plain(monkeypatch):
+def quick(monkeypatch):
     leave_out(monkeypatch)
 
 
@@ -79,7 +79,7 @@ def rows(home):
 
 
 @pytest.fixture(scope="session")
-def own(checkpoint, rows):
+def user_data(checkpoint, rows):
     """Return command-line options to train the checkpoint on the user's rows."""
     files = ["--data.task=null", f"--data.train_file={rows}", "--data.eval_rows=256"]
     return ["--model.config=null", f"--model.path={checkpoint}", *files]
@@ -110,7 +110,7 @@ def summary(folder):
 
 
 @pytest.fixture
-def whole_run(run, plain, home, rows, tmp_path, capsys):
+def whole_run(run, quick, home, rows, tmp_path, capsys):
     """Return a function that trains a tiny model on the user's rows, and loads it in transformers and commands."""
 
     def go(sizes, theirs):

@@ -56,7 +56,7 @@ def letters(completions, **columns):
 
 
 @pytest.fixture
-def lively(monkeypatch):
+def varied_rollouts(monkeypatch):
     """Vary rewards and lengths of an untrained model: rewards for letters, many stop tokens."""
     monkeypatch.setitem(REWARDS, "letters", "tests.helpers.stages:letters")
     monkeypatch.setattr(Processor, "stop_token_ids", property(lambda self: tuple(range(7, len(self.tokenizer), 8))))
@@ -103,7 +103,7 @@ class Stage:
 
 
 @pytest.fixture
-def stage(folder, lively):
+def stage(folder, varied_rollouts):
     return lambda *arguments, **options: Stage(folder, *arguments, **options)
 
 
@@ -174,7 +174,7 @@ SECOND_RANK = SecondRank(1, 2, torch.device("cpu"))
 
 
 @pytest.fixture
-def alone():
+def one_rank():
     """Initialize a process group with this process as its only rank."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield

@@ -30,7 +30,7 @@ class OnGPU:
 
 
 @pytest.fixture(autouse=True)
-def plain(monkeypatch):
+def gpu_with_kernels(monkeypatch):
     """Unset MINIVLMRL_KERNELS, and simulate a GPU with compute capability 9.0 and right kernels."""
     monkeypatch.delenv("MINIVLMRL_KERNELS", raising=False)
     monkeypatch.setattr(backend, "_rejection", lambda device, kernel: None)

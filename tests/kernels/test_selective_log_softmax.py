@@ -53,7 +53,7 @@ def equal(found, expected):
 @pytest.mark.parametrize(
     ("rows", "vocab", "temperature"), [(5, 1000, 1.0), (5, 5003, 0.7), (2, 151936, 0.7), (1, 1, 1.0)]
 )
-def test_values_and_gradient_are_those_of_float64(rows, vocab, temperature, dtype, poisoned):
+def test_values_and_gradient_are_those_of_float64(rows, vocab, temperature, dtype, nan_in_new_memory):
     logits, ids, upstream = inputs(rows, vocab, dtype)
     actual = ours(logits, ids, temperature, upstream)
     assert actual[0].dtype == actual[1].dtype == torch.promote_types(dtype, torch.float32)

@@ -58,7 +58,7 @@ def assert_close(actual, expected, dtype):
 
 @pytest.mark.parametrize("dtype", [EXACT, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("lengths", "heads", "head_dim"), CASES, ids=str)
-def test_equals_a_block_diagonal_mask(lengths, heads, head_dim, dtype, poisoned):
+def test_equals_a_block_diagonal_mask(lengths, heads, head_dim, dtype, nan_in_new_memory):
     inputs = make(lengths, heads, head_dim, dtype)
     actual = window_attention(*inputs, Segments(lengths))
     upstream = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
@@ -193,7 +193,7 @@ def test_rows_may_lie_beyond_2_to_the_31():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("lengths", "heads", "head_dim"), CASES, ids=str)
-def test_on_a_gpu(lengths, heads, head_dim, dtype, poisoned):
+def test_on_a_gpu(lengths, heads, head_dim, dtype, nan_in_new_memory):
     inputs = make(lengths, heads, head_dim, dtype)
     upstream = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected, exact = masked_attention(*inputs, lengths, upstream)

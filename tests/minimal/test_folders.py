@@ -91,7 +91,7 @@ def test_transformers_reads_the_trained_folder(trained, transformers):
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
 
 
-def test_train_goes_on_with_the_trained_folder(trained, run, plain, rows):
+def test_train_goes_on_with_the_trained_folder(trained, run, quick, rows):
     own = ["--model.config=null", "--data.task=null", f"--data.train_file={rows}", "--data.eval_rows=256"]
     small = ["--stages=[sft]", "--sft.max_steps=1", "--sft.prompts_per_step=2"]
     folder = run(*own, *small, f"--model.path={trained.folder}") / "checkpoint"

@@ -18,13 +18,13 @@ from tests.helpers import tiny
 EVERYTHING = ["language", "vision", "merger"]
 
 
-def adapted(target=EVERYTHING, r=4, model_type="qwen2_5_vl", dtype=torch.float64, lively=True):
-    """Return a model with adapters, whose B matrices are random if `lively` and otherwise 0."""
+def adapted(target=EVERYTHING, r=4, model_type="qwen2_5_vl", dtype=torch.float64, random_b=True):
+    """Return a model with adapters, whose B matrices are random if `random_b` and otherwise 0."""
     model = tiny.model(dtype=dtype, model_type=model_type)
     lora.inject_adapters(model, LoRAOptions(r=r, alpha=8.0, target=list(target)))
     lora.init_adapters(model, 0)
     generator = torch.Generator().manual_seed(1)
-    for layer in lora.adapters(model).values() if lively else ():
+    for layer in lora.adapters(model).values() if random_b else ():
         layer.lora_B.data.normal_(0, 0.3, generator=generator)
     return model
 
@@ -70,7 +70,7 @@ def test_a_layer_matches_peft():
 
 def test_new_adapters_change_nothing_and_are_initialized_as_in_peft():
     plain = tiny.model()
-    model = adapted(dtype=torch.float32, lively=False)
+    model = adapted(dtype=torch.float32, random_b=False)
     with torch.no_grad():
         assert torch.equal(plain(batch(plain)), model(batch(model)))
     for layer in lora.adapters(model).values():

@@ -109,9 +109,9 @@ def test_a_copy_shares_the_packed_base(pair):
     ("[sft, grpo]", []), ("[ppo]", [f"--adapter.target=['{QV}', merger]"]),
     shards_bytes("[ppo]", ["--sharding.enabled=true", "--model.compute_dtype=bfloat16"]),
 ])  # fmt: skip
-def test_a_run_writes_the_unpacked_base_and_its_adapter(run, plain, own, checkpoint, tmp_path, stages, options):
+def test_a_run_writes_the_unpacked_base_and_its_adapter(run, quick, user_data, checkpoint, tmp_path, stages, options):
     small = [f"--{s}.max_steps=2" for s in ("sft", "grpo", "ppo")] + ["--grpo.beta=0.1"]
-    folder = run(*own, "--adapter.r=4", "--adapter.quantize=nf4", *small, *options, f"--stages={stages}")
+    folder = run(*user_data, "--adapter.r=4", "--adapter.quantize=nf4", *small, *options, f"--stages={stages}")
     model = load_model(checkpoint)
     peft.load_adapter(model, folder / "checkpoint" / "adapter")
     quantize_base(model)

@@ -116,8 +116,8 @@ def test_the_reference_is_the_base_without_a_copy(stage, name, size, options):
 
 
 @pytest.mark.parametrize("whole", [[], [WHOLE]], ids=["adapters", "tower"])
-def test_a_run_continues_from_an_adapter(run, plain, own, checkpoint, home, whole):
-    given = [*own, "--adapter.r=4", "--adapter.alpha=7", *whole]
+def test_a_run_continues_from_an_adapter(run, quick, user_data, checkpoint, home, whole):
+    given = [*user_data, "--adapter.r=4", "--adapter.alpha=7", *whole]
     folder = run("--stages=[sft]", *given, name="first") / "checkpoint"
     start = load_model(checkpoint)
     peft.load_adapter(start, folder / "adapter")

@@ -56,7 +56,7 @@ def test_values_before_each_token_and_scores_of_answers(groups):
     torch.testing.assert_close(score(model, groups), torch.stack([x[-1] for x in exact]), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("way", ["bfloat16 weights", "bfloat16 compute"])
 @torch.no_grad()
 def test_values_of_a_bfloat16_model_are_float32(groups, way):

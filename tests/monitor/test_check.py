@@ -185,15 +185,15 @@ def test_right_boxes_are_in_the_unit_of_the_model(space):
     assert (trial.score_answers(trial.right_answers()) > 0.99).all()
 
 
-def test_unreadable_rows_are_skipped_as_in_training(home, own, rows, tmp_path, capsys):
+def test_unreadable_rows_are_skipped_as_in_training(home, user_data, rows, tmp_path, capsys):
     """Row 0 is damaged, because rewards are tried with the first row before the model is loaded."""
     (tmp_path / "bad.png").write_bytes(b"<!doctype html>")
     lines = read_lines(rows)
     for number, line in enumerate(lines):
         line["image"] = str(tmp_path / "bad.png" if number in (0, 3) else rows.parent / line["image"])
     write_lines(tmp_path / "rows.jsonl", lines)
-    own = [*own, f"--data.train_file={tmp_path / 'rows.jsonl'}"]
-    options = [str(home / "recipe.yaml"), *own, "--stages=[grpo]", "--data.skip_unreadable=true"]
+    data = [*user_data, f"--data.train_file={tmp_path / 'rows.jsonl'}"]
+    options = [str(home / "recipe.yaml"), *data, "--stages=[grpo]", "--data.skip_unreadable=true"]
     check.main(options)
     message = r"rows of grpo: .*; 2 unreadable rows will be skipped .*, for example \S*rows\.jsonl:1: "
     assert re.search(message, capsys.readouterr().out)

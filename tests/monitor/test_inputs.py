@@ -207,7 +207,7 @@ def test_a_planted_fault_is_named(stage, monkeypatch, kind, early, late, problem
     assert any(f": {problem}" in warning for warning in warnings), warnings
 
 
-def test_a_run_warns_at_its_first_step_and_computes_the_same(folder, lively, monkeypatch):
+def test_a_run_warns_at_its_first_step_and_computes_the_same(folder, varied_rollouts, monkeypatch):
     def go(name, callbacks):
         options = [f"--output_dir={folder / name}", "--stages=[sft, grpo]", "--sft.max_steps=2", "--grpo.max_steps=2"]
         run_training(load_config(folder / "recipe.yaml", options), callbacks)

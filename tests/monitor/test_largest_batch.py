@@ -85,12 +85,12 @@ FILES = ["metrics.jsonl", "completions.jsonl", "checkpoint/model.safetensors"]
 
 
 @pytest.fixture
-def train(home, own, plain, lively, tmp_path, monkeypatch):
+def train(home, user_data, quick, varied_rollouts, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**12, 10**12))
 
     def train(name, callbacks, *options):
         folder = tmp_path / name
-        given = [*own, "--stages=[sft, grpo]", "--sft.max_steps=1", "--grpo.max_steps=1"]
+        given = [*user_data, "--stages=[sft, grpo]", "--sft.max_steps=1", "--grpo.max_steps=1"]
         loop.run_training(load_config(home / "recipe.yaml", [*given, f"--output_dir={folder}", *options]), callbacks)
         return {name: (folder / name).read_bytes() for name in FILES}
 

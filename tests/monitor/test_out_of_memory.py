@@ -58,7 +58,7 @@ whole = {}  # contents of uninterrupted runs by their options
 
 
 @pytest.fixture
-def interrupted(run, plain, lively, tmp_path):
+def interrupted(run, quick, varied_rollouts, tmp_path):
     """Return a function that interrupts a run, resumes it, compares its files, and returns the error message."""
 
     def interrupted(*place, options=(), **how):
@@ -115,7 +115,7 @@ def test_a_run_continues_from_an_earlier_state(interrupted, tmp_path, place, opt
     assert re.search(sentence.replace("STATES", str(tmp_path / "run" / "states")), message), message
 
 
-def test_the_exit_code_is_2(run, plain, tmp_path, home, capsys):
+def test_the_exit_code_is_2(run, quick, tmp_path, home, capsys):
     with run_out(tmp_path / "run", setup, "build_weights", 0), pytest.raises(OutOfMemory, match="phase load: memory"):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "metrics.jsonl").touch()

@@ -26,7 +26,7 @@ JUDGES = "--data.eval_rewards=[accuracy, format]"
 
 
 @pytest.fixture
-def trained(run, plain, lively, tmp_path, tmp_path_factory, monkeypatch):
+def trained(run, quick, varied_rollouts, tmp_path, tmp_path_factory, monkeypatch):
     """Return the folder of a run in which each step trains on one group of eight completions."""
     if not FOLDERS:
         options = "--log_completions=1", "--grpo.num_generations=8", "--grpo.prompts_per_step=1", "--grpo.max_steps=3"

@@ -120,7 +120,7 @@ def faults_of(kind):
 
 
 @pytest.fixture
-def plant(own, rows, tmp_path, monkeypatch):
+def plant(user_data, rows, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one.py").write_text(OWN_REWARDS)
 
@@ -129,7 +129,7 @@ def plant(own, rows, tmp_path, monkeypatch):
         of = change if callable(change) else lambda *_: change
         lines = [line | of(number, line) for number, line in enumerate(lines)]
         write_lines(tmp_path / "rows.jsonl", lines)
-        return [*own, "--data.train_file=rows.jsonl", "--stages=[grpo]"]
+        return [*user_data, "--data.train_file=rows.jsonl", "--stages=[grpo]"]
 
     return plant
 
@@ -143,7 +143,7 @@ def test_check_reports_the_fault_before_a_run(fault, home, plant, capsys):
 
 
 @pytest.mark.parametrize("fault", faults_of("run"))
-@pytest.mark.usefixtures("plain", "lively")
+@pytest.mark.usefixtures("quick", "varied_rollouts")
 def test_a_run_reports_the_fault(fault, run, plant, capsys):
     sentence, cure = fault.run
     options = "--grpo.max_steps=11", "--grpo.prompts_per_step=2", LETTERS

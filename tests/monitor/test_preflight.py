@@ -75,11 +75,11 @@ def test_a_run_prints_its_device_kernels_and_model_size(home, capsys, monkeypatc
 @pytest.mark.parametrize(
     ("value", "expected"), [("true", r"the answer with '<think>\n', which reward"), ("false", "the answer with ''")]
 )
-def test_a_run_prints_the_opened_thought(checkpoint, published, run, own, tmp_path, capsys, value, expected):
+def test_a_run_prints_the_opened_thought(checkpoint, published, run, user_data, tmp_path, capsys, value, expected):
     model = shutil.copytree(checkpoint, tmp_path / "model")
     (model / "chat_template.jinja").write_text(published("qwen3_5_nothink"))
     options = [f"--model.path={model}", "--stages=[]", f"--data.chat_template_kwargs={{enable_thinking: {value}}}"]
-    folder = run(*own, *options)
+    folder = run(*user_data, *options)
     assert f"\nprompts open {expected}" in capsys.readouterr().out
     saved = load_config(folder / "checkpoint" / "minivlmrl.yaml").data
     assert saved.chat_template_kwargs == {"enable_thinking": value == "true"}
@@ -173,14 +173,14 @@ def test_a_given_answer_counts_with_its_prompt(write_rows, capsys, stage, long):
         assert out in printed if kept == 1 else not printed
 
 
-def test_a_prompt_with_too_many_positions_is_refused(run, own, home, tmp_path):
+def test_a_prompt_with_too_many_positions_is_refused(run, user_data, home, tmp_path):
     """The completion length counts only in stages that generate, and only for rows that are not skipped."""
     checkpoint = shutil.copytree(home / "untrained" / "checkpoint", tmp_path / "short")
     edit_json(checkpoint / "config.json", max_position_embeddings=100)
     texts = ["a", "a " * 75, "b"]
     lines = [{"problem": text, "solution": "x", "completion": "x"} for text in texts]
     write_lines(tmp_path / "rows.jsonl", lines)
-    options = [*own, f"--model.path={checkpoint}", f"--data.train_file={tmp_path / 'rows.jsonl'}"]
+    options = [*user_data, f"--model.path={checkpoint}", f"--data.train_file={tmp_path / 'rows.jsonl'}"]
     options += ["--sampling.max_new_tokens=10", "--sft.max_steps=1", "--grpo.max_steps=1"]
     message = (
         r"rows.jsonl:2: (\d+) tokens of prompt and answer, and 10 to sample, exceed the model's 100 \(max_position"

@@ -14,17 +14,17 @@ OPD += ["--opd.num_generations=2", "--opd.micro_batch_size=2", "--opd.learning_r
 SFT = ["--stages=[sft]", "--sft.max_steps=12", "--sft.prompts_per_step=8", "--sft.learning_rate=3e-3"]
 
 
-def test_the_student_becomes_like_its_teacher(run, plain, own):
+def test_the_student_becomes_like_its_teacher(run, quick, user_data):
     """The mean of log(student / teacher) is the KL, and with ratio 1 it is also the loss."""
-    teacher = run(*own, *SFT, "--data.eval_rows=0", name="teacher") / "checkpoint"
-    first, *_, last = metrics(run(*own, *OPD, "--data.eval_rows=0", f"--reference.path={teacher}"))
+    teacher = run(*user_data, *SFT, "--data.eval_rows=0", name="teacher") / "checkpoint"
+    first, *_, last = metrics(run(*user_data, *OPD, "--data.eval_rows=0", f"--reference.path={teacher}"))
     assert first["teacher_kl"] > 0.3 and last["teacher_kl"] < 0.7 * first["teacher_kl"]
     assert first["loss"] == approx(first["teacher_kl"], rel=1e-4)
 
 
-def test_the_command_of_the_recipe_trains_an_adapter(run, plain, own, checkpoint, rows, monkeypatch):
+def test_the_command_of_the_recipe_trains_an_adapter(run, quick, user_data, checkpoint, rows, monkeypatch):
     monkeypatch.chdir(ROOT)
-    teacher = run(*own, *SFT, "--data.eval_rows=0", name="teacher") / "checkpoint"
+    teacher = run(*user_data, *SFT, "--data.eval_rows=0", name="teacher") / "checkpoint"
     text = (ROOT / "recipes" / "opd.py").read_text().partition("\n\n")[2].partition("\n\n")[0]
     text = text.replace("\\\n", " ").replace("STUDENT", str(checkpoint)).replace("TEACHER", str(teacher))
     [_, _, recipe, *words] = shlex.split(re.sub(r"\w+\.jsonl", str(rows), text))
@@ -34,6 +34,6 @@ def test_the_command_of_the_recipe_trains_an_adapter(run, plain, own, checkpoint
     assert len(lines) == 8 and lines[0]["teacher_kl"] > 0.3 and (folder / "checkpoint" / "adapter").is_dir()
 
 
-def test_without_a_teacher_the_stage_is_refused(run, own):
+def test_without_a_teacher_the_stage_is_refused(run, user_data):
     with pytest.raises(ValueError, match=r"the stage opd needs a teacher; set reference\.path to its folder"):
-        run(*own, *OPD)
+        run(*user_data, *OPD)

@@ -20,7 +20,7 @@ SMALL = [
 ]  # fmt: skip
 
 
-def test_shuffled_rewards_are_the_same_ones_elsewhere(run, plain):
+def test_shuffled_rewards_are_the_same_ones_elsewhere(run, quick):
     """All rewards of a rollout are shuffled by one permutation, which depends on the rollout; None stays None."""
     shuffled = load_name(f"{ROOT}/recipes/shuffled.py:shuffled")
     texts = [f"<think>.</think><answer>{i % 3}</answer>" if i % 2 else "" for i in range(20)]
@@ -37,7 +37,7 @@ def test_shuffled_rewards_are_the_same_ones_elsewhere(run, plain):
 
 
 @pytest.mark.slow
-def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
+def test_the_digits_recipe_runs(run, quick, tmp_path, monkeypatch):
     pytest.importorskip("sklearn", reason="digits missing: pip install scikit-learn")
     monkeypatch.chdir(tmp_path)
     write_digits("digits")
@@ -53,10 +53,10 @@ def test_the_digits_recipe_runs(run, plain, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["rec_qwen2_5_vl_3b", "lora_7b", "sums"])
-def test_a_step_of_the_recipes_of_real_models(run, plain, own, rows, name):
+def test_a_step_of_the_recipes_of_real_models(run, quick, user_data, rows, name):
     small = ["--grpo.max_steps=1", "--grpo.prompts_per_step=2", "--grpo.num_generations=2"]
     small += ["--sampling.max_new_tokens=4", "--num_threads=1"]
-    files = [*own, f"--data.eval_file={rows}", "--data.eval_rows=1", "--max_epochs=null"]
+    files = [*user_data, f"--data.eval_file={rows}", "--data.eval_rows=1", "--max_epochs=null"]
     files += ["--data.eval_rewards=[accuracy, format]", "--rewards={accuracy: 1}"]
     [line] = metrics(run(*files, *small, recipe=ROOT / "recipes" / f"{name}.yaml"))
     assert line["stage"] == "grpo" and line["completions/mean_length"] <= 4

@@ -54,7 +54,7 @@ def test_a_demonstration_says_the_place_looks_anywhere_and_reads_what_is_there(n
     assert rows("SILENT")[0].completion[0]["content"][0]["text"].startswith("<zoom>")
 
 
-def test_the_recipe_runs(run, plain, monkeypatch):
+def test_the_recipe_runs(run, quick, monkeypatch):
     """GRPO begins before the model knows the answer format, so most completions call no tool."""
     monkeypatch.chdir(ROOT)
     small = [f"--{s}.{o}" for s in ("sft", "grpo") for o in ("max_steps=1", "prompts_per_step=2", "micro_batch_size=2")]

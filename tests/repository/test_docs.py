@@ -209,7 +209,7 @@ def test_every_option_of_a_stage_is_explained(options):
     assert not missing, f"docs/policy_gradients.md or docs/preferences.md must explain: {missing}"
 
 
-def test_every_metric_is_explained(run, plain):
+def test_every_metric_is_explained(run, quick):
     """docs/metrics.md contains the full name of each metric, or the part after its group; NAME stands for a reward."""
     folder = run("--stages=[sft, dpo, reward_model, grpo, ppo]", "--grpo.beta=0.1", "--ppo.kl_coef=0.1")
     logged = {name for line in metrics(folder) for name in line} - {"stage", "step"}

@@ -196,7 +196,7 @@ def test_ctrl_c_during_a_reward(monkeypatch):
         assert ask(monkeypatch, pressed, ["two"]) == [0.0] and stop.first is not None
 
 
-def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
+def test_columns_prompts_and_images_reach_a_reward(run, user_data, home, monkeypatch):
     row = {"prompt": [{"role": "user", "content": "Name it."}], "image": "0.png", "tag": "x"}
     write_lines(home / "chat.jsonl", [row])
     seen = {}
@@ -207,14 +207,14 @@ def test_columns_prompts_and_images_reach_a_reward(run, own, home, monkeypatch):
 
     monkeypatch.setitem(file.REWARDS, "look", look)
     rows = f"--data.train_file={home / 'chat.jsonl'}"
-    run(*own, rows, "--stages=[grpo]", "--grpo.max_steps=1", "--rewards={look: 1}")
+    run(*user_data, rows, "--stages=[grpo]", "--grpo.max_steps=1", "--rewards={look: 1}")
     n = len(seen["completions"])
     assert seen["tag"] == ["x"] * n and seen["columns"]["row_names"] == [f"{home / 'chat.jsonl'}:1"] * n
     assert {type(text) for text in seen["completions"]} == {str} and seen["prompts"] == ["Name it."] * n
     assert all(isinstance(image, PIL.Image.Image) for [image] in seen["images"])
 
 
-@pytest.mark.usefixtures("plain")
+@pytest.mark.usefixtures("quick")
 def test_rewards_get_trls_trainer_state_and_can_log(run, monkeypatch):
     """A reward that another reward calls also gets the state, and a resumed run counts the steps of its stage."""
     fails_at = [2]

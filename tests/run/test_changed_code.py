@@ -32,7 +32,7 @@ def write(tmp_path, monkeypatch):
     USER_FILES.update(former)
 
 
-def test_changed_code_is_named_at_a_resume(run, plain, write, capsys):
+def test_changed_code_is_named_at_a_resume(run, quick, write, capsys):
     """The reward is named relative to the working folder, as README does."""
     name = "Belohnung für b.py"
     options = ["--stages=[grpo]", f"--rewards={{'{name}:counts': 1.0}}", "--state_steps=1"]
@@ -46,7 +46,7 @@ def test_changed_code_is_named_at_a_resume(run, plain, write, capsys):
     assert f"code in {name} changed\n" in capsys.readouterr().out
 
 
-def test_changed_code_that_a_reward_imports_is_named(run, plain, write, capsys):
+def test_changed_code_that_a_reward_imports_is_named(run, quick, write, capsys):
     options = ["--stages=[grpo]", "--rewards={mine.py:counts: 1.0}", "--state_steps=1"]
     for step, sign in enumerate((1, -1), start=1):
         sys.modules.pop("signs_of_mine", None)

@@ -65,7 +65,7 @@ def tracker(config, steps, closing):
 
 
 @pytest.fixture
-def end(home, lively, tmp_path, capfd):
+def end(home, varied_rollouts, tmp_path, capfd):
     """Return a function that trains with callbacks, and returns the exit code and what was printed."""
 
     def end(*callbacks, options=(), ranks=1):

@@ -56,7 +56,7 @@ def test_the_files_and_metrics_of_a_run(run, capsys):
     } | ROLLOUT  # fmt: skip
 
 
-def test_the_metrics_of_the_other_stages(run, plain):
+def test_the_metrics_of_the_other_stages(run, quick):
     """Only dpo and reward_model compare two answers, and so report eval/pair_accuracy."""
     folder = run("--stages=[sft, dpo, reward_model, ppo]", "--ppo.kl_coef=0.1", "--data.eval_rows=5")
     _, dpo, reward_model, ppo = (line for line in metrics(folder) if line["step"] == 1)
@@ -74,7 +74,7 @@ def test_the_metrics_of_the_other_stages(run, plain):
     assert all(table[name]["eval/pair_accuracy"] * 5 in range(6) for name in judged)
 
 
-def test_the_written_config_repeats_the_run_from_any_folder(run, plain, tmp_path, monkeypatch):
+def test_the_written_config_repeats_the_run_from_any_folder(run, quick, tmp_path, monkeypatch):
     first = run("--grpo.learning_rate=1e-3", "--seed=3", name="a")
     monkeypatch.chdir(tmp_path)
     second = run(name="b", recipe=first / "config.yaml")
@@ -105,7 +105,7 @@ def test_num_threads(monkeypatch, option, variable, ranks, expected):
     (["--stages=[sft, ppo]", "--rewards=null"], "rewards is None"),
     (["--data.box_space=pixels"], "box_space.*'pixels'.*original.*resized.*thousandths.*unit"),
 ])  # fmt: skip
-def test_invalid_recipes_are_refused(run, plain, overrides, message):
+def test_invalid_recipes_are_refused(run, quick, overrides, message):
     with pytest.raises(ValueError, match=message):
         run(*overrides)
 
@@ -120,13 +120,13 @@ def test_a_step_that_the_ranks_cannot_share_is_refused_before_anything_is_loaded
         run("--stages=[sft, grpo]", "--sft.prompts_per_step=3")
 
 
-def test_memory_is_checked_before_rows_and_weights_are_read(run, own, monkeypatch):
+def test_memory_is_checked_before_rows_and_weights_are_read(run, user_data, monkeypatch):
     for name in ("load_datasets", "build_processor", "build_weights"):
         monkeypatch.setattr(f"minivlmrl.run.setup.{name}", None)  # calling it would fail
     refuse = Mock(side_effect=ValueError("sft needs more"))
     monkeypatch.setattr("minivlmrl.monitor.memory.memory_check.check_disk", refuse)
     with pytest.raises(ValueError, match="sft needs more"):
-        run(*own, "--stages=[sft]")
+        run(*user_data, "--stages=[sft]")
 
 
 def test_a_misspelled_hook_is_refused():
@@ -134,7 +134,7 @@ def test_a_misspelled_hook_is_refused():
         type("Mine", (Callback,), {"on_step_ends": print})
 
 
-def test_callbacks_are_called_in_order_and_do_not_change_the_run(run, home, tmp_path, plain):
+def test_callbacks_are_called_in_order_and_do_not_change_the_run(run, home, tmp_path, quick):
     options = ["--stages=[sft]", "--sft.max_steps=2", "--eval_steps=1", "--state_steps=2"]
     config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'a'}", *options])
     recorder = Mock(spec=Callback)
@@ -161,7 +161,7 @@ NOT_FINITE = {  # changes of the loss, and the sentence
 
 
 @pytest.mark.parametrize("name", NOT_FINITE)
-def test_a_step_that_is_not_finite_stops_the_run_before_the_update(run, plain, monkeypatch, name):
+def test_a_step_that_is_not_finite_stops_the_run_before_the_update(run, quick, monkeypatch, name):
     options = ["--stages=[sft]", "--save_steps=1", "--sft.lr_scheduler_type=constant"]
     good = run(*options, "--sft.max_steps=1", name="good")
     bad = good.with_name("bad")

@@ -204,7 +204,7 @@ def expected(folder):
     return found
 
 
-@pytest.mark.usefixtures("plain", "lively")
+@pytest.mark.usefixtures("quick", "varied_rollouts")
 def test_trackers_agree_with_the_files(run, monkeypatch, tmp_path):
     (tmp_path / "wandb.py").write_text(WANDB)
     (tmp_path / "trackio.py").write_text(TRACKIO)

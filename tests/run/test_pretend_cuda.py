@@ -22,7 +22,7 @@ SMALL = [
 ]  # fmt: skip
 
 
-def test_a_reference_of_adapters_stays_behind(tmp_path, lively):
+def test_a_reference_of_adapters_stays_behind(tmp_path, varied_rollouts):
     """The reference exchanges the data of parameters; its KL is that of the CPU."""
     write_recipe(tmp_path)
     kl = []
@@ -33,7 +33,7 @@ def test_a_reference_of_adapters_stays_behind(tmp_path, lively):
     assert kl[0] == pytest.approx(kl[1], rel=1e-3) and kl[1] > 0
 
 
-def test_a_run_mixes_no_devices(run, plain, lively):
+def test_a_run_mixes_no_devices(run, quick, varied_rollouts):
     with PretendCuda() as gpu:
         folder = run(*SMALL, "--stages=[grpo]")
     assert gpu.waits.total() > 100 and (folder / "checkpoint").is_dir()
@@ -43,7 +43,7 @@ def test_a_run_mixes_no_devices(run, plain, lively):
     assert metrics(folder, "timings.jsonl")[0]["phases"] == expected
 
 
-def test_a_run_on_a_t4(run, own, plain, lively, monkeypatch, capsys):
+def test_a_run_on_a_t4(run, user_data, quick, varied_rollouts, monkeypatch, capsys):
     """On a T4, attention is in float32 in all phases, and the largest batches are tried before the first step."""
     dtypes, tried = set(), []
     sdpa, try_batches = F.scaled_dot_product_attention, memory_check.try_largest_batches
@@ -60,7 +60,7 @@ def test_a_run_on_a_t4(run, own, plain, lively, monkeypatch, capsys):
         patch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
         patch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75"])
         patch.setattr(torch.cuda, "mem_get_info", lambda *_: (14.5e9, 15.8e9))
-        folder = run(*own[:2], *options, *SMALL, "--stages=[grpo]")
+        folder = run(*user_data[:2], *options, *SMALL, "--stages=[grpo]")
     text = "device: Tesla T4 (compute capability 7.5, 14.5 of 15.8 GB free); ranks: 1; kernels"
     assert text in capsys.readouterr().out
     assert dtypes == {torch.float32} and len(tried) == 1 and (folder / "checkpoint").is_dir()
@@ -74,7 +74,7 @@ STEPS = {  # name: (options, dtype of the model)
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_waits_of_a_grpo_step(tmp_path, lively, name):
+def test_waits_of_a_grpo_step(tmp_path, varied_rollouts, name):
     """A step of two micro-batches may wait at most 13 times for the GPU; never raise the limit."""
     write_recipe(tmp_path)
     vision_config = tiny.RUN_MODEL["vision_config"] | {"intermediate_size": 20}  # padded to 24 columns

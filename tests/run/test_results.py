@@ -66,7 +66,7 @@ def test_the_second_rank_writes_nothing(results, monkeypatch):
     assert not found.folder.exists()
 
 
-def test_a_finished_run_is_not_overwritten_by_default(run, plain):
+def test_a_finished_run_is_not_overwritten_by_default(run, quick):
     folder = run("--stages=sft", "--sft.max_steps=1")
     kept = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     own = ["--stages=[]", "--model.config=null", f"--model.path={folder / 'checkpoint'}"]
@@ -133,7 +133,7 @@ JUDGES = "--data.eval_rewards=[accuracy, format]"
 evaluations = partial(metrics, name="evaluations.jsonl")
 
 
-@pytest.mark.usefixtures("plain", "lively")
+@pytest.mark.usefixtures("quick", "varied_rollouts")
 def test_evaluations_during_training_do_not_change_the_run(run, capsys):
     with_them = run("--stages=[sft, grpo]", "--eval_steps=2", JUDGES, LETTERS, name="with")
     without = run("--stages=[sft, grpo]", LETTERS, JUDGES, name="without")
@@ -175,9 +175,9 @@ def test_the_model_with_the_best_evaluation_is_saved(results, monkeypatch, kind,
     assert found.state.best == best
 
 
-def test_only_the_adapter_is_saved_until_the_end(run, plain, own, lively, rows, tmp_path, capsys, monkeypatch):
+def test_adapters_are_saved_until_the_end(run, quick, user_data, varied_rollouts, rows, tmp_path, capsys, monkeypatch):
     options = [
-        *own, "--stages=[sft]", "--sft.max_steps=3", "--adapter.r=2", "--adapter.target=[language, vision]",
+        *user_data, "--stages=[sft]", "--sft.max_steps=3", "--adapter.r=2", "--adapter.target=[language, vision]",
         "--save_steps=2", "--data.eval_rows=2", f"--data.eval_file={rows}", "--best_metric=eval/loss",
     ]  # fmt: skip
     saved = []  # files after each save
@@ -219,9 +219,9 @@ def test_only_the_adapter_is_saved_until_the_end(run, plain, own, lively, rows, 
     assert answers["merged"] == answers["adapter"]
 
 
-def test_saved_weights_have_a_card_that_a_user_may_keep(run, plain, checkpoint, own, rows):
+def test_saved_weights_have_a_card_that_a_user_may_keep(run, quick, checkpoint, user_data, rows):
     """The card names base, recipe, data and results; without its mark, it is the user's, also after a resume."""
-    options = [*own, "--adapter.r=2", "--stages=[sft]", f"--data.eval_file={rows}", "--data.eval_rows=2"]
+    options = [*user_data, "--adapter.r=2", "--stages=[sft]", f"--data.eval_file={rows}", "--data.eval_rows=2"]
     options.append("--state_steps=1")
     folder = run(*options, "--sft.max_steps=1") / "checkpoint"
     card = (folder / "README.md").read_text()

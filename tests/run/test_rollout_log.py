@@ -30,7 +30,7 @@ EVERY_STEP = ("--log_completions=1", "--stages=[grpo]", "--grpo.num_generations=
 completions = partial(metrics, name="completions.jsonl")
 
 
-@pytest.mark.usefixtures("plain", "lively")
+@pytest.mark.usefixtures("quick", "varied_rollouts")
 def test_lines_agree_with_the_metrics_of_the_step(run):
     folder = run(*EVERY_STEP, "--grpo.prompts_per_step=2", "--grpo.micro_batch_size=1", "--grpo.soft_punish_cache=4")
     lines = completions(folder)
@@ -88,7 +88,7 @@ def test_a_thought_opened_by_the_prompt_is_part_of_the_text(stage, published):
     assert [answer["text"] for answer in evaluated] == texts and evaluated[0]["answer"] == "green square"
 
 
-@pytest.mark.usefixtures("plain", "lively")
+@pytest.mark.usefixtures("quick", "varied_rollouts")
 def test_a_completion_has_its_answer_and_the_reasons_of_its_rewards(run, tmp_path):
     reward = tmp_path / "short.py"
     reward.write_text(
@@ -110,7 +110,7 @@ def test_a_completion_has_its_answer_and_the_reasons_of_its_rewards(run, tmp_pat
     assert {one["why"].get("format") for one in logged} & {"no <think>"}
 
 
-@pytest.mark.usefixtures("plain", "lively")
+@pytest.mark.usefixtures("quick", "varied_rollouts")
 def test_metrics_do_not_depend_on_the_log(run):
     ppo = (*EVERY_STEP, "--stages=[ppo]", "--ppo.max_steps=2")
     loud = run(*ppo, name="loud")
@@ -143,9 +143,9 @@ def test_the_first_rank_logs_its_first_prompts(tmp_path):
     assert len([*(tmp_path / "images").iterdir()]) == 2
 
 
-@pytest.mark.usefixtures("plain")
-def test_boxes_are_fractions_of_the_image_size(run, own, rows):
-    folder = run(*own, f"--data.train_file={rows.parent / 'boxes.jsonl'}", *EVERY_STEP[:-1], "--rewards={iou: 1}")
+@pytest.mark.usefixtures("quick")
+def test_boxes_are_fractions_of_the_image_size(run, user_data, rows):
+    folder = run(*user_data, f"--data.train_file={rows.parent / 'boxes.jsonl'}", *EVERY_STEP[:-1], "--rewards={iou: 1}")
     assert completions(folder)[0]["truth"] == [[0, 0, 0.5, 0.5]]
 
 

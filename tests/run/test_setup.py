@@ -27,10 +27,10 @@ def test_random_weights_depend_on_the_seed(build):
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_options_of_data_reach_the_processor(build, own):
-    _, plain = build(*own)
+def test_options_of_data_reach_the_processor(build, user_data):
+    _, plain = build(*user_data)
     options = "--data.image={max_pixels: 1000}", "--data.video={fps: 1}", "--sampling.stop_token_ids=[40]"
-    _, changed = build(*own, *options)
+    _, changed = build(*user_data, *options)
     assert changed.sizes == {"image": {"max_pixels": 1000}, "video": {"fps": 1}}
     assert changed.stop_token_ids == (*plain.stop_token_ids, 40)
 
@@ -50,7 +50,7 @@ def test_patches_have_the_dtype_of_a_16_bit_computation(home, options, dtype):
     assert setup.patch_dtype(load_config(home / "recipe.yaml", options)) == dtype
 
 
-def test_patches_of_16_bits_change_no_byte_of_a_run(run, lively, monkeypatch, plain):
+def test_patches_of_16_bits_change_no_byte_of_a_run(run, varied_rollouts, monkeypatch, quick):
     """The vision tower rounds the patches to 16 bits in any case."""
     options = [HALF, "--stages=[dpo, grpo]", "--data.eval_rows=1"]
     options += ["--dpo.max_steps=1", "--grpo.max_steps=1", "--data.task=shapes(pairs=8)"]

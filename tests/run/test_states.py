@@ -75,7 +75,7 @@ def recipe(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def lively():
+def varied_rollouts():
     """Patch rewards and stop tokens so that an untrained model gets varied rewards and lengths."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(REWARDS, "letters", "tests.helpers.stages:letters")

@@ -286,7 +286,7 @@ WRONG = [
 
 
 @pytest.fixture
-def own(tmp_path):
+def from_file(tmp_path):
     """Return a function that builds the option for a function in the user's file."""
     rest = {"loss_type": ", advantages, mask, **_", "advantages": ""}
     functions = [(name, rest[option], x) for option, of in RETURNED.items() for name, (x, _) in of.items()]
@@ -296,50 +296,50 @@ def own(tmp_path):
 
 
 @pytest.mark.parametrize(("option", "name", "expected"), WRONG)
-def test_invalid_functions_are_refused_before_a_model_is_loaded(stage, own, option, name, expected):
+def test_invalid_functions_are_refused_before_a_model_is_loaded(stage, from_file, option, name, expected):
     with pytest.raises(ValueError, match=rf"(?s)grpo\.{option} .*mine\.py:{re.escape(name)}.*{expected}"):
-        stage("grpo", own(option, name))
+        stage("grpo", from_file(option, name))
 
 
 @pytest.mark.parametrize(("option", "name", "expected"), SHAPES)
-def test_what_a_function_returns_is_checked_at_the_first_step(stage, own, script, option, name, expected):
+def test_what_a_function_returns_is_checked_at_the_first_step(stage, from_file, script, option, name, expected):
     script([0, 1, 2, 3, 3, 3])
-    run = stage("grpo", own(option, name), "--grpo.num_generations=3", "--grpo.prompts_per_step=2")
+    run = stage("grpo", from_file(option, name), "--grpo.num_generations=3", "--grpo.prompts_per_step=2")
     with pytest.raises(ValueError, match=rf"(?s)grpo\.{option} .*mine\.py:{re.escape(name)}.*{expected}"):
         run.go(1)
 
 
-def test_a_loss_may_have_fewer_parameters_than_grpo_loss(stage, own):
-    [line] = stage("grpo", own("loss_type", "clipped"), "--grpo.epsilon_high=0.28", "--grpo.beta=0.1").go(1)
+def test_a_loss_may_have_fewer_parameters_than_grpo_loss(stage, from_file):
+    [line] = stage("grpo", from_file("loss_type", "clipped"), "--grpo.epsilon_high=0.28", "--grpo.beta=0.1").go(1)
     assert line["high"] == pytest.approx(0.28)
 
 
-def test_a_custom_loss_is_called_like_grpo_loss(stage, own):
+def test_a_custom_loss_is_called_like_grpo_loss(stage, from_file):
     """grpo_loss from a file equals dapo bit by bit, also off-policy and with a KL, and logs a metric of its own."""
     options = ["--grpo.beta=0.2", "--grpo.num_iterations=2"]
     expected = stage("grpo", "--grpo.loss_type=dapo", *options).go(3)
-    assert stage("grpo", own("loss_type", "same"), *options).go(3) == [line | {"seen": 1.0} for line in expected]
+    assert stage("grpo", from_file("loss_type", "same"), *options).go(3) == [line | {"seen": 1.0} for line in expected]
 
 
-def test_a_loss_for_parity_trains_as_it_stands(stage, own):
+def test_a_loss_for_parity_trains_as_it_stands(stage, from_file):
     """f(batch, options) in a recipe, with a bare scalar as result."""
     options = ["--grpo.beta=0.2", "--grpo.num_iterations=2", "--grpo.micro_batch_size=4"]
     expected = stage("grpo", "--grpo.loss_type=dapo", *options).go(3)
-    found = stage("grpo", own("loss_type", "for_parity"), *options).go(3)
+    found = stage("grpo", from_file("loss_type", "for_parity"), *options).go(3)
     assert [(line["loss"], line["grad_norm"]) for line in found] == [(x["loss"], x["grad_norm"]) for x in expected]
 
 
-def test_a_loss_for_parity_that_needs_a_reference_is_told_to_set_beta(stage, own):
+def test_a_loss_for_parity_that_needs_a_reference_is_told_to_set_beta(stage, from_file):
     with pytest.raises(KeyError, match=r"a run has ref_per_token_logps only if grpo\.beta is above 0"):
-        stage("grpo", own("loss_type", "reads_reference")).go(1)
+        stage("grpo", from_file("loss_type", "reads_reference")).go(1)
 
 
-def test_a_custom_loss_gets_all_rows_and_the_options_of_its_section(stage, own, script):
+def test_a_custom_loss_gets_all_rows_and_the_options_of_its_section(stage, from_file, script):
     script(0.5)
     options = {"epsilon_high": 0.3, "num_generations": 2, "epsilon_low": 0.1, "beta": 0.5, "learning_rate": 0.25}
     given = [f"--grpo.{name}={value}" for name, value in options.items()]
     given += ["--grpo.use_bias_correction_kl=false", "--grpo.micro_batch_size=4"]
-    [line] = stage("grpo", own("loss_type", "options(scale=2.0)"), *given).go(1)
+    [line] = stage("grpo", from_file("loss_type", "options(scale=2.0)"), *given).go(1)
     expected = {"rows": 4 * 2, "scale": 2, "rate": options.pop("learning_rate"), "use_bias_correction_kl": 0} | options
     assert {name: line[name] for name in expected} == pytest.approx(expected)
     assert line["grad_norm"] > 0
@@ -349,33 +349,33 @@ def test_a_custom_loss_gets_all_rows_and_the_options_of_its_section(stage, own, 
     ("loss_type", "clipped", "beta=0.04 epsilon_high=0.28", ["grpo.beta"]), ("loss_type", "same", "beta=0.04", []),
     ("advantages", "max_rl", "scale_rewards=none", ["grpo.scale_rewards"]),
 ])  # fmt: skip
-def test_options_for_which_a_custom_function_has_no_parameter_are_noted(stage, own, option, name, given, idle):
-    trainer = stage("grpo", own(option, name), *(f"--grpo.{text}" for text in given.split())).trainer
+def test_options_for_which_a_custom_function_has_no_parameter_are_noted(stage, from_file, option, name, given, idle):
+    trainer = stage("grpo", from_file(option, name), *(f"--grpo.{text}" for text in given.split())).trainer
     message = f"the function grpo.{option} {getattr(trainer.options, option)} has no parameter of this name"
     found = [(names, reason) for names, reason in options_without_effect(trainer.config, {"grpo": type(trainer)})]
     assert [names for names, reason in found if reason == message] == [idle] * bool(idle)
 
 
-def test_own_advantages_by_hand(stage, own, script):
+def test_own_advantages_by_hand(stage, from_file, script):
     script([1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 2.0, 2.0, 2.0])
-    run = stage("grpo", own("advantages", "max_rl(least=0.5)"), "--grpo.micro_batch_size=4")
+    run = stage("grpo", from_file("advantages", "max_rl(least=0.5)"), "--grpo.micro_batch_size=4")
     [batch] = run.next()
     assert batch.completion_index.tolist() == [0, 2, 6, 7, 8]  # other completions have advantage 0
     torch.testing.assert_close(batch.advantages, torch.tensor([-0.5, 0.5, 4 / 3, -2 / 3, -2 / 3]))
     assert run.update()["grad_norm"] > 0
 
 
-def test_own_advantages_get_the_arguments_that_they_name(stage, own, script):
+def test_own_advantages_get_the_arguments_that_they_name(stage, from_file, script):
     script([1.0, 0.0, 0.5] * 4)
-    [batch] = stage("grpo", own("advantages", "weighted"), "--grpo.micro_batch_size=4").next()
+    [batch] = stage("grpo", from_file("advantages", "weighted"), "--grpo.micro_batch_size=4").next()
     assert batch.advantages.tolist() == [2.0, 1.0, 1.5] * 4
 
 
-def test_advantages_of_a_later_rollout_are_checked(stage, own, script):
+def test_advantages_of_a_later_rollout_are_checked(stage, from_file, script):
     """max_rl returns NaN only for rewards of None, which the check before the first rollout does not try."""
     script([1.0, None, 0.0] * 4)
     with pytest.raises(ValueError, match=r"mine\.py:max_rl returned tensor"):
-        stage("grpo", own("advantages", "max_rl")).next()
+        stage("grpo", from_file("advantages", "max_rl")).next()
 
 
 def test_a_loss_without_a_gradient_ends_the_run(stage, tmp_path):

@@ -7,7 +7,7 @@ from minivlmrl.data.loader import Batches
 from minivlmrl.tasks.shapes import Shapes
 from tests.helpers.stages import Stage, snapshot
 
-pytestmark = pytest.mark.usefixtures("lively")
+pytestmark = pytest.mark.usefixtures("varied_rollouts")
 
 
 class Ragged(Shapes):

@@ -8,7 +8,7 @@ from tests.helpers.links import ROOT
 from tests.helpers.stages import Stage
 from tests.trainers.test_invariance import Ragged
 
-pytestmark = pytest.mark.usefixtures("lively")
+pytestmark = pytest.mark.usefixtures("varied_rollouts")
 
 KTO = f"{ROOT}/recipes/kto.py:KTO"
 CHOSEN, REJECTED, GOOD, BAD = slice(0, None, 2), slice(1, None, 2), "good", "bad"

@@ -206,7 +206,7 @@ def chance(completions, **columns):
 """
 
 
-def test_the_seed_repeats_what_own_code_draws_even_after_a_resume(folder, lively, tmp_path):
+def test_the_seed_repeats_what_own_code_draws_even_after_a_resume(folder, varied_rollouts, tmp_path):
     (tmp_path / "own.py").write_text(DRAWS)
     options = [f"--stages=[{tmp_path}/own.py:Draws]", f"--rewards={{{tmp_path}/own.py:chance: 1.0}}", "--eval_steps=2",
                "--draws.max_steps=4", "--draws.prompts_per_step=2", "--state_steps=2"]  # fmt: skip

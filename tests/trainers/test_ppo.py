@@ -94,7 +94,7 @@ def test_a_separate_critic_uses_its_own_vision_tower(stage, samples, critic):
     assert set(stored) == {critic == "shared"}
 
 
-def test_a_run_continues_with_a_saved_critic(folder, lively, tmp_path, stage):
+def test_a_run_continues_with_a_saved_critic(folder, varied_rollouts, tmp_path, stage):
     main(folder, tmp_path, "one", "--stages=[ppo]", SEPARATE, "--ppo.max_steps=2")
     saved = value_head.load_value_model(tmp_path / "one" / "critic")
     assert saved.score.weight.any()
@@ -111,7 +111,7 @@ def test_a_run_continues_with_a_saved_critic(folder, lively, tmp_path, stage):
         run.go(2)
 
 
-def test_unsuitable_critics_are_refused(folder, lively, tmp_path, stage):
+def test_unsuitable_critics_are_refused(folder, varied_rollouts, tmp_path, stage):
     with pytest.raises(ValueError, match=r"/gone does not contain score\.safetensors"):
         stage("ppo", SEPARATE, "--ppo.critic_path=/gone")
     main(folder, tmp_path, "one", "--stages=reward_model", "--reward_model.max_steps=1")

@@ -104,7 +104,7 @@ def test_a_folder_that_does_not_fit_is_refused(stage, other, home):
 
 
 @pytest.mark.parametrize("form", ["adapters", "path"])
-def test_a_resumed_run_has_the_same_reference(run, checkpoint, form, plain, lively):
+def test_a_resumed_run_has_the_same_reference(run, checkpoint, form, quick, varied_rollouts):
     options = [f"--reference.path={checkpoint}" if form == "path" else "--adapter.r=2"]
     options += ["--stages=[dpo]", "--dpo.max_steps=5", "--state_steps=3"]
     straight = run(*options, name="straight")

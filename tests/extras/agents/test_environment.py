@@ -84,12 +84,12 @@ tools, number = [double, shout], 3
 
 
 @pytest.fixture
-def own(tmp_path):
+def from_file(tmp_path):
     (tmp_path / "own.py").write_text(textwrap.dedent(OWN))
     return lambda name: get_environment(f"{tmp_path}/own.py:{name}")
 
 
-def test_qwen2_5_vl_renders_a_list_of_tools_with_template_options(own, tmp_path):
+def test_qwen2_5_vl_renders_a_list_of_tools_with_template_options(from_file, tmp_path):
     tokenizer = train_tokenizer(["a"], 300)
     for values in ({}, {"add_vision_id": True}):
         template = with_values(ChatTemplate(), values)
@@ -104,24 +104,24 @@ def test_qwen2_5_vl_renders_a_list_of_tools_with_template_options(own, tmp_path)
     ("Counter", "{accuracy: 1}", r"sampling.environment \(.*own.py:Counter\) has a method get_reward"),
     ("double", "{environment: 1}", r"^rewards must contain environment if, and only if, "),
 ])  # fmt: skip
-def test_get_reward_must_be_used(own, tmp_path, name, rewards, error):
+def test_get_reward_must_be_used(from_file, tmp_path, name, rewards, error):
     options = [f"--sampling.environment={tmp_path}/own.py:{name}", f"--rewards={rewards}"]
     with pytest.raises(ValueError, match=error):
         find_trainers(load_config(ROOT / "recipes" / "shapes.yaml", options))
 
 
-def test_get_reward_is_a_reward(own):
-    first, second = (own("Counter")() for _ in range(2))
+def test_get_reward_is_a_reward(from_file):
+    first, second = (from_file("Counter")() for _ in range(2))
     first.add(2, 3)
     assert get_reward("environment")(["a", "b"], environments=[first, second], turn_texts=[["a"], ["b"]]) == [6.0, 0.0]
 
-    assert own("Counter(start=3)")().count == 3
-    failing = own("Failing")()
+    assert from_file("Counter(start=3)")().count == 3
+    failing = from_file("Failing")()
     with pytest.raises(ValueError, match=r"^reward environment, for the completion 'a': ZeroDivisionError: "):
         get_reward("environment")(["a"], environments=[failing], turn_texts=[["a"]])
 
 
-def test_a_reward_with_environments_is_tried_after_a_reset(own, tmp_path):
+def test_a_reward_with_environments_is_tried_after_a_reset(from_file, tmp_path):
     """A reward with the argument `environments` has the signature of TRL's rewards."""
     (tmp_path / "r.py").write_text("def r(environments, **kwargs):\n    return [e.count for e in environments]\n")
     options = [f"--sampling.environment={tmp_path}/own.py:Counter(start=3)", f"--rewards={{{tmp_path}/r.py:r: 1}}"]
@@ -145,16 +145,17 @@ def test_a_reward_with_environments_is_tried_after_a_reset(own, tmp_path):
     ("Unset", r"an environment needs a method reset\(self, \*\*columns\) and at least one"),
     ("Endless", "Endless: max_tool_calls is None, but it must be of type int"),
 ])  # fmt: skip
-def test_invalid_environments_are_refused(own, name, error):
+def test_invalid_environments_are_refused(from_file, name, error):
     with pytest.raises(ValueError, match=f"^sampling.environment .*own.py:{name}: {error}"):
-        own(name)
+        from_file(name)
 
 
-def test_every_kind_of_method_is_a_tool(own):
-    assert tools_of(own("Kinds")()).keys() - tools_of(own("Counter")()).keys() == {"cached", "of_class", "static"}
+def test_every_kind_of_method_is_a_tool(from_file):
+    more = tools_of(from_file("Kinds")()).keys() - tools_of(from_file("Counter")()).keys()
+    assert more == {"cached", "of_class", "static"}
 
 
-def test_the_environment_of_the_docs(run, plain, checkpoint, rows, monkeypatch, tmp_path):
+def test_the_environment_of_the_docs(run, quick, checkpoint, rows, monkeypatch, tmp_path):
     page = (ROOT / "docs" / "agents.md").read_text()
     code = re.search(r"```python\n(# my_tools\.py.*?)```", page, re.DOTALL)[1]
     recipe = re.search(r"```yaml\n(# turn\.yaml.*?)```", page, re.DOTALL)[1]

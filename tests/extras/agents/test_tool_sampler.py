@@ -269,7 +269,7 @@ def test_completions_do_not_share_changes_of_their_row(monkeypatch):
     assert prompt.row.images[0].getpixel((0, 0)) == (0, 0, 0) and prompt.row.columns["marks"] == {"all": []}
 
 
-def test_a_run_saves_the_images_of_completions(run, plain, monkeypatch, tmp_path):
+def test_a_run_saves_the_images_of_completions(run, quick, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(tool_sampler, "token_bytes", lambda *_: b"<zoom></zoom>")
     find_calls = lambda text, tools, ended: [("zoom", "northeast")] * (len(text) > 64 and not ended)  # noqa: E731

@@ -330,7 +330,7 @@ def test_history_is_refused_for_an_environment_that_chooses_its_windows():
         samples_trajectories(SamplingOptions(environment=SHOWN, history=2))
 
 
-def test_a_run_says_its_turns(run, plain, eager, capsys):
+def test_a_run_says_its_turns(run, quick, eager, capsys):
     options = ["--stages=[grpo]", f"--sampling.environment={SHOWN}", "--rewards={environment: 1}"]
     folder = run(*options, "--log_completions=1", "--grpo.max_steps=2")
     assert summary(folder)["start"].keys() == {"eval/environment_sampled", "eval/environment_greedy"}
