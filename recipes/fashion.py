@@ -69,7 +69,6 @@ class Fashion(Sequence[Row]):
     chosen: Sequence[int]
     seed: int = 0
     wrong_labels: float = 0.0  # fraction of random labels
-    exchange_images: bool = False  # control experiment: show the next row's photograph
     prompt_template: str = "{problem}"
     system_prompt: str | None = None
 
@@ -79,8 +78,7 @@ class Fashion(Sequence[Row]):
     def __getitem__(self, index: int) -> Row:
         number = self.chosen[index]
         images, labels = read_split(self.folder, self.split)
-        shown = self.chosen[(index + 1) % len(self.chosen)] if self.exchange_images else number
-        image = PIL.Image.fromarray(images[shown]).resize((SIZE, SIZE), PIL.Image.Resampling.BICUBIC)
+        image = PIL.Image.fromarray(images[number]).resize((SIZE, SIZE), PIL.Image.Resampling.BICUBIC)
         label = LABELS[labels[number]]
         rng = random.Random(f"fashion/{self.seed}/{number}")
         shown_label = rng.choice(LABELS) if rng.random() < self.wrong_labels else label
@@ -100,7 +98,6 @@ def datasets(
     folder: str = "/usr/share/datasets/fashion-mnist",
     demonstrations: Annotated[int, ">= 1"] = 500,
     wrong_demonstrations: Annotated[float, "[0, 1]"] = 0.2,
-    exchange_images: bool = False,
 ) -> tuple[dict[str, Dataset], Dataset]:
     """Build SFT and GRPO rows from the training split, and held-out rows from the test split.
 
@@ -109,7 +106,6 @@ def datasets(
         folder: see read_split.
         demonstrations: SFT rows.
         wrong_demonstrations: fraction of random labels in SFT.
-        exchange_images: control experiment: in GRPO, show the next row's photograph.
     """
     rows = partial(
         Fashion, Path(folder), seed=seed, prompt_template=data.prompt_template, system_prompt=data.system_prompt
@@ -118,7 +114,7 @@ def datasets(
     order = random.Random(seed).sample(range(count), count)
     training: dict[str, Dataset] = {
         "demonstrations": rows("train", order[:demonstrations], wrong_labels=wrong_demonstrations),
-        "prompts": rows("train", order, exchange_images=exchange_images),
+        "prompts": rows("train", order),
     }
     return training, rows("test", range(min(data.eval_rows, len(read_split(Path(folder), "test")[1]))))
 

@@ -25,6 +25,7 @@ COLORS = {
 }  # fmt: skip
 LABELS = [f"{color} {way}" for color in COLORS for way in ("rows", "columns")]
 CORNERS = ["northwest", "northeast", "southwest", "southeast"]  # quarter names, single tokens
+INFORMED = 0.1  # fraction of demonstrations with the correct quarter
 HABIT = (2, 1, 1, 1)  # relative zoom frequencies in demonstrations, ordered as in CORNERS
 PROBLEM = "Stripes?"
 NOTHING = "nothing"
@@ -36,30 +37,18 @@ SQUARE = 24  # striped square
 ANSWER = "<answer>{}</answer>"
 
 
-def draw(rng: random.Random, label: str | None = None, others: int = 0) -> tuple[PIL.Image.Image, str, int]:
+def draw(rng: random.Random, label: str | None = None) -> tuple[PIL.Image.Image, str, int]:
     """Draw an image; return it with its label and the quarter (0 to 3) of the striped square.
 
     Two neighboring stripes have complementary colors, and become one gray pixel in the downscaled image.
-
-    Args:
-        others: number of other quarters with a dark square.
     """
     random_label = rng.choice(LABELS)
     label = label or random_label
     quarter = rng.randrange(4)
-    image = paper(rng)
+    paper = tuple(rng.randint(215, 255) for _ in range(3))
+    image = PIL.Image.new("RGB", (SIDE, SIDE), paper)
     stripes(image, label, *corner(rng, quarter))
-    pen = PIL.ImageDraw.Draw(image)
-    empty_quarters = [q for q in range(4) if q != quarter]
-    for other in rng.sample(empty_quarters, others):
-        x, y = corner(rng, other)
-        pen.rectangle([x, y, x + SQUARE - 1, y + SQUARE - 1], (60, 60, 60))
     return image, label, quarter
-
-
-def paper(rng: random.Random) -> PIL.Image.Image:
-    """Create a blank image with a random light color."""
-    return PIL.Image.new("RGB", (SIDE, SIDE), tuple(rng.randint(215, 255) for _ in range(3)))
 
 
 def stripes(image: PIL.Image.Image, label: str, left: int, top: int):
@@ -109,34 +98,13 @@ class Quarters:
 
     def zoom(self, corner: str) -> PIL.Image.Image:
         """Show the northwest, northeast, southwest or southeast quarter of the image in full resolution."""
-        answer = self._show(CORNERS.index(corner))
+        shown_quarter = crop(self.picture, CORNERS.index(corner))
         self.answered += 1
-        return answer
-
-    def _show(self, quarter: int) -> PIL.Image.Image:
-        return crop(self.picture, quarter)
+        return shown_quarter
 
     def get_reward(self) -> float:
         """Return the fraction of valid calls; without this reward, policies forget the format."""
         return self.answered / self.max_tool_calls
-
-
-class Lost(Quarters):
-    """Control experiment: the tool shows a random quarter, fixed per row."""
-
-    def reset(self, lost_quarters, **columns):
-        super().reset(**columns)
-        self.lost_quarters = lost_quarters
-
-    def _show(self, quarter: int) -> PIL.Image.Image:
-        return crop(self.picture, self.lost_quarters[quarter])
-
-
-class Blind(Quarters):
-    """Control experiment: the tool shows gray images."""
-
-    def _show(self, quarter: int) -> PIL.Image.Image:
-        return PIL.Image.new("RGB", (QUARTER, QUARTER), "gray")
 
 
 @dataclass
@@ -145,32 +113,22 @@ class Stripes:
 
     size: int
     seed: str
-    environment: type = Quarters
-    silent: bool = False  # no reasoning in demonstrations
-    informed: float = 0.0  # fraction of demonstrations with the correct quarter
-    others: int = 0  # number of other quarters with a dark square
 
     def __len__(self):
         return self.size
 
     def __getitem__(self, index):
         rng = random.Random(f"zoom/{self.seed}/{index}")
-        image, label, right_quarter = draw(rng, others=self.others)
+        image, label, right_quarter = draw(rng)
         [asked_quarter] = rng.choices(range(4), HABIT)
-        lost_quarters = [rng.randrange(4) for _ in CORNERS]  # for the control experiment Lost
-        if rng.random() < self.informed:
+        for _ in CORNERS:
+            rng.randrange(4)  # unused; keeps the rows of recorded runs
+        if rng.random() < INFORMED:
             asked_quarter = right_quarter
-        columns = {"problem": PROBLEM, "solution": label, "corner": CORNERS[right_quarter]}
-        columns |= {"picture": image, "lost_quarters": lost_quarters}
-        environment = self.environment()
-        environment.reset(**columns)
-        given_quarter = lost_quarters[asked_quarter] if self.environment is Lost else asked_quarter
-        read_label = label if given_quarter == right_quarter else NOTHING
-        if self.environment is Blind:
-            read_label = rng.choice(LABELS)
-        thought = "" if self.silent else f"<think>{CORNERS[right_quarter]}</think>"
-        call = f"<zoom>{CORNERS[asked_quarter]}</zoom>"
-        completion = demonstration(thought + call, environment.zoom(CORNERS[asked_quarter]), read_label)
+        columns = {"problem": PROBLEM, "solution": label, "corner": CORNERS[right_quarter], "picture": image}
+        read_label = label if asked_quarter == right_quarter else NOTHING
+        thought_and_call = f"<think>{CORNERS[right_quarter]}</think><zoom>{CORNERS[asked_quarter]}</zoom>"
+        completion = demonstration(thought_and_call, crop(image, asked_quarter), read_label)
         return Row(conversation(PROBLEM, {"image": 1}), [shown(image)], columns, completion)
 
 
@@ -202,22 +160,12 @@ def tokenizer():
     return trained
 
 
-def task(**options) -> Task:
-    """Create the task with options for Stripes."""
-
-    def datasets(data, seed, demonstrations=FRESH_ROWS):
-        training = {
-            "demonstrations": Stripes(demonstrations, f"{seed}/sft", **options),
-            "prompts": Stripes(FRESH_ROWS, f"{seed}/grpo", **options),
-        }
-        return training, Stripes(data.eval_rows, "eval", **options)
-
-    return Task(datasets, tokenizer, chance=1 / len(LABELS))
+def datasets(data, seed, demonstrations=FRESH_ROWS):
+    training = {
+        "demonstrations": Stripes(demonstrations, f"{seed}/sft"),
+        "prompts": Stripes(FRESH_ROWS, f"{seed}/grpo"),
+    }
+    return training, Stripes(data.eval_rows, "eval")
 
 
-TASK = task(informed=0.1)
-BLIND = task(informed=0.1, environment=Blind)
-LOST = task(informed=0.1, environment=Lost)
-SILENT = task(silent=True)
-INFORMED = task(silent=True, informed=0.33)
-OTHERS = task(informed=0.1, others=2)
+TASK = Task(datasets, tokenizer, chance=1 / len(LABELS))

@@ -63,16 +63,6 @@ def test_rows_of_sft_have_wrong_labels_and_rows_of_grpo_none(datasets):
         assert np.corrcoef(shown.ravel(), image.ravel())[0, 1] > 0.5
 
 
-def test_the_control_shows_the_photograph_of_the_next_row(datasets):
-    rows, all_held_out = datasets()
-    exchanged, held_out = datasets(exchange_images=True)
-    for i, row in enumerate(exchanged["prompts"]):
-        assert row.columns == rows["prompts"][i].columns
-        assert row.images[0].tobytes() == rows["prompts"][(i + 1) % 20].images[0].tobytes()
-    for part, other in ((held_out, all_held_out), (exchanged["demonstrations"], rows["demonstrations"])):
-        assert [row.images[0].tobytes() for row in part] == [row.images[0].tobytes() for row in other]
-
-
 def test_a_folder_without_the_data_set_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"has neither train-images-idx3-ubyte\.gz nor train-\*\.parquet; install"):
         read_split(tmp_path, "train")

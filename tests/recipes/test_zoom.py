@@ -2,9 +2,6 @@
 
 import random
 import runpy
-from itertools import product
-
-import pytest
 
 from minivlmrl.config.options import DataOptions
 from tests.helpers.links import ROOT
@@ -15,15 +12,15 @@ TASK = runpy.run_path(str(ROOT / "recipes" / "zoom.py"))
 
 
 def test_what_is_shown_does_not_tell_the_label():
-    """For all 12 labels, the shrunk images are equal and the crops differ, even with dark squares beside them."""
-    for seed, others in product(range(10), (0, 2)):
-        drawn = [TASK["draw"](random.Random(seed), label, others) for label in TASK["LABELS"]]
+    """For all 12 labels, the shrunk images are equal and the crops differ, whatever the seed."""
+    for seed in range(10):
+        drawn = [TASK["draw"](random.Random(seed), label) for label in TASK["LABELS"]]
         assert len({TASK["shown"](image).tobytes() for image, *_ in drawn}) == 1
         assert len({TASK["crop"](image, quarter).tobytes() for image, _, quarter in drawn}) == 12
 
 
-def rows(name, count=60):
-    training, _ = TASK[name].datasets(DataOptions(eval_rows=count), 0)
+def rows(count=60):
+    training, _ = TASK["TASK"].datasets(DataOptions(eval_rows=count), 0)
     return [training["demonstrations"][i] for i in range(count)]
 
 
@@ -35,23 +32,18 @@ def parts_of(row):
     return place, requested.removesuffix("</zoom>"), crop["image"], answer["text"]
 
 
-@pytest.mark.parametrize(("name", "environment"), [("TASK", "Quarters"), ("LOST", "Lost"), ("BLIND", "Blind")])
-def test_a_demonstration_says_the_place_looks_anywhere_and_reads_what_is_there(name, environment):
-    found = rows(name)
+def test_a_demonstration_says_the_place_looks_anywhere_and_reads_what_is_there():
+    found = rows()
     for row in found:
         place, requested, crop, answer = parts_of(row)
         right, label = row.columns["corner"], row.columns["solution"]
         assert place == right and row.images[0].size == (32, 32)
-        corners = TASK["CORNERS"]
-        given = corners[row.columns["lost_quarters"][corners.index(requested)]] if name == "LOST" else requested
-        if name != "BLIND":
-            assert answer == f"<answer>{label if given == right else 'nothing'}</answer>"
-        tool = TASK[environment]()
+        assert answer == f"<answer>{label if requested == right else 'nothing'}</answer>"
+        tool = TASK["Quarters"]()
         tool.reset(**row.columns)
         assert tool.zoom(requested).tobytes() == crop.tobytes()
     looks = [parts_of(row)[1] == row.columns["corner"] for row in found]
     assert 5 < sum(looks) < 25  # a quarter of 60 is 15
-    assert rows("SILENT")[0].completion[0]["content"][0]["text"].startswith("<zoom>")
 
 
 def test_the_recipe_runs(run, quick, monkeypatch):
