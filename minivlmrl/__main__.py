@@ -21,7 +21,7 @@ COMMANDS = {  # {command: (module:function, help text)}
     "memory": ("minivlmrl.monitor.memory.command:main", "estimate the GPU memory that a run needs"),
     "parity": ("minivlmrl.extras.parity.command:main", "find mistakes in a loss"),
 }
-# other projects' commands
+# {command of another project: our command}, for a hint after an unknown command
 OTHERS = {"eval": "evaluate", "export": "merge", "infer": "generate", "predict": "generate", "test": "evaluate"}
 OTHERS |= dict.fromkeys(("sft", "dpo", "grpo", "ppo", "rlhf", "reward", "kto", "rm", "pt"), "train")
 

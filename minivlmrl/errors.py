@@ -1,4 +1,4 @@
-"""Error messages: place, wrong value, and how to fix it."""
+"""Build error messages that say where the error is, which value is wrong, and how to fix it."""
 
 import difflib
 import os
@@ -12,14 +12,14 @@ from traceback import extract_tb, print_exception
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
-# folders with minivlmrl's own code
+# folders with the library's own code, as opposed to user code
 OURS = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in (PACKAGE.name, "kernels", "recipes"))
 # folders that do not import UserError; a ValueError raised in them is shown like a UserError
 TORCH_ONLY = tuple(f"{PACKAGE.parent / name}{os.sep}" for name in ("minivlmrl/losses", "minivlmrl/kernels", "kernels"))
-# Python files named in recipes as `file.py:name`
+# the user's Python files, which a recipe names as `file.py:name`
 USER_FILES: set[str] = set()
 
-# messages shorten quotes with 80 or more characters, and words with 500 or more
+# text to shorten in messages: quotes of 80 or more characters, words of 500 or more
 LONG_QUOTES = re.compile(r"""(?<!\w)'[^']{80,}'(?!\w)|"[^"]{80,}"|[^\s'"]{500,}""")
 
 MAX_MESSAGE = 600  # maximum error message length, in characters
@@ -53,7 +53,7 @@ class error_context(AbstractContextManager):
 
 
 def user_error_message(error: BaseException) -> str | None:
-    """Return a one-line message, or None to print the traceback.
+    """Return a one-line message for an error, or None if the traceback must be printed.
 
     UserError, OSError and out-of-memory errors are printed without a traceback, unless user code raised them.
     """
@@ -108,14 +108,14 @@ def invalid_value(name: str, value: Any, expected: str) -> UserError:
 
 
 def truncate_message(error: str | Exception) -> str:
-    """Shorten long strings in a message, such as base64 images; if needed, shorten the message."""
+    """Shorten long strings in a message, such as base64 images, and then the message if it is still too long."""
     text = str(error)
-    if len(text) > 10**6:  # before the regular expression, which is slow on long strings
+    if len(text) > 10**6:  # cut first, because the regular expression is slow on long strings
         text = f"{text[:500_000]} ... {text[-500_000:]}"
     text = LONG_QUOTES.sub(lambda quote: f"{quote[0][:80]}...{quote[0][-1]}", text)
     if len(text) <= MAX_MESSAGE:
         return text
-    # keep the end, which says how to fix the error
+    # keep the end of the message, which says how to fix the error
     return f"{text[: MAX_MESSAGE // 2]} ... {text[-MAX_MESSAGE // 2 + 5 :]}"
 
 
@@ -132,7 +132,7 @@ def error_phase(name: str, rows: Sequence = ()) -> Iterator[None]:
     """Add a training phase, such as "forward", to errors raised in the `with` block; inner blocks take precedence.
 
     Args:
-        rows: dataset rows used in the `with` block; an out-of-memory message names the longest.
+        rows: dataset rows used in the `with` block; an out-of-memory message names the longest row.
     """
     try:
         yield

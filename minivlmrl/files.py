@@ -170,14 +170,14 @@ def replacing(folder: str | Path) -> Iterator[Path]:
         remove_folder(new)
         new.mkdir(parents=True)
         yield new
-        for path in (*new.rglob("*"), new):  # files must be on disk before the rename
+        for path in (*new.rglob("*"), new):  # flush files to disk before the folder is renamed
             flush_file(path)
         if folder.exists():
             remove_folder(replaced)
             folder.rename(replaced)
         new.rename(folder)
     except BaseException as error:
-        shutil.rmtree(new, ignore_errors=True)  # delete incomplete files: the disk may be full
+        shutil.rmtree(new, ignore_errors=True)  # delete incomplete files, because the disk may be full
         if replaced.is_dir() and not folder.exists():
             replaced.rename(folder)
         if isinstance(error, OSError):
@@ -188,7 +188,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path):
-    """Delete a folder, or print why it stays. Of a link, delete only the link."""
+    """Delete a folder, or print why that failed; for a link, delete only the link."""
     try:
         if folder.is_symlink():
             folder.unlink()

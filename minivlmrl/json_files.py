@@ -32,8 +32,8 @@ def parse_json(text: str | bytes, decode: Callable = _DECODER.decode, *arguments
 
 
 def json_cure(error: json.JSONDecodeError) -> str:
-    """Say what to write for a common mistake, or return ""."""
-    before = error.doc[: error.pos].rstrip().removesuffix(",")  # valid JSON, so its last comma is not in a string
+    """Say how to fix a common mistake in JSON, or return ""."""
+    before = error.doc[: error.pos].rstrip().removesuffix(",")  # valid JSON, so a final comma is not inside a string
     if TRAILING_COMMA.match(error.doc, len(before)):
         return f"remove the comma after {before[-20:]}"
     if error.doc.startswith("'", error.pos):
@@ -98,8 +98,8 @@ def write_json(path: Path, content: dict):
 
 
 def write_file(path: Path, content: bytes):
-    """Write a draft to replace the file `path`: no reader sees half a file, and a link is not written through."""
+    """Write a draft and rename it to `path`, so that no reader sees half a file; a link at `path` is replaced."""
     draft = path.with_name(f"{path.name}.partial")
-    draft.unlink(missing_ok=True)  # may be a link
+    draft.unlink(missing_ok=True)  # the draft's path could be a link to another file
     draft.write_bytes(content)
     draft.replace(path)

@@ -12,7 +12,7 @@ def has_folder(name: str) -> bool:
 
 
 def load_extra(target: str, user: str) -> Any:
-    """Import an optional module or object by name.
+    """Import an optional module, or an object in it, by name.
 
     Args:
         target: "package.module" or "package.module:name", usually in minivlmrl.extras or minivlmrl.monitor.

@@ -64,7 +64,7 @@ class Box:
 
     @property
     def valid(self) -> bool:
-        """Whether coordinates are finite and in order, with a positive area."""
+        """Whether the box has finite coordinates, corners in order, and a positive area."""
         is_finite = all(abs(number) < LIMIT for number in self.numbers)
         return is_finite and self.x2 > self.x1 and self.area > 0  # with x2 > x1, a positive area implies y2 > y1
 
@@ -131,8 +131,8 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
     Markdown or LaTeX around a box, such as a code fence, and a final period are ignored.
 
     Returns:
-        Finite (x1, y1, x2, y2) per box; see Box.valid and Box.inside.
-        No boxes if there are other numbers or words in the text: "not [1, 2, 5, 6]".
+        (x1, y1, x2, y2) of each box, all finite; Box.valid and Box.inside check more.
+        An empty list if the text contains other words or numbers, as in "not [1, 2, 5, 6]".
 
     Source: Qwen2.5-VL's cookbook.
     """
@@ -151,7 +151,7 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
 
 
 def json_items(text: str) -> list[Plain]:
-    """Parse JSON, and return its objects or lists; other values become a list with one item."""
+    """Parse a JSON list of boxes, given as objects or lists; one box becomes a list with one item."""
     value = read_json(text, parse_int=float)
     is_several = isinstance(value, list) and all(isinstance(item, list | dict) for item in value)
     return value if is_several else [value]

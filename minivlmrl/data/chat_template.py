@@ -1,4 +1,4 @@
-"""Render conversations with a Jinja chat template, as text and control tokens."""
+"""Render conversations with a Jinja chat template, as ordinary text and control tokens."""
 
 import hashlib
 import json
@@ -34,21 +34,21 @@ START = SpecialToken("<|im_start|>")
 END = SpecialToken("<|im_end|>")
 # stop tokens: end of a turn, end of a document
 ENDS = (END, SpecialToken("<|endoftext|>"))
-# placeholders, compared with `is`, because user text may contain "<|image_pad|>"
+# image placeholder; compare with `is`, because a user may write "<|image_pad|>" as ordinary text
 IMAGE = SpecialToken("<|image_pad|>")
 VIDEO = SpecialToken("<|video_pad|>")
-# tokens of an image; no loss, because the model never generates them
+# tokens that stand for an image in a prompt; they have no loss, because the model never generates them
 VISION = (SpecialToken("<|vision_start|>"), IMAGE, SpecialToken("<|vision_end|>"))
-# chat template files, in transformers' order
+# files that may contain the chat template; the first one found is used, as in transformers
 FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
-# SHA-256 of published Qwen2.5-VL templates (Qwen, TRL), which DEFAULT replaces
+# SHA-256 hashes of Qwen2.5-VL chat templates published by Qwen and TRL; DEFAULT is used in their place
 PUBLISHED = (
     "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
     "31c85932a6d8826f0fe8d52b81767eba6b869128b0a7c7503d1e7baaad4e8043",
 )
-# template code for removing <think>...</think> from an answer
+# matches template code that removes <think>...</think> from an answer
 THOUGHT_SPLIT = re.compile(r"(split|partition)\(\s*['\"]</think>")
-# tags that messages may contain even if they are special tokens
+# tags that users may write in messages, even if the tokenizer has special tokens for them
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 DEFAULT, WITH_TOOLS = (  # Qwen2-VL's and Qwen2.5-VL's chat template, without and with tool declarations
     Path(__file__).with_name(f"{name}.jinja").read_text("utf-8").removesuffix("\n")
@@ -72,7 +72,7 @@ SANDBOX.globals["raise_exception"] = fail
 
 
 class RewrittenTurnsError(UserError):
-    """Raised if a chat template changes a turn when more turns follow, such as dropping reasoning."""
+    """Raised if a chat template changes a turn once later turns follow, for example by dropping its reasoning."""
 
 
 class ChatTemplate:
@@ -93,12 +93,12 @@ class ChatTemplate:
         self.text = text
         self.source = source
         self.token_names = dict(token_names)
-        self.tools = None  # JSON schemas of tools in prompts
+        self.tools = None  # JSON schemas of the tools that prompts declare
         try:
             self.template = SANDBOX.from_string(text)
         except Exception as error:
             raise self._error(error) from error
-        # control tokens written only by the template
+        # control tokens that only the template may write, never a message
         names: set[str] = {IMAGE, VIDEO}
         for name in special_tokens:
             # exclude single-character tokens such as "#": messages may contain them
@@ -141,7 +141,9 @@ class ChatTemplate:
         return cls(default, special_tokens=special_tokens, token_names=token_names)
 
     def render(self, messages: list[dict]) -> list[str]:
-        """Render a prompt as text and control tokens; joined, they equal transformers' apply_chat_template.
+        """Render a prompt as a list of texts and control tokens.
+
+        Joined, the pieces equal the string from apply_chat_template in transformers.
 
         Raises:
             UserError: the template fails, or drops an image, video or text; it may drop reasoning.
@@ -159,10 +161,10 @@ class ChatTemplate:
         return pieces
 
     def render_completion(self, messages: list[dict], turns: list[dict]) -> list[tuple[str, bool]]:
-        """Render turns after a prompt.
+        """Render the turns of an answer, which follow a prompt.
 
         Returns:
-            (text or control token, has loss) pairs; see messages.is_trained.
+            (text or control token, whether it has a loss) pairs; see messages.is_trained.
         Raises:
             RewrittenTurnsError: later turns change an earlier one.
             UserError: an assistant turn does not end with <|im_end|> and a newline, or text is missing.
@@ -184,7 +186,7 @@ class ChatTemplate:
                     f"SFT and training on pairs require a template that ends an assistant turn with {END} and a line "
                     "break; replace the template with the chat_template.jinja of the original Qwen model"
                 )
-            end = turn_end - 1  # end before the newline after <|im_end|>, which the model does not generate
+            end = turn_end - 1  # without the newline after <|im_end|>, which the model does not generate
             is_written = is_trained(given[turn_number])
             flagged += [(piece, is_written) for piece in self._cut(text[start:end], mark)]
         self._check_texts(given, text.replace(mark, ""), len(messages))
@@ -211,7 +213,7 @@ class ChatTemplate:
 
     @cached_property
     def generation_prefix(self) -> str:
-        """Opening tag at the end of every prompt, such as "<think>\\n", or ""."""
+        """Opening tag that the template writes at the end of every prompt, such as "<think>\\n"; "" if none."""
         messages = [{"role": "user", "content": "?"}]
         prompt = self._render(messages, True).removeprefix(self._render(messages, False))
         _, tag, thought = prompt.rpartition("<think>")
@@ -228,11 +230,11 @@ class ChatTemplate:
         return template
 
     def _marked(self, messages: list[dict]) -> tuple[list[dict], str]:
-        """Insert a placeholder into control tokens written in messages, so that the tokens stay ordinary text."""
+        """Split control tokens in messages with a placeholder character, so that they stay ordinary text."""
         check_messages(messages)
         messages = _as_json(messages)
         if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):
-            # Qwen3.8 would add an empty <think></think> before reasoning in the content
+            # Qwen3.8's template would add an empty <think></think> before reasoning that is part of the content
             messages = [_with_thought_apart(message) for message in messages]
         if "<function=" in self.text:  # Qwen3-Coder renders tool call arguments one by one, not as JSON
             for call in chain(*(message.get("tool_calls") or () for message in messages)):
@@ -240,7 +242,7 @@ class ChatTemplate:
                 if isinstance(function.get("arguments"), str):
                     function["arguments"] = parse_json(function["arguments"])
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
-        # placeholder: a Chinese character not in the text, because templates may strip spaces and escape symbols
+        # placeholder: a Chinese character that the text lacks, because templates may strip spaces or escape symbols
         mark = next(letter for letter in map(chr, range(0x20000, sys.maxunicode)) if letter not in all_text)
         return _as_json(messages, lambda text: self.literal_tokens.sub(rf"\g<0>{mark}", text)), mark
 
@@ -269,7 +271,7 @@ class ChatTemplate:
 
 
 def with_values(template: ChatTemplate, values: dict) -> ChatTemplate:
-    """Return a chat template with fixed variables, such as data.chat_template_kwargs: {"enable_thinking": False}."""
+    """Return a copy of a chat template with variables set, such as {"enable_thinking": False}."""
     template = copy(template)
     template_names = jinja2.meta.find_undeclared_variables(SANDBOX.parse(template.text))
     template_names -= {*SANDBOX.globals, "messages", "tools", "add_generation_prompt"}
@@ -284,13 +286,13 @@ def with_values(template: ChatTemplate, values: dict) -> ChatTemplate:
 
 
 def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> str | None:
-    """Describe the first text that a rendered conversation lacks, or return None.
+    """Describe the first message text that is missing from a rendered conversation; None if all texts are there.
 
     Templates may change whitespace, and drop reasoning from the first `history` messages. Arguments of tool calls are
     not compared.
     """
     compact = without_space(rendered)
-    start = 0  # texts keep their order
+    start = 0  # search from here: texts must appear in order
     for number, message in enumerate(messages):
         texts = [part["text"] for part in content_parts(message) if part_kind(part) == "text"]
         if number >= history:
@@ -309,7 +311,7 @@ def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> 
 
 
 def without_space(text: str) -> str:
-    return "".join(normalize("NFC", text).split())  # tokenizers also normalize
+    return "".join(normalize("NFC", text).split())  # NFC, because tokenizers also normalize text
 
 
 def _with_thought_apart(message: dict) -> dict:
@@ -347,7 +349,7 @@ def join_text(pieces: list[str]) -> list[str]:
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join adjacent strings whose tokens all have a loss, or all have none."""
+    """Join adjacent strings in (string, has loss) pairs if both have a loss, or neither has one."""
     joined = []
     for is_written, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
         joined += [(text, is_written) for text in join_text([piece for piece, _ in run])]

@@ -10,7 +10,7 @@ PROMPTS = {"problem": str, "prompt": str | list, "messages": list}
 ANSWERS = {"completion": str | list, "chosen": str | list, "rejected": str | list}
 TEXTS = PROMPTS | ANSWERS
 MEDIA = {"image": "image", "images": "image", "video": "video", "videos": "video"}
-# columns read by all stages
+# columns that every training stage reads
 READ = {*PROMPTS, *MEDIA, "system", "box_space"}
 VALUES = {  # {column: type hint, with bounds for numbers}
     "system": str,
@@ -21,7 +21,7 @@ VALUES = {  # {column: type hint, with bounds for numbers}
 
 
 def rename_columns(row: dict, renamed: dict[str, str]) -> dict:
-    """Rename columns, and replace NaN (from pandas) by None; two columns can swap names."""
+    """Rename a row's columns, and convert NaN (from pandas) to None; two columns may swap names."""
     row = {name: value if value == value else None for name, value in row.items()}
     renamed = {theirs: ours for theirs, ours in renamed.items() if theirs != ours and theirs in row}
     columns = row | dict.fromkeys(renamed)

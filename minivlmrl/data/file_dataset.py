@@ -1,7 +1,7 @@
 """Datasets that read rows from data files.
 
-When a file is opened, all rows are parsed and checked once, and one RowFacts per row is stored. Every access parses a
-row again, so changes to a Row are lost.
+Opening a file parses and checks all rows once, and stores one RowFacts per row. Every access parses the row again, so
+changes to a Row are lost.
 """
 
 import sys
@@ -31,12 +31,12 @@ from minivlmrl.data.video import Video, VideoFile, load_video
 from minivlmrl.errors import UserError, error_context, pluralize, require
 from minivlmrl.files import digest
 
-SECONDS = 5  # between progress lines while reading a file
+SECONDS = 5  # seconds between progress lines while a file is read
 Size = tuple[int, int]  # (width, height) in pixels
 
 
 def find_format(name: str) -> Callable[[dict], dict]:
-    """Load the function named in data.format, which converts a row."""
+    """Load the row conversion function named in data.format."""
     with error_context(f"data.format {name}"):
         convert = resolve_function("format", name, {})
 
@@ -50,7 +50,7 @@ def find_format(name: str) -> Callable[[dict], dict]:
 
 
 class RowFile:
-    """A data file with options for reading its rows."""
+    """A data file, with the options for reading its rows."""
 
     def __init__(self, path: str | Path, constants: Mapping[str, Plain], options: RowOptions):
         self.path = path
@@ -78,7 +78,7 @@ class RowFile:
                 columns = self.columns_of(line)
                 row, media = checked_row(columns, required, known, self.options)
             except ValueError as error:
-                if self.given or self.options.format:  # given: earlier rows are valid
+                if self.given or self.options.format:  # no advice on conversion if an earlier row was valid
                     raise
                 end = "" if str(error).endswith((".", "?")) else "."
                 advice = convert_advice(self.path, self.options.columns)
@@ -95,7 +95,7 @@ class RowFile:
         return row, media
 
     def load(self, line: int, load_image: Callable[..., PIL.Image.Image], load_video: Callable[..., Video]) -> Row:
-        """Read a row whose images and videos are loaded on access."""
+        """Read a row, whose images and videos are loaded on access."""
         row, media = self.read(line)
 
         def load(item: Media) -> PIL.Image.Image:
@@ -140,10 +140,10 @@ class FileDataset(Sequence[Row]):
     """Rows from one data file, or from several files after mix().
 
     Args:
-        required: required columns; the prompt in any column, such as `messages`, counts as "problem".
+        required: columns that every row needs; "problem" stands for the prompt, in any column such as `messages`.
         constants: columns added to every row.
         checks_files: whether to check for missing media files; only on rank 0, because shared file systems are slow.
-        reads: columns that stages and rewards read besides columns.READ, None = all.
+        reads: columns that training stages and rewards read in addition to columns.READ, None = all.
         options: see RowOptions.
     Raises:
         UserError: no rows, an invalid row, or a missing image or video file.
@@ -229,7 +229,7 @@ class FileDataset(Sequence[Row]):
 
     @property
     def unread(self) -> list[str]:
-        """Columns unused by stages and rewards."""
+        """Return the row columns that no training stage and no reward reads."""
         return sorted({name for file in self.files for name in file.unread})
 
     @property
@@ -244,7 +244,7 @@ def without_rows(rows: Dataset, removed: Collection[int]) -> Dataset:
 
 
 def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_files: bool) -> tuple[RowFacts, list[str]]:
-    """Return row properties (RowFacts), and missing image and video files.
+    """Collect a row's properties (RowFacts), and describe its missing image and video files.
 
     Args:
         checks_files: whether to look for image and video files, and read image sizes.
@@ -280,7 +280,7 @@ def facts_of(file: RowFile, line: int, row: Row, media: list[Media], checks_file
 def look_at_files(row: Row, media: list[Media], folder: Path) -> tuple[list[int], list[str]]:
     """Return image and video file sizes in bytes, and descriptions of missing files.
 
-    An image stored in the row has the length of its bytes or base64 string as size.
+    If the row contains the image itself, the size is the length of its bytes or base64 string.
     """
     sizes = []
     missing = []
@@ -296,15 +296,15 @@ def look_at_files(row: Row, media: list[Media], folder: Path) -> tuple[list[int]
 
 
 def image_size(image: Media, folder: Path) -> Size | None:
-    """Return an image's (width, height), None = unreadable."""
+    """Return an image's (width, height), or None if the image is unreadable."""
     try:
         return read_header(image.sources[0], folder).size
-    except ValueError:  # training raises the error when it decodes the image
+    except ValueError:  # ignored here: training raises the error when it decodes the image
         return None
 
 
 def read_header(source: Source, folder: Path) -> PIL.Image.Image:
-    """Open an image and close its file; the returned image has a size, but its pixels cannot be decoded."""
+    """Read an image's header and close the file; the returned image has a size, but no pixels."""
     with open_image(source, folder) as image:
         return image
 
@@ -326,7 +326,7 @@ class LazyImages(Sequence):
 
 
 def load_videos(media: list[Media], folder: Path, load: Callable[..., Video]) -> list[VideoFile]:
-    """Return videos whose frames are read when used."""
+    """Return videos that read their frames only when they are used."""
     videos = []
     for item in media:
         if item.kind == "video":

@@ -50,7 +50,7 @@ FIXED = {
     "rescale_factor": 1 / 255,
     "resample": 3,  # bicubic
 }
-# {data.video option: name in video_preprocessor_config.json}
+# {option in data.video: its name in video_preprocessor_config.json}
 SAMPLING = {"fps": "fps", "nframes": "num_frames", "min_frames": "min_frames", "max_frames": "max_frames"}
 FPS = 2.0  # default frames per second
 # default bounds on the frame area, in tokens of 28 * 28 pixels
@@ -59,7 +59,10 @@ MIN_FRAME_TOKENS, MAX_FRAME_TOKENS = 128, 768
 
 @dataclass
 class Size:
-    """Image area bounds in pixels, with old and new names in transformers; a fixed size is not supported."""
+    """Bounds on the image area in pixels, under their old and new names in transformers.
+
+    A fixed image size is not supported.
+    """
 
     shortest_edge: MinPixels | None = None
     longest_edge: Count | None = None
@@ -119,7 +122,7 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
 
 
 def patch_settings(holder: ImageSettings | ImageProcessor) -> dict:
-    """Return settings with the same name in preprocessor_config.json and ImageProcessor."""
+    """Return the settings that have the same name in preprocessor_config.json and ImageProcessor."""
     return {
         name: getattr(holder, name)
         for name in ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
@@ -130,7 +133,8 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
     """Build a preprocessor_config.json for transformers 4.49 to 5.23 and vLLM.
 
     Args:
-        options: data.image. A fixed size becomes min_pixels and max_pixels: preprocessor_config.json has no fixed size.
+        options: recipe section data.image. A fixed size is written as min_pixels and max_pixels, because
+            preprocessor_config.json has no fixed size.
     """
     low, high = area_bounds(processor, options, (processor.min_pixels, processor.max_pixels))
     suffix = "Fast" if processor.resize is RESIZE["torch"] else ""
@@ -177,7 +181,7 @@ def write_video_processor(processor: ImageProcessor, options: dict[str, float]) 
 
 
 def write_sampling(options: dict[str, float]) -> dict:
-    """Rename frame sampling options as in video_preprocessor_config.json."""
+    """Convert frame sampling options to their names in video_preprocessor_config.json."""
     given: dict[str, Any] = {SAMPLING[name]: value for name, value in options.items() if name in SAMPLING}
     if "num_frames" in given:
         given["fps"] = None  # without this null, transformers adds a default fps, which conflicts with num_frames
@@ -185,7 +189,7 @@ def write_sampling(options: dict[str, float]) -> dict:
 
 
 def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, Plain]:
-    """Check image or video options such as max_pixels; return those other than None."""
+    """Check image or video options such as max_pixels, and drop those that are None."""
     return check_values(ImageOptions if kind == "image" else VideoOptions, options, f"options of the {kind}")
 
 

@@ -46,7 +46,7 @@ class Batches(Iterator[list[Row]]):
         self.step_size = trainer.options.prompts_per_step
         batch_size = self.step_size * trainer.options.steps_per_generation
         self.numbers = shuffled(len(dataset), batch_size, seed, skip=batches_consumed * batch_size)
-        # PyTorch uses one thread in each worker: more are slower
+        # one PyTorch thread per worker: more are slower
         self.workers = ThreadPoolExecutor(
             max(1, options.image_workers), initializer=torch.set_num_threads, initargs=(1,)
         )
@@ -82,7 +82,7 @@ class Batches(Iterator[list[Row]]):
         return [self.workers.submit(self.prepare_row, index, key) for index, key in batch]
 
     def prepare_row(self, index: int, key: str) -> tuple[Row, dict[int, ValueError]]:
-        """Load a row, or the next readable one, and its prompt; also return errors from skipped rows."""
+        """Load a row and compute its prompt, or take the next readable row; also return errors of skipped rows."""
         use = partial(readable_prompt, processor=self.processor, answers=self.checked_answers)
         row, prompt, failures = next_readable(self.dataset, index, use, self.skip_unreadable)
         row.key = key
@@ -107,7 +107,7 @@ class Batches(Iterator[list[Row]]):
 
 
 def readable_prompt(row: Row, processor: Processor, answers: Sequence[str]) -> Prompt:
-    """Return a row's prompt; raise UserError if the prompt is invalid, or an image in prompt or answers unreadable."""
+    """Return a row's prompt; raise UserError if it is invalid, or if an image in prompt or answers is unreadable."""
     for name in answers:
         images_in(as_turns(getattr(row, name) or []))
     return row.prompt(processor)

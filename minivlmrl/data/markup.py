@@ -10,7 +10,7 @@ from minivlmrl.json_files import parse_json, unique_keys
 
 # map full-width and typographic characters to ASCII
 PLAIN_SIGNS = {0xFF01 + i: 0x21 + i for i in range(94)} | str.maketrans("。｡、−–‐‑‘’“”\u3000", "..,----''\"\" ")
-COMMANDS = "boxed fbox text textbf textit textrm textsf texttt mathbf mathit mathrm mathsf mathtt"  # of LaTeX
+COMMANDS = "boxed fbox text textbf textit textrm textsf texttt mathbf mathit mathrm mathsf mathtt"  # LaTeX
 # (start, end) of markup around an answer; ** before *, because ** begins with *
 WRAPPERS = (
     *[(f"\\{name}{{", "}") for name in COMMANDS.split()],
@@ -24,13 +24,13 @@ LEAD = re.compile(
     r"(?:is\b\s*:?|[:：=])[*_]*|答案\s*(?:是|为|[:：])\s*[:：]?|选择?(?=\s*[a-z(])",
     re.IGNORECASE,
 )
-# quoted string, whose closing quote may be missing
+# quoted string, possibly without its closing quote
 QUOTED = re.compile(r"""("(?:[^"\\]|\\.)*"?)|'((?:[^'\\]|\\.)*)'?""", re.DOTALL)
 LIST = re.compile(r"""\s*\[\s*(\{\s*)?['"]""")  # start of a JSON or Python list with objects or strings
 
 
 def unwrap(text: str) -> str:
-    """Remove markup and words around an answer: "The answer is: $\\boxed{3}$." becomes "3"."""
+    """Remove markup and introductory words from an answer: "The answer is: $\\boxed{3}$." becomes "3"."""
     for _ in range(6):
         before = text
         text = text.strip().removesuffix(".").strip()

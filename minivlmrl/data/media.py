@@ -40,7 +40,7 @@ PROGRAMS = "EPS", "IPTC", "WMF"
 
 EMPTY = (None, "")  # values that mean no image or video
 
-MAX_IMAGE_PIXELS = 178_956_970  # in a frame of a video, as in Pillow
+MAX_IMAGE_PIXELS = 178_956_970  # limit for a video frame, equal to Pillow's limit for an image
 Source = str | Path | bytes
 
 
@@ -100,7 +100,7 @@ def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | 
     if text.startswith("file://"):
         text = url2pathname(text.removeprefix("file://").removeprefix("localhost"))
     path = Path(folder or "", text)
-    # pipes and devices could be endless
+    # reject pipes and devices, which could be endless
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise UserError(f"{path} is a pipe or a device; use a regular file instead")
     return str(path) if len(str(path)) <= 400 else name, path
@@ -117,7 +117,7 @@ class Media:
 
     @property
     def sources(self) -> Sequence[str | bytes]:
-        """List with the media file, or with one file per video frame."""
+        """List of files: one image or video file, or one file per video frame."""
         return self.source if isinstance(self.source, list) else [self.source]
 
 
@@ -160,7 +160,7 @@ def place_media(
         Messages with one part per image and video, and the media in order.
     """
     counts = {kind: len(entries) for kind, entries in row_media.items()}
-    if not shown_parts_of(turns):  # <image> is ordinary text if there are image parts
+    if not shown_parts_of(turns):  # if messages have image parts, <image> in their text has no special meaning
         turns = add_placeholders(turns, counts)
     kinds = [(part, part_kind(part)) for part in shown_parts_of(turns)]
     check_counts([kind for part, kind in kinds if kind and not source_keys(part, kind)], counts)
@@ -192,7 +192,7 @@ def _with_common(item: Media, common_options: dict) -> dict:
         return item.options or common_options
     # if a data row sets nframes, ignore all frame sampling options in the recipe
     ignored = SAMPLING_OPTIONS if "nframes" in item.options else ()
-    if isinstance(item.source, list):  # a list of frames is not sampled, but needs fps
+    if isinstance(item.source, list):  # a list of frames is used as a whole: only fps matters
         ignored = {*SAMPLING_OPTIONS} - {"fps"}
     return {name: common_options[name] for name in common_options if name not in ignored} | item.options
 
@@ -210,7 +210,7 @@ def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str
 
 
 def source_keys(part: dict, kind: str) -> list[str]:
-    """Return keys in a message part that contain a file, such as "image_url"."""
+    """Return the keys of a message part that contain an image or video file, such as "image_url"."""
     return [name for name in SOURCES[kind] if part.get(name) is not None]
 
 

@@ -13,7 +13,7 @@ MARK = re.compile("<(image|video)>")
 KINDS = ("image", "video")
 BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # beginnings of JPEG, PNG, WebP and GIF files, in base64
 ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
-# message keys for reasoning, if outside "content"
+# message keys that may contain reasoning, beside "content"
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 # message keys that turn the loss on (true or 1) or off (false or 0)
 LOSS_KEYS = ("loss", "loss_mask", "weight", "train")
@@ -43,7 +43,7 @@ def part_kind(part: dict) -> str | None:
 
 
 def as_turns(text_or_turns: str | list[dict], role: str = "assistant") -> list[dict]:
-    """Convert a string to one turn; return lists unchanged."""
+    """Convert a string to a list with one turn; return a list unchanged."""
     if isinstance(text_or_turns, str):
         return [{"role": role, "content": text_or_turns}]
     return text_or_turns
@@ -158,7 +158,7 @@ def check_ends(turns: list[dict]):
 
 
 def is_trained(turn: dict) -> bool:
-    """Return True for an assistant turn, unless a key such as "loss" is false."""
+    """Return True if a turn has a loss: an assistant turn, unless a key such as "loss" is false."""
     return turn["role"] == "assistant" and all(turn.get(key) in (None, True) for key in LOSS_KEYS)
 
 

@@ -64,7 +64,7 @@ class Processor:
         # Qwen3-VL puts a timestamp such as "<0.3 seconds>" before each pair of frames
         if self.image_processor.videos is not None:
             pieces, grids, seconds = self.image_processor.videos.insert_timestamps(pieces, grids, seconds)
-        # torch.cat rejects an empty list
+        # for prompts without images, because torch.cat rejects an empty list
         no_patches = torch.zeros(0, self.image_processor.patch_dim, dtype=self.image_processor.dtype)
         return Prompt(
             input_ids=torch.tensor(list(chain(*self.encode(pieces, grids)))),
@@ -89,11 +89,11 @@ class Processor:
         return ids
 
     def join_turns(self, turns: list[dict]) -> list[dict]:
-        """Return turns unchanged; subclass ToolProcessor merges tool results into assistant turns."""
+        """Return turns unchanged. The subclass ToolProcessor merges tool results into assistant turns."""
         return turns
 
     def mark_results(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """Return (text, has loss) pairs unchanged; subclass ToolProcessor gives tool results no loss."""
+        """Return (text, has loss) pairs unchanged. The subclass ToolProcessor removes the loss from tool results."""
         return pieces
 
     def decode(self, ids: Tensor) -> str:
@@ -114,7 +114,7 @@ class Processor:
 def shown_parts(
     messages: list[dict], images: Sequence[AnyImage], videos: Sequence[AnyVideo]
 ) -> Iterator[tuple[AnyImage | AnyVideo, dict[str, int]]]:
-    """Yield (image or video, options) for each image and video part, in order."""
+    """Yield an image or video, with its options, for each image and video part in messages."""
     parts = shown_parts_of(messages)
     kinds = [part_kind(part) for part in parts]
     check_counts(kinds, {"image": len(images), "video": len(videos)})

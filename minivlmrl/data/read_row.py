@@ -50,7 +50,7 @@ def split_answers(columns: dict, template: str) -> tuple[str, list[dict], Answer
     """Separate the prompt in a row from the answers; see docs/data.md.
 
     Args:
-        template: data.prompt_template, with {problem}, or the same question for all rows.
+        template: data.prompt_template. A template without {problem} is the question for all rows.
     Returns:
         (name of the prompt column, prompt turns, {answer column: answer})
     """
@@ -102,7 +102,7 @@ def _given(values: dict) -> dict:
 
 
 def shared_turns(answers: Answers, columns: dict) -> list[dict]:
-    """Return the prompt: the first turns, which `chosen` and `rejected` share."""
+    """Return the prompt of a preference pair: the first turns, which `chosen` and `rejected` share."""
     conversations = [answers[name] for name in ("chosen", "rejected") if isinstance(answers.get(name), list)]
     if len(conversations) < 2:
         name = next((name for name in PROMPTS if name in columns), "problem")
@@ -128,7 +128,7 @@ def column_of(answer: str, place: str) -> str:
 
 
 def take_images(answer: list[dict], media: list[Media]) -> list[dict]:
-    """Move the last items of `media`, an answer's images, into the answer's image parts."""
+    """Move an answer's images, which are the last items of `media`, into its image parts."""
     parts = shown_parts_of(answer)
     if any(part_kind(part) == "video" for part in parts):
         raise UserError("a video after the first assistant turn is not supported; move it into the prompt")

@@ -55,7 +55,7 @@ FILE_NAMES = {
 MAGIC = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8|RIFF.{4}WEBP|BM.{4}\0{4}|II\*\0|MM\0\*", re.DOTALL)
 # start of a conversation written as one string: rendered by a chat template, or a list of turns
 TURNS = re.compile(r"""\s*(<\|im_start\|>(system|user)\n|\[\s*\{\s*['"](role|content|from|value)['"])""")
-# tags of other projects: Qwen-VL's <img>, MMMU's <image 1>, Phi's <|image_1|>, ms-swift's <bbox>
+# image and box tags of other projects: Qwen-VL's <img>, MMMU's <image 1>, Phi's <|image_1|>, ms-swift's <bbox>
 OTHER_TAG = re.compile(
     r"(?-i:(?!<image>))<\|?\s*image[ _-]?\d*\s*\|?>|<image_?placeholder>|<imagehere>|<img>.*?</img>|<ref-object>"
     r"|<bbox>",
@@ -69,8 +69,8 @@ def checked_row(
     """Check and read a row; see read_row.
 
     Args:
-        required: columns that need a value; the prompt in any column, such as `messages`, counts as "problem".
-        known: columns read by a stage, a reward or data.columns.
+        required: columns that need a value; "problem" stands for the prompt, in any column such as `messages`.
+        known: columns that a training stage, a reward or data.columns reads.
     Raises:
         UserError: invalid row.
     """
@@ -238,12 +238,12 @@ def check_required(row: Row, required: Collection[str]):
 
 
 def check_unread(columns: dict, folder: Path, known: Collection[str], shows_media: bool):
-    """Raise UserError for tools that the prompt would not show, or for an image or video in a row that shows none.
+    """Raise UserError if an unread column seems to contain tools, images or videos that the model would not see.
 
     Nested values are searched for paths, URLs, data URIs, base64 strings and bytes.
 
     Args:
-        known: columns read by stages or rewards, which need no check.
+        known: columns that training stages or rewards read, which need no check.
     """
     for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:
         if name in ("tools", "functions") and "parameters" in repr(columns[name]):
@@ -262,7 +262,7 @@ def check_unread(columns: dict, folder: Path, known: Collection[str], shows_medi
 
 def leaves(value: Plain) -> Iterator[str | bytes]:
     if isinstance(value, dict):
-        # {"bytes": ..., "path": ...} is one image (Hugging Face)
+        # Hugging Face stores one image as {"bytes": ..., "path": ...}
         value = [value["bytes"]] if isinstance(value.get("bytes"), str | bytes) else [*value.values()]
     if isinstance(value, list):
         for item in value:

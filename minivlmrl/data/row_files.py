@@ -169,7 +169,7 @@ def class_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
 
 
 def map_nested(value: Plain, change: Callable, types: type | tuple[type, ...] = str) -> Plain:
-    """Copy nested lists and dicts, and replace values of `types` by change(value)."""
+    """Copy nested lists and dicts, applying `change` to all values of the given types."""
     if isinstance(value, types):
         return change(value)
     if isinstance(value, list):

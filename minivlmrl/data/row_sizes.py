@@ -99,7 +99,7 @@ def measure(rows: Dataset, index: int, processor: Processor, answers: Sequence[s
         file.sizes = {}
     sizes = file.sizes.setdefault(facts.line, {})
     key = tuple(answers)
-    if not answers and sizes:  # an earlier call counted prompt and answer tokens
+    if not answers and sizes:  # reuse the prompt's token count from an earlier call that also counted answers
         size = next(iter(sizes.values()))
         return replace(size, answer_tokens=None, longest=size.prompt_tokens)
     if key not in sizes:

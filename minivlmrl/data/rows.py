@@ -35,7 +35,7 @@ class Prompt:
 
 @dataclass
 class ToolUse:
-    """Environment of a sampled completion, with numbers of tool calls."""
+    """A sampled completion's tool environment, with counts of its tool calls."""
 
     environment: Any = None  # an Environment; see extras/agents/environment.py
     num_calls: int = 0
@@ -49,9 +49,9 @@ class ToolUse:
 
 @dataclass
 class Completion:
-    """Token ids of one answer, which the policy sampled or the dataset demonstrates.
+    """Token ids of one answer, sampled by the policy or read from the dataset.
 
-    Ids are stored, because decoding and tokenizing again can change them.
+    Sampled ids are kept, because decoding them to text and tokenizing again can change them.
     """
 
     ids: Tensor  # (C,) int64 token ids, including the stop token
@@ -61,13 +61,14 @@ class Completion:
     stopped: bool = True
     # (C,) bool, False for tokens from a tool or user; None if the policy generated all tokens
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # tokens kept by top_k, top_p and min_p: (number per position, all their ids concatenated)
+    # tokens that passed top_k, top_p and min_p: (how many per position, their ids for all positions concatenated)
     sampling_mask: tuple[Tensor, Tensor] | None = None
     # images from an environment: (image, patches, patch grid), or (image,) for an image that is only logged
     pictures: Sequence[tuple] = ()
     tool_use: ToolUse = field(default_factory=ToolUse)
-    extra: dict = field(default_factory=dict)  # values logged with log_extra, as in TRL
-    turns: "Sequence[Completion]" = ()  # one Completion per assistant turn, if the turns do not form one token sequence
+    extra: dict = field(default_factory=dict)  # values that rewards add to the completion log with log_extra
+    # one Completion per assistant turn, if the chat template drops earlier reasoning from the prompt of a later turn
+    turns: "Sequence[Completion]" = ()
     prompt: Prompt | None = None  # for a Completion in `turns`: the prompt of this turn
 
     def __post_init__(self):
@@ -98,7 +99,7 @@ class Row:
     where: str = ""  # file and line, for error messages
     key: str = ""  # random seed for sampling
     index: int = -1  # row index in the dataset
-    prepared_prompt: Prompt | None = None  # prompt computed in advance by a loader thread
+    prepared_prompt: Prompt | None = None  # prompt tensors, if a loader thread has already computed them
 
     @property
     def name(self) -> str:
@@ -106,7 +107,7 @@ class Row:
         return self.where or f"row {self.index}"
 
     def prompt(self, processor: Callable[..., Prompt]) -> Prompt:
-        """Return the prompt as tensors; compute it unless a loader thread already has.
+        """Return the prompt as tensors, computing it unless a loader thread already has.
 
         Args:
             processor: function (messages, images, videos) -> Prompt, such as a Processor.
@@ -145,7 +146,7 @@ def random_numbers(key: str) -> numpy.random.Generator:
 
 
 def seed_user_code(key: str):
-    """Seed torch, numpy and random for stages, rewards and engines from users; minivlmrl does not draw from them."""
+    """Seed torch, numpy and random for user code, such as rewards; minivlmrl never draws from these generators."""
     seed = int(random_numbers(key).integers(2**32))
     random.seed(seed)
     numpy.random.seed(seed)

@@ -26,7 +26,7 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# test string for encoding and decoding
+# test text, which a tokenizer must encode and decode without a change
 PROBE = "Hello world 12\n\n  it'll cost 3 € | café 日本語 👩‍👩‍👧 \t\x00" + "".join(SPECIAL_TOKENS)
 
 
@@ -62,7 +62,7 @@ class Tokenizer:
         """Set the control tokens that only chat templates may write."""
         self.structure = frozenset(names)
         self.backend = with_special_tokens(self.backend, self.structure)
-        # split "<|im_end|>" in text into several ordinary tokens
+        # tokenize "<|im_end|>" in text as several ordinary tokens
         self.backend.encode_special_tokens = True
 
     def __len__(self) -> int:
@@ -79,7 +79,7 @@ class Tokenizer:
         return self.backend.decode(ids, skip_special_tokens=False)
 
     def save(self, path: str | Path):
-        """Write a tokenizer.json; all control tokens are special tokens."""
+        """Write a tokenizer.json that marks all control tokens as special tokens."""
         with_special_tokens(self.backend, self.special_tokens).save(str(path))
 
 

@@ -76,7 +76,7 @@ class Video:
 class VideoFile:
     """Video file that is read later, because the model family decides which frames to sample."""
 
-    load: Callable[..., Video]  # load_video with the file bound; takes frame_factor and defaults
+    load: Callable[..., Video]  # function that reads this file; takes load_video's frame_factor and defaults
 
     def read(self, processor: ImageProcessor) -> Video:
         if processor.videos is None:

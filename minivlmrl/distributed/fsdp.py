@@ -4,8 +4,8 @@ An FSDP unit gathers its weights before the forward pass and frees them afterwar
 layers, untied embedding and head, and the root with all other weights.
 
 Ranks gather weights together, so all ranks must run the same units in the same order. All ranks have equal numbers of
-prompts and micro-batches; in_lockstep makes their numbers of decode steps equal. With DummyVisionForward, a rank
-without images encodes a black image if other ranks have images.
+prompts and micro-batches, and in_lockstep makes their numbers of decode steps equal. If some ranks have no images but
+others do, DummyVisionForward lets them encode a black image.
 """
 
 from collections.abc import Callable
@@ -96,7 +96,7 @@ class Sharding:
         if model.lm_head.weight is not model.model.embed_tokens.weight:
             untied = [self.make_unit(x, self.precision) for x in (model.model.embed_tokens, model.lm_head)]
         root = self.shard_alone(model, self.precision)
-        # by default, FSDP prefetches in the order of earlier forward passes, which may differ between ranks
+        # set the prefetch order: FSDP's default is the order of earlier forward passes, which may differ between ranks
         root.set_modules_to_backward_prefetch(layers[-1:])
         for blocks in (vision_blocks, layers):
             for previous_block, block in zip([blocks[0], *blocks], blocks, strict=False):
@@ -117,17 +117,17 @@ class Sharding:
             model.register_forward_pre_hook(lambda *_: embedding.unshard())
             model.register_forward_hook(lambda *_: head.unshard())
         vision = DummyVisionForward()
-        # FSDP's hooks gather the vision tower, so these hooks must run later
+        # register after FSDP's hooks, which gather the weights of the vision tower
         model.register_forward_pre_hook(vision.before)
         model.model.register_forward_pre_hook(vision.before_decoder)
         model.sharding = self
 
     def shard_head(self, head: nn.Module):
-        """Shard a value head without mixed precision."""
+        """Shard a value head as an FSDP unit of its own, without mixed precision."""
         self.shard_alone(head, MixedPrecisionPolicy(cast_forward_inputs=False))
 
     def shard_alone(self, module: nn.Module, precision: MixedPrecisionPolicy) -> FSDPModule:
-        """Make one FSDP unit from all parameters that are not in a unit yet."""
+        """Make one FSDP unit from all parameters of a module that are not in a unit yet."""
         root = self.make_unit(module, precision)
         for unit in units(module):
             # sum, not mean: losses are already divided by counts over all ranks
@@ -141,7 +141,7 @@ class Sharding:
         return fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=self.offload)
 
     def take_shard(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Copy this rank's rows of a full tensor into a DTensor, sharded as `like` is."""
+        """Copy this rank's rows of a full tensor into a DTensor, with the sharding of the DTensor `like`."""
         local_rows = tensor[shard_rows(self.mesh, len(tensor))].to(self.device, like.dtype, copy=True)
         # DTensor.from_local would move offloaded weights to the GPU
         return DTensor(local_rows, like._spec, requires_grad=False)  # pyright: ignore[reportAttributeAccessIssue]
@@ -156,7 +156,7 @@ class Sharding:
         return unsharded
 
     def copy(self, model: VisionLanguageModel, in_compute_dtype: bool) -> VisionLanguageModel:
-        """Copy a sharded model in its own dtype or in compute_dtype; each rank copies only its shard."""
+        """Copy a sharded model, in its own dtype or in compute_dtype; every rank copies only its shard."""
         reshard(model)
         duplicate = clone_architecture(model, self.compute_dtype if in_compute_dtype else model.lm_head.weight.dtype)
         self.shard(duplicate)
@@ -168,7 +168,10 @@ class Sharding:
 
 
 class DummyVisionForward:
-    """Hooks that run the vision tower on a black image if only other ranks have images."""
+    """Hooks that make a rank without images encode a black image if other ranks have images.
+
+    Otherwise, ranks with images would wait forever for this rank's shards of the vision tower.
+    """
 
     zero: Tensor | None = None  # vision tower output for the black image, times 0
 
@@ -194,14 +197,14 @@ class DummyVisionForward:
 
 
 def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLanguageModel, world: World) -> Callable:
-    """Return a sample_token that runs the decoder on dummy tokens until all ranks have finished sampling."""
+    """Wrap sample_token: a rank that finishes early runs the decoder on dummy tokens until all ranks have finished."""
 
     def sample_together(logits: Tensor, rows: Tensor, counts: Tensor):
         ids, logps, ends = sample_token(logits, rows, counts)
         if not (ends | (counts + 1 == max_new_tokens)).all():
             world.sum(1)
             return ids, logps, ends
-        device = world.device  # compute device; offloaded weights are on the CPU
+        device = world.device  # compute device, even if weights are offloaded to the CPU
         zeros = torch.zeros(3, 1, dtype=torch.long, device=device)
         attention = GroupAttention(PackedLayout([1], [[]], device))
         while world.sum(0)[0]:

@@ -76,7 +76,8 @@ def sample_in_micro_batches(
 ) -> list[list[Completion]]:
     """Sample completions in micro-batches of at most sampling.max_batch_tokens tokens.
 
-    Before sampling, every completion counts as max_new_tokens tokens. Completions for the same prompt stay together.
+    Lengths are unknown before sampling, so that every completion counts as max_new_tokens tokens. Completions for the
+    same prompt stay in one micro-batch.
 
     Args:
         sample: (prompts, num_generations, keys) -> completions for a micro-batch.
@@ -87,7 +88,7 @@ def sample_in_micro_batches(
     lengths = [(len(prompt.input_ids), [most_new]) for prompt in prompts]
     limit = sampling.max_batch_tokens
     if limit is not None and sum(length + most_new for length, _ in lengths) <= limit:
-        limit = None  # everything fits in one batch, so do not sort prompts by length
+        limit = None  # all prompts fit in one micro-batch: keep their order instead of sorting by length
     for rows in split_into_micro_batches(lengths, len(prompts), limit, world):
         chosen = [i for i, _ in rows]
         groups = sample([prompts[i] for i in chosen], num_generations, [keys[i] for i in chosen])

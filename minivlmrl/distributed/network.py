@@ -1,4 +1,4 @@
-"""Connect all ranks at the start, so that wrong network settings fail early."""
+"""Connect all ranks at the start of a run, so that wrong network settings fail early."""
 
 import os
 import socket
@@ -31,7 +31,7 @@ def connect(rank: int, size: int, device: torch.device, limit: timedelta):
         "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an interface that connects the hosts, and that no firewall "
         "closes ports between them"
     )
-    # gloo and NCCL wait forever for unreachable ranks, so a timer ends the process
+    # end the process after CONNECT_SECONDS, because gloo and NCCL would wait forever for an unreachable rank
     timer = threading.Timer(CONNECT_SECONDS, end_process, [f"{problem}: no answer within {CONNECT_SECONDS:g} seconds"])
     timer.daemon = True
     has_gpu = device.type == "cuda"

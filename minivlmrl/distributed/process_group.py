@@ -30,11 +30,11 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    # raises an error after a signal such as SIGTERM; long loops call it often
+    # function for long loops to call: raises an error if the process has received a signal such as SIGTERM
     stop_if_preempted: Callable[[], None] = lambda: None
     timeout: float = 600.0  # timeout of collective operations, in seconds
     max_wait: float | None = None  # timeout of `barrier`, in seconds; None = no limit
-    # whether `shutdown` destroys the process group; False if vLLM destroys it
+    # whether `shutdown` destroys the process group; False if vLLM does it instead
     ends_group: bool = True
 
     @property
@@ -109,23 +109,29 @@ class World:
             future.set_exception(error)
         self.barrier()
         for error in filter(None, self.gather_objects(future.exception())):
-            # all ranks can save a state together
+            # an error that all ranks raise: they can still save a state together
             error.on_all_ranks = True  # pyright: ignore[reportAttributeAccessIssue]
             raise error from future.exception()  # also show the traceback of this rank's error
         return future.result()
 
     def run_on_rank_zero(self, work: Callable[[], Value]) -> Value | None:
-        """Run `work` on rank 0, raise its error on all ranks, and return None on other ranks; all must call this."""
+        """Run `work` only on rank 0, but raise its error on all ranks; all ranks must call this.
+
+        Other ranks return None.
+        """
         return self.run_on_all_ranks(work if self.is_main else lambda: None)
 
     def compute_on_rank_zero(self, work: Callable[[], Value]) -> Value:
-        """Run `work` on rank 0, and return its picklable result or raise its error on all ranks; all must call this."""
+        """Run `work` on rank 0, and return its picklable result on all ranks; all ranks must call this.
+
+        An error is also raised on all ranks.
+        """
         result = self.run_on_rank_zero(work)
         return cast(Value, self.gather_objects(result)[0])
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]):
         """Sum gradients over all ranks."""
-        # sum, not mean: losses are already divided by counts over all ranks
+        # sum, not mean: losses are already divided by token or completion counts of all ranks
         if self.size == 1:
             return
         num_ranks = self.sum(*(parameter.grad is not None for parameter in parameters))
@@ -164,7 +170,7 @@ def setup(num_threads: int | None, timeout: float, sharded: bool, max_wait: floa
     if size > 1 or sharded:
         from minivlmrl.distributed.network import connect
 
-        # on a single host, use loopback, because gloo may find no other interface in a container
+        # on a single host, use the loopback interface, because gloo may find no other in a container
         if local_size == size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         connect(rank, size, device, timedelta(seconds=timeout))

@@ -122,10 +122,10 @@ def write_other_files(
     write_adapter: Callable[[Path], None] | None,
     replaced: Path,
 ):
-    """Write config, processor and adapter into a model folder, or only the adapter if not `merge`.
+    """Write the config, processor and adapter files of a model folder; without `merge`, only the adapter.
 
     Args:
-        replaced: the folder that this one replaces, from which a model card of the user is copied.
+        replaced: the earlier folder, from which a model card written by the user is copied.
     """
     if merge:
         write_settings(folder, model, processor)

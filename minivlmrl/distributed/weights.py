@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def num_shards(section: ShardingOptions, num_ranks: int) -> int:
-    """Return the number of ranks per replica."""
+    """Return over how many ranks the weights are sharded; other groups of ranks hold replicas."""
     if num_ranks % section.replicas:
         raise UserError(
             f"sharding.replicas is {section.replicas}, but the number of ranks, {num_ranks}, is "
@@ -61,12 +61,12 @@ class Communication:
     """Options that decide when an FSDP unit gathers weights and reduces gradients."""
 
     once_per_step: bool
-    # vision block or decoder layer, whose weights are freed after the forward pass
+    # whether the unit is a vision block or decoder layer, whose gathered weights are freed after the forward pass
     is_block: bool = False
     # whether replicas sum gradients only in the last micro-batch. FSDP sums all gradients of a unit as one tensor, so
     # every parameter then needs a gradient in every micro-batch.
     all_reduces_once: bool = False
-    # whether the unit has ever gathered its weights, without which FSDP cannot postpone gradient reduction
+    # whether the unit has gathered its weights before: only then can FSDP postpone gradient reduction
     was_gathered: bool = False
 
 
@@ -123,7 +123,7 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
             yield model
         return
     try:
-        # not inference_mode: the gathered weights could not be trained afterwards
+        # not inference_mode: weights gathered there could not be trained later
         with torch.no_grad():
             if not gather_weights:
                 yield model

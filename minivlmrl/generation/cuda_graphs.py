@@ -1,8 +1,9 @@
 """Capture the decode step as a CUDA graph, with one launch per token.
 
-With 36 layers, a decode step launches over a thousand kernels, and the GPU waits for the CPU. A CUDA graph launches all
-kernels at once, but with fixed addresses: finished completions stay in the batch, and unused keys are masked. Random
-numbers are as without a graph; logits may differ by rounding.
+Without a graph, a decode step with 36 layers launches over a thousand kernels, and the GPU waits for the CPU. A CUDA
+graph launches all kernels at once, but needs tensors with fixed addresses and sizes. Finished completions therefore
+stay in the batch, and unused KV cache slots are masked. With a graph, the same random numbers are drawn as without;
+logits may differ by rounding.
 """
 
 from functools import cache
@@ -29,13 +30,13 @@ class StaticDecodeAttention(DecodeAttention):
 
     def __init__(self, prompts, prompt_index: Tensor, capacity: int, start: Tensor):
         super().__init__(prompts, prompt_index, min(KEYS, capacity), start)
-        self.longest = 0  # longest completion so far in tokens, counted on the CPU
+        self.longest = 0  # length of the longest completion so far, in tokens; counted on the CPU
         self.capacity = capacity
         self.num_row_keys = min(KEYS, capacity)
         self.row_bias = F.pad(self.row_bias, (0, capacity - self.num_row_keys))
 
     def select(self, unfinished: Tensor) -> None:
-        """Keep finished rows in the batch: tensors in a CUDA graph have a fixed size."""
+        """Keep finished rows in the batch, because tensors in a CUDA graph have a fixed size."""
 
     def advance(self, tokens: int | Tensor = 1, growth: int = 1):
         super().advance(tokens, growth=0)
@@ -86,7 +87,7 @@ class CapturedDecode(Decode):
         self.logits = super().__call__(model, self.ids, attention)
 
     def capture(self, model, attention):
-        # not torch.cuda.graph, which takes up to 0.4 s to empty the memory cache
+        # capture without torch.cuda.graph, which takes up to 0.4 s to empty the memory cache
         if torch.cuda.mem_get_info()[0] < HEADROOM:
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()

@@ -26,7 +26,7 @@ def make_sampler(
 ) -> Sampler:
     """Make the sampler for the recipe section `sampling`; see Sampler for arguments.
 
-    sampling.environment selects a sampler with tools, otherwise sampling.engine selects the class.
+    If sampling.environment is set, the sampler runs its tools. Otherwise, sampling.engine names the sampler class.
     """
     if sampling.environment is None:
         _, kind = resolve_engine(sampling)
@@ -49,6 +49,6 @@ def samples_trajectories(sampling: SamplingOptions) -> bool:
 
 
 def packed_length(completion: Completion) -> int:
-    """Count a completion's packed tokens, including separate prompts of later turns."""
+    """Count the tokens that a completion adds to a packed batch, including the separate prompts of later turns."""
     windows = [turn.prompt for turn in completion.turns[1:] if turn.prompt is not None]
     return len(completion.ids) + sum(len(window.input_ids) for window in windows)

@@ -13,7 +13,7 @@ from minivlmrl.data.rows import Completion
 
 
 class Filters:
-    """Logits processor for one batch, with the filters in a recipe.
+    """Logits processor that applies a recipe's filters to one batch.
 
     Args:
         prompts: (P,) int64 token ids per prompt, for the repetition penalty.
@@ -45,9 +45,9 @@ class Filters:
         return scores
 
     def record_masks(self, completions: Iterable[Completion]):
-        """Store the ids that top_k, top_p and min_p kept, for the softmax in training."""
+        """Store which token ids passed top_k, top_p and min_p, so that training can normalize over the same tokens."""
         for allowed_of_row, completion in zip(self.allowed_ids, completions, strict=True):
-            # drop entries after the end of the completion
+            # drop entries for positions after the end of the completion
             allowed_ids = allowed_of_row[: len(completion.ids)]
             if allowed_ids:
                 counts = torch.tensor([len(ids) for ids in allowed_ids])

@@ -32,9 +32,9 @@ TokenSampler = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class Decode:
-    """Run one decode step for all unfinished rows.
+    """Run one decode step for all unfinished completions.
 
-    Subclasses use CUDA graphs (cuda_graphs.py) or insert tool results (extras/agents/).
+    Subclasses run the step as a CUDA graph (cuda_graphs.py), or insert tool results (extras/agents/).
     """
 
     attention_type = DecodeAttention
@@ -60,7 +60,7 @@ def generate(
 
     Args:
         sample_token: from make_token_sampler.
-        device: compute device, required if weights are offloaded; None = device of the LM head.
+        device: compute device, required if weights are offloaded to the CPU; None = device of the LM head.
     """
     decode = decode or Decode()
     device = device or model.lm_head.weight.device
@@ -76,7 +76,7 @@ def generate(
         steps.append((attention.rows.where(unfinished, -1), ids, logps, ends))
         unfinished = unfinished & ~ends & (counts + 1 < max_new_tokens)
         if step % attention.check_every == 0 or step == max_new_tokens:
-            # the CPU waits for the GPU only here, except for filters and stop strings
+            # apart from filters and stop strings, only this line makes the CPU wait for the GPU
             unfinished_host = unfinished.cpu()
             if not unfinished_host.any():
                 break

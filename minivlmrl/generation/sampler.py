@@ -28,7 +28,7 @@ ENGINES = {"native": "minivlmrl.generation.sampler:Sampler", "vllm": "minivlmrl.
 
 
 class Sampler:
-    """Sample completions with the recipe section `sampling`.
+    """Sample completions with the options in the recipe section `sampling`.
 
     A subclass overrides one of three methods; see docs/developer_guide.md:
 
@@ -36,7 +36,7 @@ class Sampler:
         sample_with: another engine that computes logits, such as vLLM
         generate: another decoding loop for our model, such as one with tools
 
-    `sample` is one batch of a rollout, with a token sampler for its prompts, and needs no override.
+    The method `sample`, which samples one batch of a rollout, needs no override.
 
     Args:
         world: process group, by default only this process on the model's device.
@@ -57,14 +57,14 @@ class Sampler:
         self.processor = processor
         self.sampling = sampling
         self.world = world or World(device=model.lm_head.weight.device)
-        # compute device; weights may be on the CPU
+        # compute device; weights may be offloaded to the CPU
         self.device = self.world.device
         self.gather_weights = gather_weights
-        # callback for row indices (r,) and new token ids (r,)
+        # called after every decode step, with row indices (r,) and new token ids (r,)
         self.on_tokens: Callable[[Tensor, Tensor], None] = lambda rows, ids: None
         by_layer = is_sharded(model) and not gather_weights
         self.keeps_vision = keeps_vision and not by_layer and sampling.max_batch_tokens is None
-        # decode as a CUDA graph; FSDP cannot gather layers inside a graph
+        # whether to decode with a CUDA graph, in which FSDP cannot gather weights
         self.captured = (
             self.device.type == "cuda"
             and sampling.cuda_graph == "auto"
@@ -73,7 +73,7 @@ class Sampler:
         )
         self.filters: Filters | None = None
         self.stop_strings: StopStrings | None = None
-        self.step = 0  # optimizer step in the stage, which a trainer sets before each rollout
+        self.step = 0  # optimizer step, set by the trainer before a rollout
 
     def __call__(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:
         """Sample num_generations completions per prompt; all ranks must call this.
@@ -146,9 +146,9 @@ class Sampler:
     def generate(
         self, model: VisionLanguageModel, prompts: Sequence[Prompt], num_generations: int, sample_token: TokenSampler
     ) -> list[list[Completion]]:
-        """Sample from the policy; its weights are sharded if rollout.gather_weights is False."""
+        """Sample from the policy, whose weights are still sharded if rollout.gather_weights is False."""
         num_patches = [int(prompt.image_grid_thw.prod(-1).sum()) for prompt in prompts]
-        if self.keeps_vision and any(num_patches):  # encode images once; later forward passes skip the vision tower
+        if self.keeps_vision and any(num_patches):  # encode images only once, for sampling and training
             pixel_values = to_device(torch.cat([prompt.pixel_values for prompt in prompts]), self.device)
             vision_embeds = model.visual(pixel_values, torch.cat([prompt.image_grid_thw for prompt in prompts]))
             patches_per_token = model.config.vision_config.spatial_merge_size**2
@@ -163,7 +163,7 @@ class Sampler:
         return groups
 
     def decode(self) -> Decode:
-        """Return the decode step, as a CUDA graph if possible."""
+        """Return the function for a decode step, which uses a CUDA graph if possible."""
         if not self.captured:
             return Decode()
         from minivlmrl.generation.cuda_graphs import CapturedDecode
@@ -171,7 +171,7 @@ class Sampler:
         return CapturedDecode()
 
     def accept_tokens(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
-        """Record a new token per row; return (r,) bool, True for finished rows.
+        """Record one new token per completion; return (r,) bool, True for completions that are now finished.
 
         Samplers in extras/agents/ override this method to run tools.
 
@@ -181,7 +181,7 @@ class Sampler:
         return turn_ends | self.record_tokens(rows, ids)
 
     def record_tokens(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Record a new token per row; return (r,) bool, True if the token completes a stop string."""
+        """Record one new token per completion; return (r,) bool, True if the token completes a stop string."""
         if self.filters is not None and self.filters.seen is not None:
             self.filters.seen[rows, ids] = True
         self.on_tokens(rows, ids)
@@ -191,11 +191,11 @@ class Sampler:
 
     @classmethod
     def check(cls, config: RunConfig):
-        """Raise UserError, before models are loaded, if the engine cannot run the recipe."""
+        """Raise UserError if the sampling engine cannot run the recipe; called before models are loaded."""
 
     @classmethod
     def most_tokens(cls, sampling: SamplingOptions) -> int | None:
-        """Return the maximum prompt plus completion length in tokens, None = no limit."""
+        """Return the engine's limit on prompt plus completion, in tokens; None = no limit."""
 
     @classmethod
     def engine_bytes(cls, sampling: SamplingOptions, num_parameters: int, dtype: torch.dtype) -> dict[str, int]:
@@ -209,7 +209,7 @@ class Sampler:
         completions: Sequence[Sequence[Completion]],
         max_logp_mismatch: float,
     ):
-        """Raise UserError if log-probabilities from engine and policy differ too much.
+        """Raise UserError if log-probabilities from the sampling engine and from the policy differ too much.
 
         Args:
             rows: dataset row per prompt, for error messages.
@@ -223,11 +223,11 @@ def find_engine(sampling: SamplingOptions) -> type[Sampler]:
 
 
 def resolve_engine(sampling: SamplingOptions) -> tuple[type[Sampler], Callable[..., Sampler]]:
-    """Return the sampler class for sampling.engine, also with recipe options bound."""
+    """Return the sampler class for sampling.engine, and a constructor with the options given there."""
     with error_context(f"sampling.engine {sampling.engine}"):
         kind, options = resolve_object("engine", sampling.engine, ENGINES)
         own = [p.name for p in parameters_of(kind).values() if p.default is not p.empty]
-        own = [name for name in own if name not in parameters_of(Sampler)]  # the trainer sets the others
+        own = [name for name in own if name not in parameters_of(Sampler)]  # the trainer passes Sampler's arguments
         for name in options.keys() - own:
             raise UserError(f"the engine has no option {name!r}; its options are: {', '.join(own) or 'none'}")
         return kind, with_options(kind, options)

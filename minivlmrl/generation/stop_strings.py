@@ -34,7 +34,7 @@ def token_bytes(tokenizer: Tokenizer, token_id: int, missing: bytes = b"") -> by
 
 
 class StopStrings:
-    """Find rows that complete a stop string, like StopStringCriteria in transformers 5.23.
+    """Find completions that end in a stop string, like StopStringCriteria in transformers 5.23.
 
     Text after a stop string stays in the completion if it is part of the same token: the tokens "</answ" and "er>."
     complete </answer>. A stop string may begin in the prompt.

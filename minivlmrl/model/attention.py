@@ -20,15 +20,15 @@ from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import Reorder, attention_scores, dense_attention
 from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention
 
-# padding, in completion tokens, above which completions are split by length: below, more calls would cost more
+# split completions by length only above this padding, in tokens: below, extra calls cost more than padding
 MAX_PADDING = 4096
 
 
 class PackedLayout:
     """Positions of prompts and completions in a packed sequence.
 
-    Order: prompt 0, its completions, prompt 1, its completions, ... The last token in a completion predicts nothing:
-    only 4 of 5 completion tokens are packed.
+    Order: prompt 0, its completions, prompt 1, its completions, ... The last token of a completion predicts nothing and
+    is left out: of 5 completion tokens, 4 are packed.
 
     Args:
         prompt_lengths: (B,) tokens per prompt.
@@ -56,7 +56,7 @@ class PackedLayout:
         T = max(self.row_lengths, default=0)
         self.prompt_spans = []
         self.completion_spans = []
-        predicting = []  # index of the previous token, per completion token
+        predicting = []  # per completion token: index of the previous token, which predicts it
         end = 0
         for prompt_length, group in zip(prompt_lengths, completion_lengths, strict=True):
             prompt = range(end, end + prompt_length)
@@ -89,7 +89,7 @@ class PackedLayout:
 
         Returns:
             Token indices per prompt length: a matrix (prompts, P), then matrices (completions, C) with -1 at padding.
-            Per prompt length, a PromptSlots per completion matrix, to align them with prompts.
+            Per prompt length, one PromptSlots per completion matrix, to find the prompts of its completions.
         """
         blocks = []
         slots = []
@@ -118,9 +118,9 @@ class PackedLayout:
 
 
 def split_by_length(rows: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Split completions (prompt, start, length), with lengths in a part within a factor 2.
+    """Split completions (prompt, start, length) into parts whose lengths differ by a factor of at most 2.
 
-    Return one part if it has little padding, and none if no completion has packed tokens.
+    If there is little padding, all completions form one part. If no completion has packed tokens, there is no part.
     """
     lengths = [length for _, _, length in rows]
     longest = max(lengths, default=0)
@@ -251,7 +251,7 @@ class DecodeAttention:
         self.num_row_keys += growth
         self.masks_rows = self.masks_rows or isinstance(tokens, Tensor) or tokens != growth
         capacity = self.row_bias.shape[-1]
-        # clamp to the KV cache size: finished rows advance until they are dropped
+        # clamp to the KV cache size: finished rows keep advancing until they are dropped
         self.newest.add_(tokens).clamp_(max=capacity - 1)
         if not self.masks_rows:
             return
@@ -259,7 +259,7 @@ class DecodeAttention:
         self.row_bias.zero_().masked_fill_(later[:, None, None], float("-inf"))
 
     def remember(self, layer_index: int, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Append keys and values to the KV cache; return those of all completion tokens."""
+        """Append keys and values to the KV cache; return those of all completion tokens so far."""
         R, K, D = k.shape
         index = self.newest.view(R, 1, 1, 1).expand(R, K, 1, D)
         for keys, new in zip(self.row_kv[layer_index], (k, v), strict=True):

@@ -20,7 +20,7 @@ from minivlmrl.model.config import ModelConfig
 from minivlmrl.model.decoder import VisionLanguageModel
 from minivlmrl.model.families.registry import CONTROL_TOKENS, find_family
 
-# maximum tokens for a tokenizer trained on the rows, if config.json has no vocab_size
+# vocabulary size for a tokenizer trained on the rows, if config.json has no vocab_size
 TRAINED_TOKENS = 512
 # name suffixes of layers that write to the residual stream
 INTO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "mlp.fc2", "mlp.linear_fc2", "attn.proj")
@@ -51,7 +51,7 @@ def model_from_config(model_config: ModelConfig, where: str | Path) -> VisionLan
 
 
 def config_for(config_file: str | Path, tokenizer: Tokenizer) -> ModelConfig:
-    """Read config.json with special tokens and, by default, vocabulary size from a tokenizer."""
+    """Read config.json; take special token ids and, if it is missing, the vocabulary size from a tokenizer."""
     config = read_sizes(config_file, len(tokenizer))
     token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
     # a larger vocab_size adds unused embedding rows
@@ -60,7 +60,7 @@ def config_for(config_file: str | Path, tokenizer: Tokenizer) -> ModelConfig:
 
 
 def read_sizes(config_file: str | Path, vocab_size: int = TRAINED_TOKENS) -> ModelConfig:
-    """Read config.json for random weights; `vocab_size` is the default."""
+    """Read config.json for a model with random weights; `vocab_size` applies if the file has none."""
     return config_json.from_dict({"vocab_size": vocab_size} | read_json(Path(config_file)), str(config_file))
 
 

@@ -273,7 +273,7 @@ def write_settings(folder: Path, model: VisionLanguageModel, processor: Processo
     template = processor.template
     if template.text in (DEFAULT, DEFAULT_QWEN3):
         (folder / "chat_template.jinja").write_bytes(template.text.encode())
-    # files from the loaded model folder replace the files written above
+    # overwrite the files written above with those copied from the loaded model folder
     for name, content in tokenizer.files.items():
         (folder / name).write_bytes(content)
     images = processor.image_processor

@@ -20,7 +20,7 @@ REWRITTEN_IN_VISION = REWRITTEN | {"model_type", "hidden_act", "in_chans", "spat
 
 
 def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """Parse config.json, flat as on the hub or nested as in transformers 5."""
+    """Parse config.json, with decoder keys at the top level (as on the Hub) or in text_config (transformers 5)."""
     model_type = config.get("model_type")
     require(
         model_type in [*FAMILIES],
@@ -69,7 +69,7 @@ def from_dict(config: dict[str, Any], where: str = "config.json") -> ModelConfig
 
 
 def to_dict(model_config: ModelConfig) -> dict[str, Any]:
-    """Return config.json in the hub's layout, which vLLM and older transformers also read."""
+    """Build config.json with decoder keys at the top level, which vLLM and older transformers also read."""
     family = find_family(model_config.model_type)
     text = asdict(model_config)
     vision = text.pop("vision_config")

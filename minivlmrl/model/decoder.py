@@ -25,7 +25,7 @@ class VisionLanguageModel(nn.Module):
 
     sharding: Any = None  # Sharding from distributed/fsdp.py, None = all weights on all ranks
     save_dtype: torch.dtype | None = None  # checkpoint dtype, None = current dtype
-    modules_to_save: Sequence[Part] = ()  # parts trained in full beside adapters
+    modules_to_save: Sequence[Part] = ()  # model parts trained in full, in addition to adapters
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ from minivlmrl.model.plain_weights import (
 def inject_adapters(model: VisionLanguageModel, options: LoRAOptions):
     """Freeze a model and add LoRALinear layers with zero weights; if r = 0, unfreeze the model instead.
 
-    select_trained unfreezes options.modules_to_save.
+    Afterward, select_trained must unfreeze options.modules_to_save.
     """
     model.requires_grad_(not options.r)
     if not options.r:
@@ -178,7 +178,7 @@ def drop(p: float, seed: int, x: Tensor) -> Tensor:
 
 
 def copy_adapter_layout(model: VisionLanguageModel, other: VisionLanguageModel):
-    """Add adapters with the same layers, r, scaling, dropout and quantization as in `other`."""
+    """Add zero adapters to a model, with the layers, r, scaling, dropout and quantization of another model's."""
     for name, layer in adapters(other).items():
         add_lora(model, name, layer.r, layer.scaling, layer.dropout)
     model.modules_to_save = other.modules_to_save
@@ -249,7 +249,7 @@ def target_layers(model: VisionLanguageModel, target: str) -> list[str]:
 
 
 def add_lora(model: nn.Module, name: str, r: int, scaling: float, dropout: float = 0.0):
-    """Replace a linear layer with a zero-initialized LoRALinear, and discard any old adapter."""
+    """Put a zero-initialized LoRALinear in the place of a linear layer, discarding any old adapter."""
     layer = model.get_submodule(name)
     base = layer.base if isinstance(layer, LoRALinear) else cast(nn.Linear, layer)
     model.set_submodule(name, LoRALinear(base, r, scaling, dropout))

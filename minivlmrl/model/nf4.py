@@ -21,7 +21,7 @@ NF4 = (  # 16 normal quantiles, QLoRA paper appendix, in float32 precision
     -0.0910500363, 0.0, 0.0795802996, 0.160930201, 0.246112302, 0.337915242,
     0.440709829, 0.562617004, 0.722956836, 1.0,
 )  # fmt: skip
-# cached per GPU: CUDA graphs forbid blocking copies from the CPU
+# NF4 values on a device; cached, because CUDA graphs forbid blocking copies from the CPU
 _table = cache(lambda device: torch.tensor(NF4).to(device))
 
 

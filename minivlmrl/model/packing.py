@@ -122,7 +122,10 @@ def pack_turns(
     model_config: ModelConfig,
     device: torch.device | str = "cpu",
 ) -> GroupBatch:
-    """Pack multi-turn completions; each later turn has its own prompt, but the turns of a completion share a row."""
+    """Pack multi-turn completions, in which every later turn has a prompt of its own.
+
+    All turns of a completion share a row.
+    """
     packed_prompts = []
     packed_completions = []
     rows = []

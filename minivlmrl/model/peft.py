@@ -108,7 +108,7 @@ def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) 
     config = _read_config(folder / CONFIG)
     with error_context(folder / WEIGHTS):
         shapes = {}
-        whole = []  # tensor names in modules_to_save
+        whole = []  # names of parameters saved in full (modules_to_save)
         for name, tensor in read_tensors(folder / WEIGHTS):
             match = TENSOR.fullmatch(name)
             if match and match[2] == "lora_A":
@@ -126,7 +126,7 @@ def adapter_options(folder: str | Path, quantize: Literal["nf4"] | None = None) 
 
 
 def _whole_name(name: str) -> str:
-    """Return the parameter name for a tensor in modules_to_save."""
+    """Convert the name of a tensor in modules_to_save to a parameter name."""
     parameter = hub_name(name.removeprefix(PREFIX))
     if not parameter.startswith("visual."):
         raise UserError(
@@ -137,7 +137,7 @@ def _whole_name(name: str) -> str:
 
 
 def _parts(names: Iterable[str]) -> list[VisualPart]:
-    """Return parts with parameters in modules_to_save."""
+    """Return the model parts that contain parameters named in modules_to_save, such as "merger"."""
     return sorted({"merger" if part_of(name) == "merger" else "vision" for name in names if not is_adapter(name)})
 
 
@@ -199,7 +199,7 @@ def _check_shape(
 
 
 def _check_whole(model: VisionLanguageModel, name: str, tensor: Tensor):
-    """Check the tensor shape in modules_to_save."""
+    """Check the shape of a tensor in modules_to_save."""
     parameter = dict(model.named_parameters()).get(name)
     shape = None if parameter is None else tuple(parameter.shape)
     if shape != tuple(tensor.shape):
@@ -210,7 +210,9 @@ def _check_whole(model: VisionLanguageModel, name: str, tensor: Tensor):
 
 
 def gather_adapter(model: VisionLanguageModel, base: str | None = None) -> Callable[[Path], None]:
-    """Gather adapters and modules_to_save on all ranks, and return a function to write a PEFT folder on one rank.
+    """Gather adapters and modules_to_save; all ranks must call this.
+
+    Returns a function that writes them to a PEFT folder, for one rank to call.
 
     Args:
         base: base model for adapter_config.json, a folder or repository.

@@ -137,7 +137,7 @@ def plain_weights(model: nn.Module) -> dict[str, Weight]:
 
 
 def shared_weights(model: nn.Module) -> dict[int, Tensor]:
-    """Return a memo for copy.deepcopy, to share frozen weights."""
+    """Return a memo with which copy.deepcopy shares frozen weights instead of copying them."""
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     return {id(x): x for x in (*frozen, *model.buffers())}
 

@@ -30,7 +30,7 @@ def mean_iou(
     log_extra: LogExtra | None = None,
     **columns,
 ) -> list:
-    """Compute the mean IoU of matched boxes, 0 to 1; missing and extra boxes count as 0.
+    """Compute the mean IoU between predicted and true boxes, 0 to 1; missing and extra boxes count as 0.
 
     Example: an answer with one of two true boxes gets 1/2.
 
@@ -67,7 +67,8 @@ def box_format(
 ) -> list:
     """Return 1.0 for <think> and <answer> tags with valid boxes inside the image, else 0.0.
 
-    "[]", "None" and "No such object" get 1.0 if the solution has no box. Rows without an image get None.
+    If the solution contains no box, answers such as "[]", "None" or "No such object" get 1.0. Rows without an image get
+    None.
     """
     reasons = []
     for completion, extent, truth in zip(completions, answer_extents, solution or repeat(None), strict=False):
@@ -103,7 +104,7 @@ def overlap(a: tuple[str, Box], b: tuple[str, Box]) -> float:
 
 
 def similarities(predicted: Objects, true: Objects) -> list[float]:
-    """Match predicted to true objects; return the IoU per match, and 0 per unmatched object."""
+    """Match predicted to true objects one to one; return the IoU of every match, and 0 for every unmatched object."""
     pairs = boxes.match(predicted, true, overlap)
     num_unmatched = max(len(predicted), len(true)) - len(pairs)
     return [overlap(predicted[i], true[j]) for i, j in pairs] + [0.0] * num_unmatched
@@ -120,7 +121,7 @@ def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
 
 
 def solution_boxes(solution: Any) -> str:
-    """Return the text in <answer> tags, or the whole solution; solutions other than strings become JSON."""
+    """Return a solution as text: what is inside <answer> tags if it has them, JSON if it is not a string."""
     text = solution if isinstance(solution, str) else json.dumps(solution, default=str)
     return find_answer(text) or text
 

@@ -1,4 +1,4 @@
-"""Call reward functions with row columns and completions."""
+"""Call reward functions with the columns of dataset rows and the sampled completions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -30,10 +30,10 @@ class RewardArguments:
     image_sizes: list[Size | None]
     answer_extents: list[Size | None]
     environments: list[Any]
-    row_rewards: list[list[str] | None]  # names of rewards for the row, None = all
-    extras: list[dict]  # values logged with log_extra
+    row_rewards: list[list[str] | None]  # names of the rewards that apply to the row, None = all
+    extras: list[dict]  # values that rewards add to the completion log with log_extra
     reward_model_scores: Sequence[float] | None = None
-    # not lists, but single objects, which Reward.__call__ sets
+    # single objects instead of lists, set by Reward.__call__
     trainer_state: Any = None
     log_metric: Callable[[str, float], None] | None = None
     log_extra: Callable[[str, list], None] | None = None
@@ -88,7 +88,7 @@ def image_and_box_sizes(row: Row, prompt: Prompt, processor: Processor) -> tuple
         return None, None
     patch_size = processor.image_processor.patch_size
     _, height, width = prompt.image_grid_thw[prompt.second_per_grid_ts == 0][0].tolist()
-    # a stored image size saves opening the image file
+    # use a stored image size, if any, instead of opening the image file
     size = getattr(row.images, "sizes", {}).get(0) or row.images[0].size
     space = row.columns.get("box_space") or processor.box_space
     return size, box_scale(space, size, (width * patch_size, height * patch_size))
@@ -117,6 +117,6 @@ def call_rewards(rewards: Sequence[Callable], columns: dict[str, list]) -> Tenso
             errors.append(error)
     for error in errors[1:]:
         errors[0].add_note(f"{user_code(error)}: {error}".removeprefix(": "))
-    if errors:  # name all failed rewards
+    if errors:  # one error that names all failed rewards
         raise errors[0]
     return torch.tensor(values, dtype=torch.float32).view(len(rewards), len(columns["completions"])).T

@@ -31,19 +31,19 @@ REWARDS: dict[str, str | Callable] = {  # {reward name: "module:function" or fun
     "reward_model": "minivlmrl.extras.reward_model:reward_model",
     "environment": "minivlmrl.extras.agents.environment:environment_reward",
 }
-# before training, a check calls these rewards to find invalid solutions
+# rewards that compare an answer with the solution; called before training, to find invalid solutions
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
-STEP_METRICS = {  # first parts of metric names forbidden for rewards
+STEP_METRICS = {  # metric names, up to the first slash, that rewards must not use
     "stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate", "reward", "reward_std",
     "group_reward_std", "frac_reward_zero_std", "rewards", "completions", "clip_ratio", "rollout", "tools", "eval",
     "mean_turns", "num_gen_batches", "cispo_clip_ratio", "vespo", "policy_loss", "value_loss", "approx_kl", "ratio",
 }  # fmt: skip
 QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
 
-# {reward name: True if its function reads prompts and completions as chat messages}, from the first call
+# {reward name: whether its function reads chat messages instead of text}, found out in its first call
 READS_MESSAGES: dict[str, bool] = {}
-SHARED = {"images", "environments"}  # all other lists are copied for each call
+SHARED = {"images", "environments"}  # arguments that are passed to rewards without a copy
 
 
 @dataclass
@@ -55,14 +55,14 @@ class RewardLog:
     metrics: dict[str, list[float]] = field(default_factory=dict)  # {metric: values from this rank and rollout}
 
     def log_metric(self, name: str, value: float):
-        """Log a number; metrics.jsonl has the mean over the rollout."""
-        if name.partition("/")[0] in STEP_METRICS:  # the reward check before a run also calls this
+        """Log a number; metrics.jsonl contains its mean over the rollout."""
+        if name.partition("/")[0] in STEP_METRICS:  # raised early, in the reward check before a run
             raise UserError(f"log_metric: {name!r} is a name of the run's own metrics; use another name")
         self.metrics.setdefault(name, []).append(float(value))
 
 
 class RewardFailed(UserError):
-    """A reward function failed. All ranks raise this error, to save a state together."""
+    """Raised on all ranks if a reward function fails on one, so that they can save a state together."""
 
 
 @dataclass(eq=False)
@@ -71,8 +71,8 @@ class Reward:
 
     name: str
     function: Callable
-    world: World = field(default_factory=World)  # if one of these ranks fails, all raise RewardFailed
-    log: RewardLog | None = None  # None outside training
+    world: World = field(default_factory=World)  # ranks; if the function fails on one, all raise RewardFailed
+    log: RewardLog | None = None  # metrics logged by rewards; None outside training
 
     @property
     def columns(self) -> set[str]:
@@ -88,19 +88,19 @@ class Reward:
 
     @property
     def receives_all(self) -> bool:
-        """True if a user-defined reward has **columns: it may read all columns."""
+        """Whether a user-defined reward takes **columns, and so may read all columns."""
         function = getattr(self.function, "func", self.function)  # a functools.partial if the reward has options
         # functools.wraps changes function.__module__
         module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
         parameters = parameters_of(function).values()
-        # built-in rewards ignore **columns
+        # built-in rewards take **columns, but do not read them
         return not module.startswith("minivlmrl.") and any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     def __call__(self, /, completions: list[str], **columns) -> list[float]:
         """Return n rewards, NaN where the function returned None.
 
-        If column `row_rewards` names rewards for a row, other rewards return NaN for it. If the function
-        fails, RewardFailed names the row.
+        If the column `row_rewards` names the rewards for a row, other rewards return NaN. If the function fails, the
+        error RewardFailed names the row.
         """
         row_rewards = columns.pop("row_rewards", [None] * len(completions))
         is_scored = [names is None or self.name in names for names in row_rewards]
@@ -111,7 +111,7 @@ class Reward:
             "log_metric": log.log_metric,
             "log_extra": partial(log_extra, self.name, extras),
         }
-        for name in callbacks.keys() & columns.keys():  # arguments from another reward that calls this one
+        for name in callbacks.keys() & columns.keys():  # use callbacks passed by another reward that calls this one
             callbacks[name] = columns.pop(name)
         columns["completions"] = completions
         columns = {name: list(compress(values, is_scored)) for name, values in columns.items()}
@@ -134,9 +134,9 @@ class Reward:
         return checked_values(self.name, values, texts, prefixes)
 
     def _choose_form(self, columns: dict[str, list], callbacks: dict[str, Any], prefix: str):
-        """Call the function with one completion as text and, if this fails, as chat messages; keep what works."""
+        """Find out if the function reads text or chat messages, by calling it with one completion in both forms."""
         one = {name: values[:1] for name, values in columns.items()}
-        one["completions"] = [one["completions"][0] or "?"]  # ""[0] would fail in a function of texts
+        one["completions"] = [one["completions"][0] or "?"]  # not empty: completion[0] would fail on ""
         errors: list[Exception] = []
         for reads_messages in (False, True):
             try:
@@ -153,7 +153,7 @@ class Reward:
         ) from errors[0]
 
     def _call(self, columns: dict[str, list], callbacks: dict[str, Any], reads_messages: bool | None = None) -> Any:
-        """Call the function with its own copy of columns, and with prompts and completions in their form."""
+        """Call the function with a copy of the columns, and with prompts and completions as text or chat messages."""
         reads_messages = READS_MESSAGES[self.name] if reads_messages is None else reads_messages
         arguments: dict[str, Any] = {**callbacks}
         for name, values in columns.items():
@@ -165,7 +165,7 @@ class Reward:
             elif conversations:
                 arguments[name] = ["".join(map(text_of, turns[-1:])) for turns in conversations]
         values = run_async(self.function(**arguments))
-        return [*values] if isinstance(values, Iterator) else values  # a generator fails only when read
+        return [*values] if isinstance(values, Iterator) else values  # a generator raises errors only when read
 
     def _find_failure(self, columns: dict[str, list], callbacks: dict[str, Any], prefixes: list[str]) -> str:
         """Call the function once per completion, and describe the first completion for which it fails."""
@@ -221,7 +221,7 @@ def checked_values(name: str, values, completions: list[str], prefixes: list[str
 
 @cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop for all calls: clients and semaphores in a reward belong to one loop."""
+    """Return one event loop for all async rewards, because their clients and semaphores belong to a single loop."""
     return asyncio.new_event_loop()
 
 
@@ -236,7 +236,7 @@ def plain_value(value: Any) -> float | str | None:
 
 
 def log_extra(reward_name: str, extras: list[dict], column: str, values: list):
-    """Log one value per completion, like TRL's log_extra(column, values).
+    """Add a column with one value per completion to the completion log, like log_extra(column, values) in TRL.
 
     Column "why" has one value per reward, such as {"format": "no <answer>"}. Values without a JSON type become
     strings.

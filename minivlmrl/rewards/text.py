@@ -5,9 +5,9 @@ A reward is a function with TRL's signature, and returns one number per completi
     def brevity(completions, **columns):    # all completions, and their row columns
         return [1.0 if len(c) < 100 else 0.0 for c in completions]
 
-None = not scored: a completion with None from all rewards has advantage 0, and does not count in the group mean.
+None means not scored: a completion with None from all rewards has advantage 0, and does not count in the group mean.
 
-log_extra("why", reasons) logs reasons, one string or None per completion.
+log_extra("why", reasons) adds one reason per completion, a string or None, to the completion log.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any
 from minivlmrl.data.markup import PLAIN_SIGNS, read_json
 from minivlmrl.errors import UserError, truncate
 
-LogExtra = Callable[[str, list], None]  # log_extra(column, values), as in TRL
+LogExtra = Callable[[str, list], None]  # type of log_extra(column, values), which adds a column to the completion log
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 ANY_TAG = re.compile("|".join(TAGS))

@@ -1,6 +1,6 @@
-"""Default task: name color and shape in a small image.
+"""Built-in task: name the color and shape of the object in a small image.
 
-Each prompt has one image, and the answer is one of 12 classes (6 colors x 2 shapes):
+A prompt has one image, and the answer is one of 12 classes (6 colors x 2 shapes):
 <think>I see green</think><answer>green square</answer>
 
 Half the demonstrations have a random label, so accuracy is low after SFT, and GRPO can improve it.
@@ -38,7 +38,7 @@ OBJECT_SIZES = (32, 52)  # smallest and largest object width in pixels
 
 @dataclass
 class Shapes(Sequence[Row]):
-    """Dataset with images drawn on access, from seed and row index.
+    """Dataset whose images are drawn on access, from the seed and the row index.
 
     Columns `solution` and `chosen` are always correct; `rejected` is wrong.
     """

@@ -17,7 +17,7 @@ from minivlmrl.model.vision import VisionTower, VisionTransformer
 
 
 class Family:
-    """Model family, with defaults for Qwen2.5-VL; see docs/developer_guide.md.
+    """A model family; the defaults are those of Qwen2.5-VL, see docs/developer_guide.md.
 
     Subclasses override what differs in layers, config.json, weight files, prompts and images.
     """
@@ -74,7 +74,7 @@ class Family:
         return tensors
 
     def stack_tensors(self, weights: dict[str, Weight], model_config: ModelConfig):
-        """In `weights`, stack parameters that weight files store as one tensor."""
+        """Merge parameters in `weights` that weight files store as one stacked tensor, in place."""
 
     def uses_every_parameter(self, model_config: ModelConfig, index: int) -> bool:
         """Check whether layer `index` uses all its parameters for every token, unlike mixture-of-experts layers."""
