@@ -58,7 +58,7 @@ def print_options(*names: str):
 
 @cache
 def comments_of(section: type) -> dict[str, str]:
-    """Return {field: comment above and beside it} for a dataclass."""
+    """Return {field: the comment above and beside it} for a dataclass, as help text."""
     comments = {}
     above = []  # comment lines directly above a field
     for line in inspect.getsource(section).splitlines():

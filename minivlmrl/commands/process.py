@@ -7,17 +7,17 @@ import warnings
 
 def set_up_process():
     """Set defaults before torch is imported; environment variables set by the user take precedence."""
-    # less OpenMP busy waiting, which slowed training up to 15 times when other processes ran
+    # shorten OpenMP's busy waiting, which slowed training up to 15 times when other processes ran
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    # less GPU memory fragmentation with varying lengths; on WSL, the first allocation may fail (pytorch issue 192330)
+    # reduce memory fragmentation on a GPU, except on WSL, where the first allocation may fail (pytorch issue 192330)
     in_wsl = hasattr(os, "uname") and "microsoft" in os.uname().release.lower()
     if not in_wsl and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    # keep freed memory in malloc: saves 1 to 4 % time per step, because Linux zeroes new pages
+    # let malloc keep freed memory: saves 1 to 4 % of the time per step, because Linux zeroes new pages
     if os.name == "posix":
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
             libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: keep up to 1 GiB of freed memory
             libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: freed blocks above 32 MiB go back to the system at once
-    # data/media.py raises a clear error if an image has too many pixels
+    # hide a warning from Pillow: data/media.py raises an error if an image has too many pixels
     warnings.filterwarnings("ignore", "Image size .* exceeds limit .* decompression bomb")

@@ -1,4 +1,4 @@
-"""Say what a bug report asks for: versions, commit and device."""
+"""Print what a bug report needs: versions, commit and device."""
 
 import platform
 import subprocess
@@ -19,7 +19,7 @@ def version_text() -> str:
 
 
 def commit() -> str:
-    """Return the clone commit, such as "commit 9091b662, with changes"."""
+    """Return the commit of the repository clone, such as "commit 9091b662, with changes"."""
     if not (PACKAGE.parent / ".git").exists():
         return "not a clone"
     command = ["git", "-C", str(PACKAGE.parent), "describe", "--always", "--dirty=, with changes", "--exclude=*"]

@@ -33,13 +33,13 @@ def load_name(target: str) -> Any:
                 f"in {recipes_folder()}"
             )
         path = os.path.abspath(found)
-        USER_FILES.add(path)  # before run_file, so that an error in the file counts as a user code error
+        USER_FILES.add(path)  # before the file runs, so that an error in it is shown as an error in user code
         module = run_file(path)
     else:
         try:
             module = importlib.import_module(file)
         except ModuleNotFoundError as error:
-            if not f"{file}.".startswith(f"{error.name}."):  # the module exists, but an import in it fails
+            if not f"{file}.".startswith(f"{error.name}."):  # the module was found, but an import inside it failed
                 raise
             raise UserError(f"there is no module {error.name}; install its package, or write file.py:name") from None
         path = getattr(module, "__file__", None)
@@ -58,7 +58,7 @@ def recipes_folder() -> Path:
 
 def run_file(path: str) -> ModuleType:
     """Execute a Python file once, as a module, and return the module."""
-    # named by its path, so pickle finds the module on all ranks; a dot would mean a submodule
+    # name the module by its path, so that pickle finds it on all ranks; escape dots, which would mean submodules
     name = path.removesuffix(".py").replace(".", "%2e")
     if name in sys.modules:
         return sys.modules[name]
@@ -86,7 +86,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
     """Parse "name(option=value)"; return the named object, and the options as a dict.
 
     Option values are Python literals. Only names with a colon, such as file.py:name, load code from outside
-    minivlmrl, so config/loading.py rejects a colon in recipes found automatically next to a model.
+    minivlmrl. Recipes that are found automatically next to a model may therefore contain no colon.
 
     Args:
         kind: for error messages, such as "reward".
@@ -123,7 +123,7 @@ def resolve_function(kind: str, text: str, table: dict[str, Any]) -> Callable:
 
 
 def find_stage(stage: str, table: dict[str, str] | None = None) -> type:
-    """Return the trainer class of a stage: a name in `table` ({name: "package.module:Class"}), or "file.py:Class"."""
+    """Return the trainer class for a stage, given as "file.py:Class" or as a key of `table`."""
     cls, options = resolve_object("stage", stage, table or {})
     if options:
         raise UserError(f"stages: {stage}: write the options {options} in the section of the stage")
@@ -141,14 +141,14 @@ def with_arguments(
     options: dict[str, Any],
     on_request: Collection[str] = (),
 ) -> Callable:
-    """Wrap `function` to ignore unknown keyword arguments.
+    """Wrap `function` so that it accepts all arguments that callers pass, but gets only those in its signature.
 
     Args:
-        positional: names of arguments passed by position; `function` may name its parameters differently.
-        names: names of keyword arguments.
+        positional: names of the arguments that callers pass by position; `function` may use other names.
+        names: names of the arguments that callers pass by keyword.
         options: {name: value} for parameters that callers do not pass.
-        on_request: names of arguments that a function gets only by name, not as **others. Callers pass functions that
-            return their values.
+        on_request: names of expensive arguments, which `function` gets only by name, not in **others. For these,
+            callers pass functions that compute the values.
     Raises:
         UserError: a parameter gets no value, or arguments would be swapped, as for f(mask, advantages) if callers
             pass (advantages, mask).
@@ -157,7 +157,7 @@ def with_arguments(
     by_position = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = parameters.keys() - by_position[: len(positional)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    # keywords bound by a user's functools.partial take precedence
+    # do not pass keywords that the user has already bound with functools.partial
     taken = ({*names} if takes_all else {*names} & named) - getattr(function, "keywords", {}).keys()
     requested = {*on_request} & named
     further = {name: options[name] for name in options.keys() & named - taken - requested}
@@ -194,7 +194,7 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
     parameters = parameters_of(function).values()
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty and p.kind is not p.POSITIONAL_ONLY}
     for name, value in options.items():
-        if name not in hints:  # reject misspelled names, which **columns would accept
+        if name not in hints:  # a misspelled name, which **columns would accept
             names = ", ".join(hints) or "none"
             raise UserError(f"there is no option {name!r}; the options are: {names}{did_you_mean(name, hints)}")
         if typing.get_origin(hints[name]) is Annotated:

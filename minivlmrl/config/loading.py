@@ -40,14 +40,14 @@ INFERENCE_OPTIONS = {
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: bool = False) -> RunConfig:
-    """Load a recipe: a YAML file with the fields of RunConfig, and sections for your own stages.
+    """Load a recipe, a YAML file with the fields of RunConfig and with sections for user-defined stages.
 
     Args:
         recipe: path, or name in the folder `recipes`.
-        overrides: options such as "--seed=1", or two strings "--seed" and "1"; values are YAML. "--method=gspo" is
-            replaced by options in METHODS["gspo"].
-        is_found: True if the recipe was found next to a model. If True, a recipe that names a Python file raises
-            PermissionError before any code runs.
+        overrides: options such as "--seed=1", or two strings "--seed" and "1"; values are YAML. "--method=gspo" stands
+            for the options in METHODS["gspo"].
+        is_found: whether the recipe was found automatically next to a model. If so, a recipe that names a Python file
+            raises PermissionError before any code runs.
     """
     path = _find_recipe(recipe)
     values = _read_recipe(path)
@@ -75,7 +75,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
             overridden = _apply(override, overridden, hints)
         config = build(config_class, _inherit(overridden, own_stages), "command line", change_text=resolver)
     except ValueError:
-        # name the recipe in the error if it is invalid without overrides
+        # check the recipe without overrides first, so that its own errors name the recipe file
         build(config_class, _inherit(values, own_stages), str(recipe))
         raise
     config.recipe = str(recipe)
@@ -85,7 +85,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
 
 
 def _expanded(arguments: Sequence[str]) -> list[str]:
-    """Join names and values, ["--seed", "1"] -> ["--seed=1"], and replace --method by its options."""
+    """Join names and values, ["--seed", "1"] -> ["--seed=1"], and expand --method to the options of the method."""
     joined = [""]
     for argument in arguments:
         if joined[-1].startswith("--") and "=" not in joined[-1] and not argument.startswith("--"):
@@ -100,7 +100,7 @@ def _expanded(arguments: Sequence[str]) -> list[str]:
 
 
 def _without_removed(values: dict, path: Path, hints: Collection[str]) -> dict:
-    """Leave out options that this version no longer has from a recipe that a run wrote."""
+    """Drop options that this version no longer has from a recipe that an earlier version wrote."""
     kept = {}
     for name, value in values.items():
         if name in hints:
@@ -114,7 +114,7 @@ def _without_removed(values: dict, path: Path, hints: Collection[str]) -> dict:
 
 
 def _find_recipe(recipe: str | Path) -> Path:
-    """Return the recipe path, perhaps among built-in recipes."""
+    """Return the path of a recipe, which may be one of the built-in recipes."""
     paths = [Path(recipe), recipes_folder() / str(recipe).removeprefix("recipes/")]
     for path in paths:
         if path.is_file():
@@ -131,7 +131,7 @@ def _find_recipe(recipe: str | Path) -> Path:
 
 
 def _read_recipe(path: Path) -> dict[str, Plain]:
-    """Read a recipe; refuse a list or one string, which overrides would replace."""
+    """Read a recipe, and raise UserError unless it is a dict of options."""
     values = read_yaml(path)
     if isinstance(values, str):
         raise UserError(f"{path}: the recipe has no names and values; {yaml_cure(path.read_text('utf-8'))}")
@@ -143,14 +143,14 @@ def _read_recipe(path: Path) -> dict[str, Plain]:
 
 
 def _stages(values: dict, where: str | Path) -> list[str]:
-    """Read the option `stages` first, because stages in user files add sections to the recipe."""
+    """Return the option `stages`, read first because user-defined stages add sections to the recipe."""
     with error_context(where):
         return read_value(list[Code], values.get("stages", []), "stages", json=False)
 
 
 @cache
 def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
-    """Return a RunConfig subclass with sections for your own stages."""
+    """Return a RunConfig subclass with sections for user-defined stages."""
     if not algorithms:
         return RunConfig
     sections = {}
@@ -166,13 +166,13 @@ def _with_sections(algorithms: tuple[type, ...]) -> type[RunConfig]:
 
 
 def inherited_sections(stage: type) -> list[str]:
-    """Return inherited sections of a trainer, closest class last: ["grpo"] for a GRPOTrainer."""
+    """Return the recipe sections of a trainer's base classes, closest last: ["grpo"] for a GRPOTrainer subclass."""
     names = [getattr(parent, "stage", stage.stage) for parent in reversed(stage.mro()[1:])]
     return [name for name in dict.fromkeys(names) if name != stage.stage]
 
 
 def differing_options(config: RunConfig, stage: type) -> list[str]:
-    """Compare a section with the one it inherits: ["mine.beta=0.1 (grpo.beta=0.02)", "mine.keep=0.5"]."""
+    """List options that differ from the base trainer's section: ["mine.beta=0.1 (grpo.beta=0.02)", "mine.keep=0.5"]."""
     texts = []
     for parent in [name for name in inherited_sections(stage) if hasattr(config, name)][-1:]:
         inherited = vars(getattr(config, parent))
@@ -185,7 +185,7 @@ def differing_options(config: RunConfig, stage: type) -> list[str]:
 
 
 def _inherit(values: dict[str, Plain], own_stages: Sequence[type]) -> dict[str, Plain]:
-    """Start sections of your own stages from inherited sections."""
+    """Fill the section of a user-defined stage with the recipe's options for its base trainer."""
     known = {option.name for option in dataclasses.fields(_with_sections(tuple(own_stages)))}
     filled = dict(values)
     for stage in own_stages:
@@ -195,7 +195,7 @@ def _inherit(values: dict[str, Plain], own_stages: Sequence[type]) -> dict[str, 
             inherited = values.get(parent)
             if isinstance(inherited, dict):
                 section |= {name: value for name, value in inherited.items() if name in options}
-            if parent not in known:  # section used only by a subclass
+            if parent not in known:  # drop a section that exists only to be inherited
                 filled.pop(parent, None)
         given = values.get(stage.stage)
         filled[stage.stage] = section | given if isinstance(given, dict) else given or section
@@ -222,14 +222,14 @@ class Resolver:
         if match:
             file, name = match.groups()
             text = self._find(file, is_typed) + name
-            # shorten reward paths, because metric names contain them
+            # make the path of a reward relative, because metric names contain it
             if hint is RewardName and not os.path.isabs(file):
                 for home in (os.getcwd(), recipes_folder().parent):
                     text = text.removeprefix(os.path.join(home, ""))
         name, options = split_options(text)
-        # reject quoted strings as well: the string in "name(url='...')" could be a URL, a file or a function
+        # also reject quoted strings: in "name(url='...')", the string could be a URL, a file or a function
         if self.is_found and not is_typed and (":" in name or re.search("['\"]", options)):
-            # not UserError: for a union type, config/parsing.py ignores any ValueError and tries the next type
+            # not UserError: config/parsing.py would catch a ValueError, and try the next type of a union
             raise PermissionError(
                 f"{self.recipe} was found automatically and would run the code {text}; read the code, then pass "
                 f"--recipe={self.recipe} to allow it"
@@ -246,12 +246,12 @@ class Resolver:
 
 
 def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
-    """Apply "--grpo.beta=0.1" to a copy of recipe values."""
+    """Apply an override such as "--grpo.beta=0.1" to a copy of the recipe's values."""
     path, separator, text = override.removeprefix("--").partition("=")
     hint = hints.get(path, Any)
     is_section = any(option.startswith(f"{path}.") for option in hints)
     if not separator and (hint is bool or not (path in hints or is_section)):
-        # a flag such as --dpo.reference_free, or one of another project, such as --bf16, which is refused by its name
+        # a flag such as --dpo.reference_free; flags of other projects, such as --bf16, fail later as unknown options
         separator = "="
         text = "true"
     if override.startswith("--") and not separator:
@@ -289,7 +289,7 @@ def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
 
 
 def inference_yaml(config: RunConfig) -> str:
-    """Return options for evaluations and chats, as YAML."""
+    """Return the options that evaluations and chats need, as YAML."""
     values = dataclasses.asdict(config)
     inference_options = {}
     for section, names in INFERENCE_OPTIONS.items():
@@ -305,17 +305,17 @@ def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
 
 
 def changed_prompts(trained: Path | None, config: RunConfig) -> list[str]:
-    """Return prompt options that differ from a trained model's recipe or minivlmrl.yaml."""
+    """List options for prompts that differ from those with which a model was trained."""
     data = read_section(trained, "data")
     names = ["prompt_template", "system_prompt", "chat_template_kwargs", "answer_format", "box_space"]
-    # None uses min_pixels or max_pixels from the model folder
+    # if None, the value in the model folder applies
     sizes = ("min_pixels", "max_pixels")
     names += [name for name in sizes if None not in (data.get(name), getattr(config.data, name))]
     return [f"data.{name}" for name in names if name in data and data[name] != getattr(config.data, name)]
 
 
 def read_yaml(path: Path) -> Plain:
-    """Parse a YAML file; errors name the file."""
+    """Parse a YAML file; error messages name the file."""
     with error_context(str(path)):
         return parse_yaml(path.read_bytes())
 
@@ -328,7 +328,7 @@ def read_section(recipe: Path | None, name: str) -> dict:
 
 
 def _replace(values, path: list[str], value):
-    """Copy a nested dict, with a new value at a path such as ["grpo", "beta"]."""
+    """Copy a nested dict, and set a new value at a path such as ["grpo", "beta"]."""
     name, *rest = path
     inside = values if isinstance(values, dict) else {}
     return {**inside, name: _replace(inside.get(name), rest, value) if rest else value}

@@ -8,12 +8,12 @@ from minivlmrl.errors import UserError, did_you_mean
 
 @dataclass
 class Method:
-    """Published method: options in section `grpo`."""
+    """A published method, as options in the recipe section `grpo`."""
 
     title: str
     paper: str  # arXiv number
     options: dict[str, Plain]
-    page: str | None = None  # in docs/papers/
+    page: str | None = None  # file name in docs/papers/
 
 
 METHODS = {
@@ -29,7 +29,7 @@ METHODS = {
         | {"steps_per_generation": 4},
         "gspo",
     ),
-    # bound: ScaleRL (arXiv 2510.13786); MiniMax-M1 names none
+    # epsilon_high is from ScaleRL (arXiv 2510.13786), because MiniMax-M1, the source of CISPO, gives no value
     "cispo": Method(
         "CISPO", "2506.13585", {"loss_type": "cispo", "epsilon_high": 5.0, "steps_per_generation": 4}, "cispo"
     ),

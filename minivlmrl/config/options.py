@@ -40,7 +40,7 @@ class ModelOptions:
     dtype: Dtype = "float32"  # dtype of parameters, gradients and AdamW moments
     # dtype in forward and backward passes, such as bfloat16; None uses `dtype`
     compute_dtype: Dtype | None = None
-    # dtype of saved weights; None uses that of the files in `path`, or `dtype` for random weights
+    # dtype of saved weights; None uses the dtype of the weight files in `path`, or `dtype` for random weights
     save_dtype: Dtype | None = None
     # parts to freeze: vision (tower), merger (vision-language projector), language, embeddings, or layers such as
     # layers.0-11 and visual.blocks.7. The reference model shares frozen weights with the policy
@@ -67,10 +67,10 @@ class LoRAOptions:
     alpha: Annotated[float, "(0, inf)"] = 32.0  # adapter output is scaled by alpha / r
     # dropout on adapter inputs during training
     dropout: Annotated[float, "[0, 1)"] = 0.0
-    # layers to adapt: language (the decoder), vision, merger, a part specific to the model family (see docs/memory.md),
-    # or a regular expression for layer names
+    # layers with adapters: language (the decoder), vision, merger, a name specific to the model family (see
+    # docs/memory.md), or a regular expression for layer names
     target: list[str] = field(default_factory=lambda: ["language"])
-    # parts to train in full, such as a new vision tower or merger
+    # parts to train in full in addition to adapters, such as a new vision tower or merger
     modules_to_save: list[VisualPart] = field(default_factory=list)
     # nf4 stores frozen weights in 4 bits (QLoRA): all linear decoder layers, and other layers with adapters
     quantize: Literal["nf4"] | None = None
@@ -89,7 +89,7 @@ class ReferenceOptions:
 
     # reference model folder or Hub repository id; None copies the policy when the stage starts
     path: FilePath | None = None
-    # update the reference model during a stage (TR-DPO); see extras/moving_reference.py
+    # move the reference model toward the policy during training (TR-DPO); see extras/moving_reference.py
     sync_ref_model: bool = False
     # alpha in reference = alpha * policy + (1 - alpha) * reference; 1 copies the policy
     ref_model_mixup_alpha: Annotated[float, "(0, 1]"] = 0.6
@@ -101,7 +101,7 @@ class ReferenceOptions:
 
 @dataclass
 class ImageOptions:
-    """Image sizes, with option names from qwen-vl-utils."""
+    """Bounds on image sizes, with option names from qwen-vl-utils."""
 
     # smallest and largest image or video frame, in pixels
     min_pixels: MinPixels | None = None
@@ -153,7 +153,7 @@ class FileOptions:
     """A data file listed in data.train."""
 
     file: FilePath  # data file; see data/row_files.py
-    # copies of each row per epoch; 0.5 uses every second row
+    # how often an epoch uses a row; 2 uses every row twice, 0.5 every second row
     weight: Annotated[float, "(0, 1000]"] = 1.0
     # folder for relative image paths; None uses data.image_root
     image_root: FilePath | None = None
@@ -166,12 +166,12 @@ class FileOptions:
 class DataOptions(RowOptions):
     """Training and evaluation rows: a built-in `task`, or data files; see docs/data.md."""
 
-    # built-in task "shapes", or your own as "file.py:TASK"; arguments may follow in parentheses
+    # task that generates rows: the built-in "shapes", or your own as "file.py:TASK"; options may follow in parentheses
     task: Code | None = None
     # data file with training rows
     train_file: FilePath | None = None
     train: list[FileOptions] = field(default_factory=list)  # several training files, instead of train_file
-    # training files for single stages, such as {sft: rows.jsonl}
+    # training files for individual stages, such as {sft: rows.jsonl}
     files: dict[str, FilePath] = field(default_factory=dict)
     # data file with held-out rows
     eval_file: FilePath | None = None
@@ -179,7 +179,7 @@ class DataOptions(RowOptions):
     # prompt plus longest answer
     max_prompt_tokens: Annotated[int, ">= 1"] | None = None
     eval_rows: Annotated[int, ">= 0"] = 256  # maximum evaluation rows; 0 for no evaluation
-    # also evaluate with gray images and other rows' images, to measure how much answers depend on the image
+    # also evaluate with gray images and with images of other rows, to measure how much answers depend on the image
     eval_without_images: bool = False
     # smallest image area in pixels; None: as in the model folder
     min_pixels: MinPixels | None = None
@@ -187,7 +187,7 @@ class DataOptions(RowOptions):
     max_pixels: Count | None = None
     # threads that prepare prompts during optimizer steps; 0 prepares them between steps
     image_workers: Annotated[int, "[0, 64]"] = 2
-    skip_unreadable: bool = False  # skip and count training rows with unreadable images
+    skip_unreadable: bool = False  # skip training rows with unreadable images, with a warning for every row
     # variables for the chat template, such as {enable_thinking: false}
     chat_template_kwargs: dict = field(default_factory=dict)
     # unit of box coordinates in answers: pixels of the original or resized image, thousandths of the image size, or,
@@ -219,7 +219,7 @@ class DataOptions(RowOptions):
 # ---------------------------------------------------------------------------- sampling and rollouts
 
 
-# with these values, sampling drops no unlikely tokens
+# sampling options with which no unlikely tokens are dropped
 NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -244,7 +244,7 @@ class SamplingOptions:
     max_batch_tokens: Annotated[int, ">= 1"] | None = None
     # environment with tools, as file.py:NAME; see docs/agents.md
     environment: Code | None = None
-    # past turns whose images stay in the prompt (docs/agents.md); None keeps all images
+    # number of past turns whose images stay in the prompt (docs/agents.md); None keeps all images
     history: Annotated[int, ">= 1"] | None = None
     cuda_graph: Literal["auto", "never"] = "auto"  # auto runs decode steps as a CUDA graph on a GPU
     # engine for rollouts: the trained model (native), vLLM (docs/use.md), or your own class, as file.py:Class(option=1)
@@ -263,7 +263,7 @@ class SamplingOptions:
 
     @property
     def truncates(self) -> bool:
-        """Whether top_k, top_p or min_p drops tokens; if so, training uses the softmax over the kept tokens."""
+        """Whether top_k, top_p or min_p drops tokens; if so, training also normalizes over the kept tokens."""
         return self.temperature > 0 and any(getattr(self, name) != off for name, off in NO_TRUNCATION.items())
 
     @property
@@ -276,8 +276,8 @@ class SamplingOptions:
 class RolloutOptions:
     """Options for sampling during training."""
 
-    # factor for the maximum difference between log-probs from sampling and training; 1 = 0.01 nats root mean square
-    # per token in float32, 0.05 in 16 bits, and 0.1 with another engine
+    # stop if log-probs from sampling and training differ too much; a factor for the limit, which is 0.01 nats (root
+    # mean square per token) in float32, 0.05 in 16 bits, and 0.1 with another engine
     max_logp_mismatch: Annotated[float, "(0, inf]; .inf disables the check"] = 1.0
     # gather all sharded weights before sampling; False gathers one layer at a time, in every forward pass
     gather_weights: bool = True
@@ -302,7 +302,7 @@ class ShardingOptions:
     """FSDP2: shard weights, gradients and optimizer state over the ranks."""
 
     enabled: bool = False  # shard the model; False keeps a full copy on each rank
-    # number of model replicas (HSDP); with one per node, no weights are sent between nodes
+    # number of model replicas (HSDP); with one replica per node, no weights are sent between nodes
     replicas: Annotated[int, ">= 1"] = 1
     cpu_offload: bool = False  # keep shards, gradients and optimizer state in CPU memory
     # gather weights and reduce gradients once per optimizer step, not per micro-batch: faster, but GPUs must hold all
@@ -354,15 +354,15 @@ class DPOOptions(TrainingOptions):
 
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])  # one or more losses from losses/preference.py
     loss_weights: list[Finite] | None = None  # loss weights, None for 1 each; MPO: [0.8, 0.2, 1.0]
-    # scale of the log ratios; larger values keep the policy closer to the reference
+    # scale of the log-ratios between policy and reference; larger values keep the policy closer to the reference
     beta: Annotated[float, "(0, inf)"] = 0.1
-    # assumed fraction of pairs with chosen and rejected swapped, for sigmoid, exo_pair, robust, aot and aot_unpaired
+    # assumed fraction of mislabeled pairs, for the losses sigmoid, exo_pair, robust, aot and aot_unpaired
     label_smoothing: Finite = 0.0
     # divergence that keeps the policy near the reference model
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
     f_alpha_divergence_coef: Finite = 0.5  # alpha for f_divergence_type=alpha_divergence
     ld_alpha: Annotated[float, "[0, 1]"] | None = None  # LD-DPO: weight for tokens beyond the shorter answer's length
-    reference_free: bool = False  # train without a reference model: its log-probabilities are set to 0
+    reference_free: bool = False  # train without a reference model, with 0 for its log-probabilities
     # compute reference log-probabilities before the first step, then train without a reference model in memory
     precompute_ref_log_probs: bool = False
 
@@ -373,7 +373,7 @@ class RewardModelOptions(TrainingOptions):
 
     # weight on (chosen score + rejected score)^2, which keeps the mean score near 0
     center_rewards_coefficient: Finite | None = None
-    # model folder for the `reward_model` reward; None uses the model from stage reward_model
+    # model folder for the reward `reward_model`; None uses the model trained in the stage reward_model
     path: FilePath | None = None
 
 
@@ -391,7 +391,7 @@ class GRPOOptions(RolloutTrainingOptions):
     advantages: Literal["grpo", "gdpo", "rloo"] | Code | None = None
     # divide advantages by the reward standard deviation in the group or batch; none: do not divide
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    # several rewards: normalize their weighted sum, or each reward before summing (GDPO)
+    # with several rewards, normalize their weighted sum, or every reward before the sum (GDPO)
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     # DAPO's length penalty grows over the last N tokens before max_new_tokens; 0 disables it
     soft_punish_cache: Annotated[int, ">= 0"] = 0
@@ -453,7 +453,7 @@ class PPOOptions(RolloutTrainingOptions):
     critic_path: FilePath | None = None
     kl_coef: Annotated[float, "[0, inf)"] = 0.05  # KL penalty weight; 0 needs no reference model
     kl_estimator: Literal["k1", "k3"] = "k1"  # KL estimator; see losses/ppo.py
-    # penalty on the score of a completion without an end token; None = no penalty
+    # penalty that is subtracted from the reward of a completion without an end token; None = no penalty
     missing_eos_penalty: Finite | None = None
     gamma: Annotated[float, "[0, 1]"] = 1.0  # GAE discount factor
     lam: Annotated[float, "[0, 1]"] = 0.95  # GAE lambda
@@ -475,20 +475,21 @@ class RunConfig:
     max_epochs: Annotated[float, "(0, 1e6]"] | None = None
     # CPU threads per rank; None uses OMP_NUM_THREADS, or an equal share of cores
     num_threads: Annotated[int, "[1, 4096]"] | None = None
-    # minutes between saved states, from which a run can resume; each stage also saves its last state
+    # minutes between saved states, from which a run can resume; a state is also saved at the end of a stage
     state_minutes: Annotated[float, "[0, inf)"] = 10.0
-    # also save a state every N steps; if this and state_minutes are 0, only a signal such as SIGTERM saves one
+    # also save a state every N steps; if this and state_minutes are 0, a state is saved only after a signal such as
+    # SIGTERM
     state_steps: Annotated[int, ">= 0"] = 0
-    # "auto" resumes from the newest state in output_dir, if there is one; a path names a state; "never" deletes those
-    # in output_dir and starts over
+    # "auto" resumes from the newest state in output_dir, if there is one; a path resumes from that state; "never"
+    # deletes all states in output_dir, and starts over
     resume: str | None = None
     eval_steps: Annotated[int, ">= 0"] = 0  # also evaluate every N steps; 0 evaluates only between stages
     # evaluate before the first step; turn it off if an earlier run has evaluated the model
     eval_on_start: bool = True
     # also write a checkpoint (weights) to checkpoint/ every N steps; 0 writes them only after a stage
     save_steps: Annotated[int, ">= 0"] = 0
-    # weights that save_steps and best_metric save: all weights with the adapter merged, or only the adapter. Final
-    # weights are always merged
+    # what save_steps and best_metric save: all weights with the adapter merged, or only the adapter. Final weights are
+    # always merged
     save: Literal["merged", "adapter"] = "merged"
     log_completions: Annotated[int, ">= 0"] = 10  # steps between entries in completions.jsonl; 0 logs no completions
     # evaluation metric that selects the weights saved in best/, such as eval/accuracy_greedy
@@ -500,7 +501,7 @@ class RunConfig:
     check_memory: bool = True
     # seconds that a rank waits for others in an optimizer step; sampling, rewards and saving may take longer
     timeout: Annotated[float, "(0, 1e9)"] = 600.0
-    # hours until a run ends if a rank hangs, for example in a reward or while reading an image
+    # hours to wait for a rank that hangs, for example in a reward or while reading an image, before the run ends
     max_wait_hours: Annotated[float, "(0, 720]"] = 24.0
     model: ModelOptions = field(default_factory=ModelOptions)
     adapter: LoRAOptions = field(default_factory=LoRAOptions)
@@ -519,11 +520,11 @@ class RunConfig:
     ppo: PPOOptions = field(default_factory=PPOOptions)
 
     def __post_init__(self):
-        # attributes set by load_config, not recipe options
+        # set by load_config; not recipe options
         self.recipe = ""
-        # recipe sections without effect: --stages does not list their stages
+        # recipe sections without effect, because their stages are not in --stages
         self.unused_sections: list[str] = []
-        # recipe sections of user-defined stages, such as {"my_stage.py:Again": "again"}
+        # {user-defined stage: its recipe section}, such as {"my_stage.py:Again": "again"}
         self.names_of_files: dict[str, str] = {}
         if self.rewards and not any(self.rewards.values()):
             raise UserError(
@@ -531,7 +532,7 @@ class RunConfig:
             )
 
     def __getattr__(self, name: str):
-        """Say where a stage finds its options, such as `beta`, which are not attributes of the recipe."""
+        """Raise AttributeError for an unknown attribute, with advice if a recipe section has an option of this name."""
         stages = [stage for stage, section in vars(self).items() if name in getattr(section, "__dict__", ())]
         hint = f"; the sections {', '.join(stages)} have it: a stage reads self.options.{name}" if stages else ""
         raise AttributeError(f"the recipe has no option {name!r}{hint}", name=name, obj=self)

@@ -25,7 +25,7 @@ class Dataclass(Protocol):
 
 
 T = TypeVar("T", bound=Dataclass)
-MAIN_OPTIONS = {  # {section: option meant by section=text}
+MAIN_OPTIONS = {  # {section: option to suggest if the user gives the section a text, as in --model=Qwen/...}
     "model": "model.path",
     "adapter": "adapter.path",
     "reference": "reference.path",
@@ -38,7 +38,10 @@ TypeHint = Any
 
 
 class Loader(yaml.SafeLoader):
-    """YAML loader that refuses duplicate keys, aliases (a short file could fill the memory), 010 (8) and 1:30 (90)."""
+    """YAML loader that rejects duplicate keys, aliases, and numbers such as 010 (8) and 1:30 (90).
+
+    With aliases, a short file could fill the memory.
+    """
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
@@ -67,7 +70,7 @@ Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_number)
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Parse YAML; the message for invalid text names the line and what to write."""
+    """Parse YAML; if it is invalid, raise an error that names the line and what to write."""
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -83,7 +86,7 @@ def build(
     json: bool = False,
     change_text: Callable[[TypeHint, str, str], str] | None = None,
 ) -> T:
-    """Build a dataclass from values in a file; check keys, types and bounds.
+    """Build a dataclass from the values in a file, and check keys, types and bounds.
 
     Args:
         where, prefix: for error messages: file name or "command line", and section path such as "grpo.".
@@ -136,7 +139,7 @@ class Reader:
             return self._read_union(hint, value, name)
         if origin is Annotated:
             number_type, bounds = typing.get_args(hint)
-            if isinstance(bounds, type):  # Annotated[dict, ImageOptions]: a dict with these options
+            if isinstance(bounds, type):  # Annotated[dict, ImageOptions] is a dict with the options in ImageOptions
                 return given_values(self.read_section(bounds, value, name))
             number = self._read_plain(number_type, value, name)
             interval = bounds.partition("; ")[0]
@@ -189,7 +192,7 @@ class Reader:
             raise UserError(f"{prefix}{error}") from None
 
     def _main_option(self, section: str, value: Plain) -> str:
-        """Say how to write a text given for a section, as in "; write --model.path=Qwen/..."; "" for other values."""
+        """Suggest the option that a user meant who gave a section a text, as in "; write --model.path=Qwen/..."."""
         if section not in MAIN_OPTIONS or not isinstance(value, str | bool):
             return ""
         parent, _, name = MAIN_OPTIONS[section].partition(".")
@@ -199,9 +202,9 @@ class Reader:
     def _read_union(self, hint: TypeHint, value: Plain, name: str) -> Any:
         """Keep a value whose type is in the union, else convert it to the first type that fits."""
         choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
-        if type(value) in typing.get_args(hint):  # "7" stays a string for float | str
+        if type(value) in typing.get_args(hint):  # with the type float | str, "7" stays a string
             return value
-        if len(choices) == 1:  # read int | None as int, because its error is more specific than for a union
+        if len(choices) == 1:  # read int | None as int, whose error message is more specific
             return self.read(choices[0], value, name)
         for choice in choices:
             if choice is Code and ":" not in str(value):
@@ -211,12 +214,12 @@ class Reader:
         raise self._wrong_choice(hint, value, name, f"of type {type_text(hint)}")
 
     def _wrong_choice(self, hint: TypeHint, value: Plain, name: str, expected: str) -> UserError:
-        """Return the error for an invalid choice, with advice if the choice exists in a library such as TRL."""
+        """Return the error for an invalid choice, with advice if it is a choice in a library such as TRL."""
         error = str(invalid_value(name, value, expected))
         if isinstance(value, str) and self.root is not None:
             advice = self._foreign_name(self.root, "", value)
             choices = re.findall("'(.*?)'", type_text(hint))
-            meant = [word for word in re.findall(r"`([^`]+)`", advice) if word in choices]  # as in "`k3`"
+            meant = [word for word in re.findall(r"`([^`]+)`", advice) if word in choices]  # advice such as "`k3`"
             if meant:
                 error += f"; write {meant[0]}"
             else:
@@ -244,7 +247,7 @@ class Reader:
         origin = typing.get_origin(hint)
         inside = typing.get_args(hint)
         if origin is list and isinstance(value, str) and not self.json:
-            value = [value]  # a string is a list with one item, as in --dpo.loss_type=ipo
+            value = [value]  # a string stands for a list with one item, as in --dpo.loss_type=ipo
         # JSON and YAML have no tuples, so accept lists
         require(isinstance(value, list | tuple), name, value, f"of type {type_text(hint)}")
         hints = [inside[0]] * len(value) if origin is list or ... in inside else inside
@@ -252,7 +255,7 @@ class Reader:
         return origin(self.read(item_hint, item, name) for item_hint, item in zip(hints, value, strict=True))
 
     def _unknown_key(self, section: type, prefix: str, key: str, value: Plain) -> str:
-        """Describe an unknown key, which may be a TRL option or belong to another section."""
+        """Describe an unknown key, with advice if it is a TRL option or an option in another section."""
         root = self.root or section
         paths = [option.path for option in options_of(root)]
         if "." in key and key in paths:
@@ -266,7 +269,7 @@ class Reader:
         while isinstance(nested, dict) and nested:  # follow nested keys, such as verl's actor_rollout_ref.rollout.n
             name, nested = next(iter(nested.items()))
             advice = self._foreign_name(root, inner, str(name))
-            if advice:  # the innermost name is the option
+            if advice:  # the advice for the innermost name applies, because that is the option
                 answer = f"unknown key {inner}{name}; {advice}"
             if "was removed" in advice:
                 break

@@ -4,10 +4,10 @@ import re
 
 from minivlmrl.errors import truncate
 
-# a name and a value without ": " between them, as in `seed = 7` or `seed:7`
+# matches a name and a value without ": " between them, as in `seed = 7` or `seed:7`
 NO_COLON = re.compile(r"""\s*([A-Za-z_][\w.]*)(?:\s*=\s*|:(?![\s/]))([^\s=:/][^=:]*?)\s*(?:#.*)?""")
 CURES = {  # {part in a parser message: what to type}
-    "None": "write a name, a colon, a space and a value, as in seed: 7",  # no error, but only one string
+    "None": "write a name, a colon, a space and a value, as in seed: 7",  # valid YAML, but only one string
     "'\\t'": "use spaces instead of the tab",
     "mapping values are not allowed": "write the value in quotes, or begin the names of a section in the same column",
     "sequence entries are not allowed": "write a list in brackets, as in stages: [sft, grpo]",
@@ -21,7 +21,7 @@ CURES = {  # {part in a parser message: what to type}
     "but found ']'": "remove one of the closing brackets",
     "but found '}'": "remove one of the closing brackets",
     "expected <block end>": "begin the names of a section in the same column",
-    "must be in": "write the value in quotes",  # ValueError for a date such as 2024-13-45
+    "must be in": "write the value in quotes",  # for an invalid date such as 2024-13-45
 }
 
 
@@ -29,13 +29,13 @@ def yaml_cure(text: str, error: Exception | None = None) -> str:
     """Name the wrong line in a YAML text and what to write instead, such as "line 1: write `seed: 7`".
 
     Args:
-        error: from the parser; None for YAML with only one string.
+        error: the parser's exception; None for valid YAML that contains only one string.
     """
     lines = text.splitlines() or [""]
     problem = str(getattr(error, "problem", None) or error).partition("\n")[0]
     mark = getattr(error, "problem_mark", None)
     last = first = min(mark.line, len(lines) - 1) if mark else 0
-    # an error about an open quote or bracket belongs to its line
+    # for an unclosed quote or bracket, report the line where it was opened
     opened = getattr(error, "context_mark", None)
     if opened and re.search("quoted|simple key|flow", str(getattr(error, "context", None))):
         first = opened.line
