@@ -35,7 +35,7 @@ class Callback:
                 raise UserError(f"{cls.__name__}.{name} would never be called{did_you_mean(name, hooks)}")
 
     def on_recipe(self, config: RunConfig, trainers: dict[str, type[Trainer]]):
-        """Check the recipe before the ranks connect to each other."""
+        """Check the recipe before the ranks connect; raise UserError to reject it."""
 
     def on_setup(self, config: RunConfig, world: World):
         """Check the recipe before rows and weights are loaded; raise UserError to reject it."""
@@ -66,14 +66,14 @@ class Callback:
         """Run code after sampling, before the weight update."""
 
     def after_step(self, trainer: Trainer, number: int):
-        """Update state depending on weights, such as a moving reference model, before a state is saved.
+        """Update what depends on the weights, such as a moving reference model, before a state is saved.
 
         Args:
             number: optimizer step in this stage, from 0.
         """
 
     def on_step_end(self, trainer: Trainer, step: Step, number: int, values: dict):
-        """Run code after a step was logged with metrics `values`."""
+        """Run code after a step and its metrics, `values`, were logged."""
 
     def on_evaluation(self, stage: str, steps_done: int, num_rows: int):
         """Run code after an evaluation was added to evaluations.jsonl."""
@@ -82,12 +82,12 @@ class Callback:
         """Run code when the run ends, even after an error or a signal."""
 
     def state_dict(self) -> dict[str, str]:
-        """Return {name: string} to save in states; a resumed run finds it in TrainerState.logs."""
+        """Return {name: string} to save in a state; a resumed run finds it in TrainerState.logs."""
         return {}
 
 
 class Watcher(Callback):
-    """Base class for callbacks whose errors must not end the run."""
+    """Base class for monitoring callbacks, whose errors must not end the run."""
 
     failed = False
 
@@ -99,7 +99,7 @@ class Watcher(Callback):
 
 
 def harmless(hook: Callable) -> Callable:
-    """Wrap a hook: print an error once, and skip later hooks in the callback."""
+    """Wrap a callback's method: on an error, print it and call no more methods of this callback."""
 
     @wraps(hook)
     def call(self: Watcher, *arguments, **options):

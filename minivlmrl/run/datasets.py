@@ -32,14 +32,14 @@ def load_datasets(
     world: World | None = None,
     reads: Collection[str] | None = None,
 ) -> dict[str, Dataset]:
-    """Return {stage: dataset}, with any held-out rows under "eval".
+    """Open the training rows of all stages, as {stage: dataset}; held-out rows, if any, have the key "eval".
 
     Only rank 0 checks if image and video files exist; all ranks raise its error.
 
     Args:
         stages: {stage: kind of training rows}, such as {"dpo": "pairs"}.
         reward_columns: dataset columns that training rewards require, unless a data.train file names its own rewards.
-        reads: columns to read, None = all.
+        reads: columns that training reads, None = all.
     """
     world = world or World()
     return world.run_on_all_ranks(
@@ -89,11 +89,11 @@ def _load_datasets(
         path: str, columns: Iterable[str], limit: int | None = None, rewards: Sequence[RewardName] = (), **changed: str
     ) -> FileDataset:
         required = ("problem", *sorted(columns))
-        # overrides a dataset column named row_rewards
+        # a constant column, which overrides a column named row_rewards in the file
         constants = {"row_rewards": rewards or None}
         return FileDataset(path, required, limit, constants, checks_files, reads, **row_options | changed)
 
-    # parse a file once: stages with the same file share a dataset
+    # parse every file only once: stages with the same file share a dataset
     shared: dict[str | None, list[str]] = {}
     for stage in stages:
         shared.setdefault(options.files.get(stage, options.train_file), []).append(stage)
@@ -113,7 +113,7 @@ def _load_datasets(
         if set(stages.values()) == {"pairs"}:
             eval_columns = NEEDS["pairs"]
         datasets["eval"] = open_file(options.eval_file, eval_columns, options.eval_rows)
-    # check data.columns only if there are stages: an evaluation file may already have the new column names
+    # check data.columns only for training files: an evaluation file may already have the new column names
     if stages:
         columns = {name for rows in datasets.values() if isinstance(rows, FileDataset) for name in rows.columns}
         for name in options.columns:

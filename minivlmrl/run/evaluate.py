@@ -23,9 +23,9 @@ from minivlmrl.run.progress_bar import ProgressBar
 from minivlmrl.trainers.offline import split
 
 BATCH_SIZE = 64  # maximum rows per rank and batch
-BATCH_TOKENS = 16384  # maximum sampling.max_batch_tokens in evaluations
-UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # full distribution
-# {kind of training rows: metric on answers in evaluation rows, without sampling}
+BATCH_TOKENS = 16384  # upper limit on sampling.max_batch_tokens in evaluations
+UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # options to sample from the model's full distribution
+# {kind of training rows: evaluation metric that needs no sampling}
 ANSWER_METRICS = {"demonstrations": "eval/loss", "pairs": "eval/pair_accuracy"}
 
 
@@ -37,13 +37,13 @@ def evaluate(
 
     eval/accuracy_sampled: mean `accuracy` reward at temperature 1; eval/accuracy_greedy: at temperature 0.
     data.eval_without_images adds eval/accuracy_gray_image (gray images) and eval/accuracy_swapped_image (another row's
-    images). Rewards with value None are left out.
+    images). Rewards that are None for a completion are left out of the mean.
 
     Args:
         steps: global_step and max_steps for reward functions.
     """
     rewards = [replace(reward, log=RewardLog(*steps)) for reward in held_out_rewards(config)]
-    # no top_p or repetition_penalty: accuracies must be comparable between runs
+    # sample without top_p or repetition_penalty, so that accuracies are comparable between runs
     sampling = replace(evaluation_sampling(config.sampling), **UNFILTERED)
     ways = {"sampled": None, "greedy": None}
     if config.data.eval_without_images:
@@ -79,9 +79,13 @@ def metrics_by_name(rewards: Sequence[str], means: dict[str, list]) -> dict[str,
 
 
 def noise(before: float, after: float, num_rows: int) -> float:
-    """Return twice the standard error of the difference between two means of values in [0, 1]."""
-    # Estimate variances as mean * (1 - mean), the maximum for values in [0, 1]. One added correct and one added wrong
-    # answer keep the standard error above 0 if all answers are wrong.
+    """Return twice the standard error of the difference between two means of values in [0, 1].
+
+    Args:
+        before, after: the means, each over num_rows values.
+    """
+    # Estimate variances as mean * (1 - mean), the maximum for values in [0, 1]. With one more correct and one more
+    # wrong answer, the standard error stays above 0 even if all answers are wrong.
     means = [(value * num_rows + 1) / (num_rows + 2) for value in (before, after)]
     return 2 * math.sqrt(sum(mean * (1 - mean) for mean in means) / num_rows)
 
@@ -100,7 +104,7 @@ def gray_images(row: Row, _rows: Dataset) -> dict[str, list]:
 
 
 def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
-    """Return images and videos of the next row that has some, for eval/accuracy_swapped_image.
+    """Return the images and videos of the next row that has any, for the metric eval/accuracy_swapped_image.
 
     The returned images get the sizes of the row's own images, so that box coordinates have the same range.
     """
@@ -126,9 +130,9 @@ def generate_for_rows(
     describe: Callable,
     images: Callable[[Row, Dataset], dict[str, list]] | None = None,
 ) -> Iterator[list]:
-    """Sample completions for all rows, and yield results per batch.
+    """Sample completions for all rows, and yield a list of results per batch.
 
-    Each rank samples for some rows, but yields results for all.
+    A rank samples completions for its share of the rows, but yields the results of all rows.
 
     Args:
         key: sampling seed, combined with the row index.
@@ -137,7 +141,7 @@ def generate_for_rows(
     """
     world = sample.world
     bar = ProgressBar("answers", len(rows), world.is_main, leave=False)
-    # rewards get None for columns that held-out rows lack
+    # columns that held-out rows lack: rewards get None for them
     no_columns = dict.fromkeys(required_columns(rewards))
     for numbers in split(range(len(rows)), BATCH_SIZE * world.size):
         world.stop_if_preempted()

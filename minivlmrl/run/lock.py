@@ -29,7 +29,7 @@ def open_locked(path: Path, busy: str) -> IO[bytes]:
         file.close()
         raise UserError(busy) from error
     except OSError as error:
-        if error.errno not in NO_LOCKS:  # a file system without locks cannot detect other processes
+        if error.errno not in NO_LOCKS:  # on a file system without locks, go on unlocked
             raise
     return file
 
@@ -50,7 +50,7 @@ def lock_file(file: IO):
     try:
         # pyright on Linux does not know functions in msvcrt
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # pyright: ignore[reportAttributeAccessIssue]
-    except OSError as error:  # msvcrt raises PermissionError, or EDEADLK if the lock is taken
+    except OSError as error:  # if the lock is taken, msvcrt raises PermissionError or EDEADLK
         raise BlockingIOError(*error.args) from error
 
 
@@ -59,7 +59,7 @@ def drafted(path: Path, busy: str) -> Iterator[IO[bytes]]:
     """Yield a locked file, path.partial, which replaces the file `path` if the `with` block succeeds.
 
     Raises:
-        UserError: with the message `busy`, if another process writes the file.
+        UserError: with the message `busy`, if another process is writing the file.
     """
     draft = path.with_name(f"{path.name}.partial")
     with open_locked(draft, busy) as file:

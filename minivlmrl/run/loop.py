@@ -47,7 +47,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
     signals = StopSignals(
         process_group.setup(config.num_threads, config.timeout, config.uses_fsdp, 3600 * config.max_wait_hours)
     )
-    world = signals.world  # world.stop_if_preempted ends the run after a signal
+    world = signals.world  # a World whose stop_if_preempted raises an error after a stop signal
     with signals, hang_watchdog(world.max_wait, world.size), locked(config.output_dir, world):
         check_same(flat(asdict(config)), world)
         with notify_on_error(callbacks):
@@ -55,12 +55,12 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
                 model, processor, datasets = prepare(config, trainers, world, callbacks)
             # check output_dir last: its error message tells users to delete earlier results
             check_output_dir(config)
-            if world.is_main:  # before any other file
+            if world.is_main:  # mark the folder before any other file is written
                 mark_output_dir(config)
 
         # open the output folder
         resumed = resume(config, datasets, world)
-        if world.is_main:  # print the folder only after all checks, because a rejected recipe writes no files
+        if world.is_main:  # after all checks, because a rejected recipe writes no files
             hint = "open report.html there in a browser" if callbacks else "no callback watches this run"
             print(f"output: {config.output_dir}; {hint}", flush=True)
         with MetricsLog(config, world, resumed.state) as log:
@@ -79,7 +79,7 @@ def train_stages(
     saver: StateSaver,
     resumed: Resumed,
 ):
-    """Train all stages, from the resumed step on, and write the results."""
+    """Train all stages, starting at the resumed step, and write the results."""
     config = results.config
     state = results.state
     trainer = None
@@ -89,12 +89,12 @@ def train_stages(
             # save a reward model with all weights, because later stages load it
             trainer.save(results.folder, merge=config.save != "adapter" or not trainer.trains_policy)
             results.world.barrier()  # the next stage may read the saved files
-        seed_user_code(f"{config.seed}/{stage}")  # all ranks must start with the same weights
+        seed_user_code(f"{config.seed}/{stage}")  # equal seeds on all ranks, which must start with the same weights
         with error_phase("load"):
             trainer = trainers[stage](
                 config, results.model, results.processor, results.world, state.step if is_first else 0
             )
-        # change `state` only after loading: if loading runs out of memory, the previous stage can still be saved
+        # change `state` only after the trainer is loaded: if memory runs out, the previous stage can still be saved
         if not is_first:
             saver.trainer = None
             state.stage += 1
@@ -117,14 +117,14 @@ def train_stages(
 
 
 def begin_run(results: Results, resumed: Resumed):
-    """Delete files from an earlier run, and evaluate the initial model if the run is new."""
+    """Delete what an earlier run wrote after the resumed state, and evaluate the initial model of a new run."""
     log = results.log
     if log.world.is_main:
         newer = [folder for folder in resumed.saved if not resumed.folder or int(folder.name) > results.state.steps]
         for folder in (*newer, *results.folder.glob("states/*.partial")):
             remove_folder(folder)
     log.open_files(resumed.folder)
-    # forget the best evaluation so far if its weights were deleted
+    # if the user has deleted best/, forget the best evaluation so far
     if not log.world.compute_on_rank_zero((results.folder / BEST).is_dir):
         results.state.best = None
     results.write_config()
@@ -149,21 +149,25 @@ def notify_on_error(callbacks: Sequence[Callback]) -> Iterator[None]:
 def train_stage(
     trainer: Trainer, optimizer: Optimizer, rows: Dataset, results: Results, saver: StateSaver, old_end: int | None
 ):
-    """Train one stage, from its first step or a state; evaluate again at the end of a run that this one lengthens."""
+    """Train one stage, from its first step or from a resumed state.
+
+    Args:
+        old_end: number of steps after which the resumed stage had ended; if it is now longer, evaluate there as well.
+    """
     stage = trainer.stage
     log = results.log
     state = results.state
     callbacks = results.callbacks
     batches = Batches(rows, trainer, state.batches_consumed)
-    steps = trainer.steps(batches)  # lazy: next(steps) samples completions
+    steps = trainer.steps(batches)  # a generator: next(steps) samples completions
     for callback in callbacks:
         callback.on_stage_begin(trainer, optimizer, state)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
     for number in range(state.step, trainer.options.max_steps):
-        # evaluate after saving, so that a run killed here loses no step
+        # evaluate at the start of the next step, after a state was saved, so that a run killed here loses no step
         if number > 0:
             results.evaluate_if_due(trainer, number, is_due=number == old_end)
-        # at every step, so that a resumed run draws the same numbers
+        # seed at every step, so that a resumed run draws the same random numbers
         key = f"{trainer.config.seed}/{stage}/{number}/{trainer.world.rank}"
         seed_user_code(f"{key}/rollout")
         try:
@@ -171,9 +175,9 @@ def train_stage(
                 step = next(steps)
             for callback in callbacks:
                 callback.on_step_begin(trainer, optimizer, step, number, batches)
-            seed_user_code(f"{key}/update")  # callbacks may have called the loss
+            seed_user_code(f"{key}/update")  # seed again, because callbacks may have drawn random numbers
             metrics = optimizer_step(trainer, step, optimizer, number)
-            saver.signals.can_save = False  # until the step is logged
+            saver.signals.can_save = False  # save no state until the step is logged
             for callback in callbacks:
                 callback.after_step(trainer, number)
         except FloatingPointError as error:
@@ -189,7 +193,7 @@ def train_stage(
         trainer.world.barrier()
         log.count_lines()
         state.seconds[stage] = log.seconds
-        # save no state if more updates on this rollout follow
+        # save a state only between rollouts, because states contain no completions
         saver.signals.can_save = step.ends_rollout or saver.stage_ends
         saver.after_step()
     state.seconds[stage] = log.end_stage()
@@ -200,7 +204,7 @@ def optimizer_step(trainer: Trainer, step: Step, optimizer: Optimizer, number: i
     """Accumulate gradients, update the weights once, and return the metrics.
 
     Raises:
-        FloatingPointError: loss or gradient norm not finite.
+        FloatingPointError: the loss or the gradient norm is not finite.
         UserError: sampler and trainer compute different log-probabilities.
     """
     metrics = run_micro_batches(trainer, step.micro_batches, number)
@@ -224,7 +228,7 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
     world = trainer.world
     values = []  # metrics per micro-batch
     counts = []  # token or answer counts per micro-batch
-    # if only the vision tower is trained, micro-batches without images have no gradient
+    # whether text has a gradient; if only the vision tower is trained, micro-batches without images have none
     trains_texts = any(p.requires_grad and "visual." not in name for name, p in trainer.trained.named_parameters())
 
     def has_gradient(batch: MicroBatch) -> bool:
@@ -247,12 +251,12 @@ def run_micro_batches(trainer: Trainer, batches: Sequence[MicroBatch], number: i
                         f"{trainer.stage} step {number}: the loss has no gradient, so nothing would be learned. "
                         "Compute it from the log-probabilities without detach() and torch.no_grad()"
                     )
-                if loss.requires_grad:  # with FSDP also without images, because of DummyVisionForward
+                if loss.requires_grad:  # with FSDP, True even without images, because of DummyVisionForward
                     loss.backward()
         values.append({"loss": loss.detach(), **metrics})
         counts.append(batch.counts(values[-1]))
     end_micro_batches(trainer.trained)
-    # one GPU transfer for all metrics
+    # copy all metrics from the GPU at once
     numbers = iter(torch.stack([value.detach().double() for part in values for value in part.values()]).tolist())
     parts = [{name: (next(numbers), count[name]) for name in part} for part, count in zip(values, counts, strict=True)]
     return {name: mean for name, (mean, _) in merge(world.gather_objects(merge(parts))).items()}

@@ -35,16 +35,16 @@ TIMINGS = "timings.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 WARNINGS = "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
-SPEED_STEPS = 10  # steps to average for the printed speed
-# maximum root mean square difference between log-probs from sampling and training, in nats per token. A temperature
-# that is wrong by a tenth gives about 0.1 times their standard deviation
-EXACT_LIMIT = 0.01  # float32 and float64
-ROUNDED_LIMIT = 0.05  # 16 bits
-ENGINE_LIMIT = 0.1  # other engines, such as vLLM
+SPEED_STEPS = 10  # optimizer steps over which the printed speed is averaged
+# maximum root mean square difference between log-probs from sampling and training, in nats per token. For comparison: a
+# sampling temperature that is off by a tenth gives about 0.1 times the standard deviation of the log-probs
+EXACT_LIMIT = 0.01  # limit for float32 and float64
+ROUNDED_LIMIT = 0.05  # limit for 16-bit dtypes
+ENGINE_LIMIT = 0.1  # limit for other sampling engines, such as vLLM
 MANY_STEPS = 50  # longer stages print only every tenth step
-# {metric: how to combine micro-batches}, default: mean
+# {metric: how to combine its values over micro-batches}; by default, their mean
 OVER_STEP = {"rollout/logp_mismatch": max, "loss": sum, **dict.fromkeys(CLIP_RATIOS, sum)}
-# {metric: (mean, number of averaged tokens or answers)}
+# {metric: (mean, how many tokens or answers it averages)}
 Means = dict[str, tuple[float, float]]
 
 
@@ -80,12 +80,15 @@ class MetricsLog(ExitStack):
 
     def write(self, name: str, line: dict):
         rest = encode(line)
-        while rest:  # unbuffered files, so closing them cannot fail on a full disk
+        while rest:  # files are unbuffered, so that closing them cannot fail on a full disk
             rest = rest[self.files[name].write(rest) :]
         self.num_lines[name] += 1
 
     def track(self, values: dict[str, float]):
-        """Send metrics to trackers such as wandb, with steps counted over all stages; remove trackers that fail."""
+        """Send metrics to trackers such as wandb, with steps counted over all stages.
+
+        A tracker that fails is removed.
+        """
         for name, log in [*self.trackers.items()]:
             try:
                 log(values, self.state.steps)
@@ -105,17 +108,20 @@ class MetricsLog(ExitStack):
         self.trainer = trainer
         self.name = trainer.stage
         self.bar = ProgressBar(self.name, trainer.options.max_steps, self.world.is_main, steps_done)
-        # after an error, the message must start on a new line
+        # close the bar at the end, even after an error, so that the message starts on a new line
         self.callback(self.bar.close)
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
-        # do not log time before the first step, such as the memory check
+        # discard times from before the first step, such as that of the memory check
         trainer.timer.take()
         self.timings = deque(maxlen=SPEED_STEPS)
         self.count_lines()
 
     def count_lines(self):
-        """Count lines for a state; those of later evaluations are not counted, because a resumed run repeats them."""
+        """Store how many lines the log files have, for the next state.
+
+        A resumed run deletes later lines, such as those of an evaluation after this step, and writes them again.
+        """
         self.state.num_log_lines = {**self.num_lines}
 
     @property
@@ -128,7 +134,7 @@ class MetricsLog(ExitStack):
             os.fsync(file.fileno())
 
     def step(self, number: int, metrics: dict[str, float], step: Step) -> dict:
-        """Log an optimizer step, to files before trackers, which may fail."""
+        """Log an optimizer step, first to files and then to trackers, which may fail."""
         line = {"stage": self.name, "step": number}
         phases = self.trainer.timer.take()
         [num_tokens] = self.world.sum(tokens_of(step))
@@ -159,7 +165,7 @@ class MetricsLog(ExitStack):
         self.bar.print(f"warning, {stage} {steps_done}: {warning}", file=sys.stderr)
 
     def show(self, number: int, metrics: dict[str, float], step_time: float):
-        """Advance the progress bar, or print lines if stderr is not a terminal."""
+        """Advance the progress bar; if stderr is not a terminal, print a line instead."""
         names = ["loss", "rewards/accuracies"]
         if "reward" in metrics:
             means = [name for name in metrics if re.fullmatch("rewards/.*/mean", name)]
@@ -172,7 +178,7 @@ class MetricsLog(ExitStack):
         self.bar.update(values=values[:3])
         done = number + 1
         total = self.bar.total
-        # print less in notebooks, which keep all lines
+        # print fewer lines in long stages, and in notebooks, which keep all lines
         print_every = 10 if total > MANY_STEPS or "ipykernel" in sys.modules else 1
         if self.bar.hidden and (done in (1, total) or done % print_every == 0):
             print(
@@ -209,7 +215,7 @@ class MetricsLog(ExitStack):
 
 
 def short_names(names: Iterable[str]) -> list[str]:
-    """Shorten "eval/my_rewards.py:brevity_sampled" to "eval/brevity_sampled", unless two names become equal."""
+    """Shorten metric names, "eval/my_rewards.py:brevity_sampled" to "eval/brevity_sampled", if they stay different."""
     names = [*names]
     short = [re.sub(r"^(eval/|rewards/)?.*\.py:", r"\1", name) for name in names]
     return short if len({*short}) == len(names) else names
@@ -228,7 +234,7 @@ def check_mismatch(config: RunConfig, metrics: dict[str, float]):
         limit = ROUNDED_LIMIT
     bound = limit * config.rollout.max_logp_mismatch
     mismatch = metrics.get("rollout/logp_mismatch_rms", 0.0)
-    # with dropout, which the sampler lacks, log-probs may differ
+    # allow differences with dropout, which applies to training but not to sampling
     if mismatch > bound and not config.adapter.dropout:
         raise UserError(
             f"rollout/logp_mismatch_rms is {mismatch:.3g} nats, but at most {bound:g} is allowed: the sampler and the "
@@ -285,7 +291,7 @@ def describe_speed(timings: Sequence[dict]) -> str:
 
 
 def merge(parts: list[Means]) -> Means:
-    """Average metrics over micro-batches or ranks, weighted by their tokens or answers; NaN without any."""
+    """Average metrics over micro-batches or ranks, weighted by tokens or answers; NaN if there are none."""
     merged = {}
     for name in parts[0]:
         values, counts = zip(*(part[name] for part in parts), strict=True)

@@ -13,7 +13,9 @@ FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # absolute folders, s
 
 
 def model_card(config: RunConfig, results: dict[str, dict[str, float]]) -> bytes:
-    """Return a card with base, evaluations and recipe, without names of folders; the license is left to fill in.
+    """Write a model card with base model, evaluations and recipe, but without names of folders.
+
+    The license is left to the user.
 
     Args:
         results: {evaluation: {metric: value}}.

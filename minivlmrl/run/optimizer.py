@@ -30,7 +30,7 @@ def build_optimizer(model: nn.Module, options: TrainingOptions, section: Optimiz
     with error_context(f"optimizer.name {section.name}"):
         factory = with_options(*resolve_object("optimizer", section.name, OPTIMIZERS))
         named = {"betas": (0.9, options.adam_beta2), "weight_decay": section.weight_decay}
-        if "names" in parameters_of(factory):  # to choose parameters, such as embeddings, which Muon does not train
+        if "names" in parameters_of(factory):  # the optimizer needs names, for example to exclude embeddings from Muon
             named["names"] = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         return factory(trained_parameters(model), options.learning_rate, **named)
 
@@ -63,7 +63,10 @@ def check_optimizer(section: OptimizerOptions):
 
 
 def group_numbers(optimizer: Optimizer) -> list[dict[str, float]]:
-    """Return numbers in parameter groups that are not in optimizer.defaults or differ from it, such as a step count."""
+    """Return the numbers in parameter groups that a state must save, such as a step count.
+
+    These are numbers that optimizer.defaults does not contain, or that differ from it.
+    """
     defaults = optimizer.defaults
     return [
         {n: value for n, value in group.items() if isinstance(value, int | float) and value != defaults.get(n)}
@@ -73,7 +76,7 @@ def group_numbers(optimizer: Optimizer) -> list[dict[str, float]]:
 
 def finish_gradients(model: nn.Module, world: World, max_grad_norm: float) -> float:
     """Sum gradients over ranks, clip them, and return the norm before clipping."""
-    if not is_sharded(model):  # FSDP has already summed sharded gradients
+    if not is_sharded(model):  # for a sharded model, FSDP has already summed the gradients
         world.sum_gradients(trained_parameters(model))
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     return gather_full_tensor(norm).item()

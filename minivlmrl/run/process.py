@@ -13,8 +13,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from minivlmrl.errors import in_one_line, print_traceback, user_error_message
 from minivlmrl.json_files import write_json
 
-# torchrun shows only the first error, so let a lost rank report first
-LOST_RANK_REPORTS = 3.0  # seconds
+# Delay before a rank reports that it has lost another rank, in seconds. torchrun shows only the first error, which must
+# be that of the other rank.
+LOST_RANK_REPORTS = 3.0
 
 
 def report_user_error(message: str):
@@ -27,7 +28,7 @@ def report_user_error(message: str):
 
 
 def run_rank(work: Callable[[], int]):
-    """Call `work` in this rank's process, and exit with the returned code.
+    """Call `work` in this rank's process, and exit with the exit code that it returns.
 
     Exit codes: 2 for an error that the user can correct, 1 for a bug or a lost rank.
     """
@@ -36,7 +37,7 @@ def run_rank(work: Callable[[], int]):
     def recorded() -> int:
         try:
             return work()
-        except SystemExit as error:  # torchrun would treat sys.exit(0) in user code as success
+        except SystemExit as error:  # sys.exit(0) in user code, which torchrun would treat as success
             raise RuntimeError("the run called sys.exit before its end") from error
         except Exception as error:
             line = user_error_message(error)
@@ -47,7 +48,7 @@ def run_rank(work: Callable[[], int]):
                 raise
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
                 raise
-            # ignore SIGTERM from torchrun, which would end this rank before its report
+            # ignore SIGTERM from torchrun, which would end this rank before it reports the error
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(LOST_RANK_REPORTS)
             report_user_error(
@@ -66,5 +67,5 @@ def run_rank(work: Callable[[], int]):
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    # skip Python's shutdown, in which gloo may abort (pytorch/pytorch#179291)
+    # exit without Python's shutdown, in which gloo may abort (pytorch issue 179291)
     os._exit(code or 0)

@@ -20,8 +20,8 @@ class ProgressBar:
         """Draw the bar.
 
         Args:
-            initial: steps done before a resume.
-            leave: whether to leave the bar on the terminal at the end.
+            initial: steps done before the run was resumed.
+            leave: whether the bar stays on the terminal at the end.
         """
         self.name = name
         self.total = total

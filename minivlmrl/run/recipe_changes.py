@@ -1,4 +1,4 @@
-"""Compare options and files of a run with its state, and between ranks."""
+"""Compare a run's options and files with those in the state from which it resumes, and between ranks."""
 
 import os
 import re
@@ -33,7 +33,7 @@ FOLDERS = re.compile(r'(?<=")/[^":()]*/')  # absolute folder in JSON, as in "/ho
 
 
 def recipe_options(config: RunConfig) -> dict[str, object]:
-    """Return recipe options, such as {"grpo.beta": 0.04}, with the actual number of threads."""
+    """Return all recipe options, such as {"grpo.beta": 0.04}, with the number of threads that the run uses."""
     sections = asdict(config) | {"num_threads": torch.get_num_threads()}
     for name in ("stages", "output_dir", "resume"):
         del sections[name]
@@ -53,7 +53,7 @@ def file_hashes(config: RunConfig, datasets: Mapping[str, Dataset]) -> dict[str,
             hashes[f"an image or a video of the rows for {name}"] = digest(media_of(rows))
     for option in MODELS:
         name = attrgetter(option)(config)
-        if name and (os.path.exists(name) or option == "model.path"):  # an earlier stage may write the others
+        if name and (os.path.exists(name) or option == "model.path"):  # other models may be written by an earlier stage
             path = Path(name) if os.path.exists(name) else find_folder(name)
             files = [path] if path.is_file() else sorted((*path.glob("*.*"), *path.glob("adapter/*.*")))
             settings = [file for file in files if file.suffix in (".json", ".jinja", ".txt") and file.name != INDEX]
@@ -66,7 +66,7 @@ def file_hashes(config: RunConfig, datasets: Mapping[str, Dataset]) -> dict[str,
 
 
 def code_files() -> set[str]:
-    """Return the Python files that a recipe names, and modules imported from the folders of these files."""
+    """Return the Python files that a recipe names, and the modules that they import from their own folders."""
     folders = tuple(os.path.join(os.path.dirname(file), "") for file in USER_FILES)
     imported = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
     own = {file for file in imported if file.startswith(folders) and "site-packages" not in file}
@@ -74,7 +74,10 @@ def code_files() -> set[str]:
 
 
 def media_of(rows: FileDataset) -> Iterator[str | bytes]:
-    """Yield sizes and first blocks of image and video files; of many rows, only about 1,024, evenly spaced."""
+    """Yield sizes and first blocks of image and video files, for a hash.
+
+    In large datasets, only about 1,024 evenly spaced rows are read.
+    """
     for index in range(0, len(rows), max(1, len(rows) // MEDIA_ROWS)):
         row, media = rows.read(index)
         media += [part["image"] for part in answer_image_parts(row)]
@@ -86,7 +89,7 @@ def media_of(rows: FileDataset) -> Iterator[str | bytes]:
 
 
 def row_files(config: RunConfig) -> dict[str, str]:
-    """Return {option: data file} for files read by stages."""
+    """Return {option: data file} for the data files that training stages read."""
     data = config.data
     own = {stage: data.files[stage] for stage in config.stage_names if stage in data.files}
     files = {"data.eval_file": data.eval_file if data.eval_rows else None}
@@ -104,15 +107,15 @@ def changes(old: TrainerState, new: TrainerState) -> Iterator[tuple[str, str]]:
         now = new.recipe.get(name)
         if before != now:
             yield name, f"{name} was {truncate(before, 80)} and is now {truncate(now, 80)}"
-    for name in sorted(old.hashes.keys() & new.hashes.keys()):  # a file that only one run names is a changed option
+    for name in sorted(old.hashes.keys() & new.hashes.keys()):  # if only one has a file, an option has changed
         if old.hashes[name] != new.hashes[name]:
             yield name, f"{name} changed"
 
 
 def check_same(values: dict, world: World):
-    """Raise UserError on all ranks if a rank has another value, such as an option or the hash of a file.
+    """Raise UserError on all ranks if their values differ, such as an option or the hash of a file.
 
-    Of paths, only the names are compared: hosts may have other folders.
+    Paths are compared only by file name, because hosts may have different folders.
     """
     texts = {name: FOLDERS.sub("", json_text(value)) for name, value in values.items()}
     (_, first), *others = world.gather_objects((socket.gethostname(), texts))

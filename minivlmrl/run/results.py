@@ -33,7 +33,7 @@ SUMMARY, BEST, STATES = "summary.json", "best", "states"
 SAVED = "checkpoint", BEST  # weight folders
 # files and folders written by a run, besides trackers
 OUTPUTS = *SAVED, STATES, RUN_CONFIG, *FILES, COMPLETIONS, IMAGES, SUMMARY, "report.html", "reward_model", "critic"
-MARK = ".minivlmrl"  # marks a run folder, in which a run may replace all OUTPUTS
+MARK = ".minivlmrl"  # file that marks a folder as a run folder, in which a run may overwrite all OUTPUTS
 
 
 def check_outputs(config: RunConfig, trainers: dict[str, type[Trainer]]):
@@ -54,7 +54,7 @@ def check_outputs(config: RunConfig, trainers: dict[str, type[Trainer]]):
 
 
 def check_output_dir(config: RunConfig):
-    """Raise UserError rather than overwrite earlier results or the user's files."""
+    """Raise UserError if the run would overwrite earlier results or files of the user."""
     states = check_resume(config)
     folder = Path(config.output_dir)
     metrics_file = folder / METRICS
@@ -68,7 +68,7 @@ def check_output_dir(config: RunConfig):
         )
     for name in names:
         target = (folder / name).resolve()
-        # states may lie on another disk, but not in another run
+        # allow a link from states/ to another disk, but not into another run
         if (folder / name).is_symlink() and (name != STATES or (target.parent / RUN_CONFIG).is_file()):
             raise UserError(
                 f"output_dir: {folder / name} is a link to {target}, and a run replaces no files outside its folder; "
@@ -125,12 +125,12 @@ class Results:
     def write_config(self):
         if self.world.is_main:
             rows = f"evaluated on {pluralize(len(self.held_out), 'row')}" if self.held_out else "not evaluated"
-            # report.html shows config.yaml's first line
+            # the first line of config.yaml, which report.html shows
             text = f"# {self.config.recipe}; {rows}\n{to_yaml(self.config)}"
             write_file(self.folder / RUN_CONFIG, text.encode())
 
     def measure(self, name: str, trainer: Trainer | None = None):
-        """Evaluate before the first stage or after a stage, for summary.json."""
+        """Evaluate before the first stage or after a stage, and keep the metrics for summary.json."""
         if self.held_out is not None:
             self.state.results[name] = self.evaluate(name, trainer, trainer.options.max_steps if trainer else 0)
 
@@ -179,12 +179,12 @@ class Results:
             if self.state.best is None or score > self.state.best:
                 self.state.best = score
                 self.save(trainer, self.folder / BEST)
-        # the results table has no eval/loss, because only some stages have it
+        # leave eval/loss out of the results table, because only some stages have it
         values.pop("eval/loss", None)
         return values
 
     def chance(self) -> float | None:
-        """Return the accuracy of guessing without the image, None if the first reward is not `accuracy`.
+        """Return the accuracy of guessing without the image, or None if the first reward is not `accuracy`.
 
         For data files, the guess is the most frequent solution for the same question or, if the question occurs only
         once, of all rows.
@@ -205,7 +205,7 @@ class Results:
         return sum(right) / total.total()
 
     def write(self, trainer: Trainer | None = None):
-        """Write summary.json before the weights, which may fill the disk."""
+        """Write summary.json, and then the weights, which may fill the disk."""
         if self.world.is_main:
             chance = self.chance()
             results = self.state.results
@@ -214,7 +214,7 @@ class Results:
             if results:
                 columns = [*dict.fromkeys(chain.from_iterable(results.values()))]
                 titles = [name.removeprefix("eval/") for name in short_names(columns)]
-                # the first two columns, sampled and greedy accuracy, have the same chance accuracy
+                # chance applies only to the first two columns, sampled and greedy accuracy
                 rows = {} if chance is None else {"chance": dict.fromkeys(columns[:2], chance)}
                 table = {f"held-out {len(self.held_out or ())}": titles}
                 for name, row in (rows | results).items():

@@ -59,7 +59,7 @@ def read_lines(path: Path, form: type) -> list[dict]:
     A last line without newline is ignored, because a run may still be writing it.
 
     Args:
-        form: dataclass whose fields every line must have.
+        form: dataclass with the fields that every line must have.
     """
     text = path.read_bytes() if path.is_file() else b""
     contents = []
@@ -136,7 +136,7 @@ def encode_image(image: PIL.Image.Image) -> bytes:
 
 
 def groups(trainer: Trainer, step: Step, limit: int | None = None) -> list[dict]:
-    """Return completions.jsonl lines of the first `limit` prompts on this rank, without `images`."""
+    """Return the lines of completions.jsonl for this rank's first `limit` prompts, without the field `images`."""
     advantages = {}  # {sample index: advantage}
     for batch in step.micro_batches:
         if isinstance(batch, SampledBatch):
@@ -161,7 +161,7 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: dict[int, 
             "rewards": dict(zip(trainer.config.rewards, sample.rewards.tolist(), strict=True)),
             "why": extra.pop("why", {}),
             "reward": total,
-            "advantage": advantages.get(sample.index, 0.0),  # samples without a loss have advantage 0
+            "advantage": advantages.get(sample.index, 0.0),  # 0 for samples that are not trained
             "stopped": completion.stopped,
             "tokens": list(tokens(completion, processor)),
             "boxes": boxes(text, answer_extent) if true_boxes else [],
@@ -212,6 +212,6 @@ def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, 
     assert completion.logps is not None
     columns = (column.tolist() for column in (completion.ids, completion.logps, completion.policy_mask))
     for token_id, logp, by_policy in zip(*columns, strict=True):
-        # text is "" until all tokens for a character are decoded
+        # "" if more tokens are needed to complete a character
         text = stream.step(processor.tokenizer.backend, token_id) or ""
         yield text, round(logp, 4) if by_policy else None

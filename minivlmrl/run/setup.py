@@ -126,7 +126,7 @@ def build_weights(config: RunConfig, world: World, processor: Processor) -> Visi
     dtype = DTYPES[section.dtype]
     sharding = None
     if config.uses_fsdp:
-        # imported only if needed: takes 40 MiB and half a second
+        # import FSDP only if needed: it takes 40 MiB and half a second
         from minivlmrl.distributed.fsdp import Sharding
 
         sharding = Sharding(
@@ -170,7 +170,7 @@ def build_weights(config: RunConfig, world: World, processor: Processor) -> Visi
 
 
 def adapt_processor(processor: Processor, config: RunConfig) -> Processor:
-    """Return a processor with options from `data`, and tools from the environment."""
+    """Return a processor with the options in the recipe section `data`, and with the environment's tools."""
     data = config.data
     processor.tokenizer.files[INFERENCE_CONFIG] = inference_yaml(config).encode()
     processor = replace(
@@ -205,7 +205,7 @@ def tokenizer_texts(datasets: dict[str, Dataset]) -> Iterator[str]:
 
 
 def answers_of(config: RunConfig, name: str) -> tuple[str, ...]:
-    """Return answer columns in a dataset, such as ("chosen", "rejected")."""
+    """Return the names of a dataset's answer columns, such as ("chosen", "rejected")."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
     if name in trainers:
         return trainers[name].answers
@@ -228,7 +228,7 @@ def check_positions(
         num_new = config.sampling.max_new_tokens if is_answered else 0
         most_tokens = max_positions
         bound = f"the model's {max_positions} (max_position_embeddings)"
-        # held-out rows are never sampled with vLLM
+        # the engine's limit applies only to training rows, because evaluations use the built-in sampler
         if needs.get(name) == "prompts" and engine_limit < max_positions:
             most_tokens = engine_limit
             bound = f"the limit of {engine_limit} tokens of sampling.engine"
@@ -263,7 +263,7 @@ def filter_long_rows(
 
 
 def limit_epochs(config: RunConfig, datasets: dict[str, Dataset]):
-    """Lower max_steps to the steps in max_epochs; config.yaml shows the lower value."""
+    """Lower max_steps if max_epochs gives fewer steps; config.yaml shows the lower value."""
     max_epochs = config.max_epochs or math.inf
     for stage in config.stage_names:
         section = getattr(config, stage)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from minivlmrl.distributed.process_group import World
 
 PREEMPTED = 75  # exit code after a stop signal: EX_TEMPFAIL = try again
-# signals within these seconds count as one: scheduler and torchrun may both send one
+# signals within this time count as one, in seconds, because both the scheduler and torchrun may send one
 SAME_REQUEST = 5.0
 
 
@@ -20,7 +20,7 @@ class Preempted(Exception):
 
 
 class StopSignals:
-    """Context manager: handle stop signals during a run.
+    """Context manager that handles stop signals during a run.
 
     A signal more than five seconds after the first (Ctrl-C: one second) ends the process at once. Long tasks such as
     sampling call world.stop_if_preempted, which raises Preempted after a signal.
@@ -33,7 +33,7 @@ class StopSignals:
         self.world = replace(world, stop_if_preempted=self.stop_if_preempted)
         self.first: float | None = None  # time of the first signal
         self.exit_code = 0  # exit code for the run: PREEMPTED after a signal
-        self.can_save = True  # False between updates on one rollout, because states contain no rollouts
+        self.can_save = True  # False between two updates on the same rollout, because states contain no rollouts
 
     def __enter__(self) -> "StopSignals":
         self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
@@ -61,7 +61,7 @@ class StopSignals:
         name = signal.Signals(number).name
         same_request = min(SAME_REQUEST, 1.0) if name == "SIGINT" else SAME_REQUEST
         if name == "SIGHUP":
-            for stream in self.terminals:  # discard output, because writing to a closed terminal fails
+            for stream in self.terminals:  # discard further output, because writing to a closed terminal fails
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         if self.first is None:
             self.first = now
@@ -76,7 +76,10 @@ class StopSignals:
             os.kill(os.getpid(), number)
 
     def stop_if_preempted(self):
-        """Raise Preempted on all ranks if any got a signal and a state can be saved; all ranks must call this."""
+        """Raise Preempted on all ranks if one has received a signal and a state can be saved.
+
+        All ranks must call this.
+        """
         [signaled] = self.world.sum(self.first is not None)
         if signaled and self.can_save:
             raise Preempted("preempted")

@@ -23,9 +23,9 @@ FILE_SIZE = 2**30  # approximate state file size, in bytes
 
 
 def sampled_blocks(files: list[Path]) -> Iterator[bytes]:
-    """Yield blocks of files to hash; from a file above 64 MiB, only 1,024 evenly spaced blocks.
+    """Yield the contents of files in blocks, for a hash; from a file above 64 MiB, only 1,024 evenly spaced blocks.
 
-    1,024 blocks suffice to tell two models apart, because training changes weights in every block.
+    1,024 blocks are enough to tell two models apart, because training changes weights in every block.
     """
     for file in files:
         size = file.stat().st_size
@@ -49,7 +49,7 @@ def writes(tensor: Tensor, number: int, world: World) -> bool:
         mesh = tensor.device_mesh
         in_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
         return len(tensor.to_local()) > 0 and in_first_replica
-    return number % world.size == world.rank  # ranks take turns writing replicated tensors
+    return number % world.size == world.rank  # divide replicated tensors among the ranks
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> list[str]:
@@ -88,7 +88,7 @@ def read_rows(name: str, shards: list[tuple[int, int, Path]], start: int, end: i
         low = max(start, first)
         high = min(end, first + num_rows)
         if low < high:
-            # closing the file frees the memory of the pages read
+            # reopen the file for every tensor: closing it frees the memory of the pages that were read
             with safe_open(file, framework="pt") as handle:
                 parts.append(handle.get_slice(f"{first}:{name}")[low - first : high - first])
     return torch.cat(parts)

@@ -7,8 +7,9 @@ output_dir/states/000120/
     run.json                 TrainerState
     complete.json            checksums of the other files; written last
 
-States need no completions, because they are saved only after a last optimizer step. Random states are not
-saved: generators are seeded from run seed and stage, step or row. Incomplete states are named *.partial.
+States contain no completions, because they are saved only after the last optimizer step of a rollout. They contain no
+random states either, because generators are seeded from the run's seed and the stage, step or row. Incomplete states
+are named *.partial.
 """
 
 import re
@@ -43,16 +44,16 @@ from minivlmrl.trainers.base import Trainer
 COMPLETE = "complete.json"
 # stage options that set the number of dataset rows per batch
 BATCH_SIZE_OPTIONS = "prompts_per_step", "steps_per_generation"
-BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # changes in these options reset the best evaluation
+BEST_OPTIONS = "best_metric", "data.eval_file", "data.eval_rows"  # if one changes, forget the best evaluation so far
 NO_STATE = "no state was saved yet: start the run again"
 UPDATE = "optimizer"  # training phase of weight updates, for error_phase
-NUM_KEPT_STATES = 2  # states to keep: two, in case the newest is damaged
+NUM_KEPT_STATES = 2  # states to keep; two, in case the newest is damaged
 
 
 def tensors(trainer: Trainer, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return {name: tensor} with weights and optimizer moments, without weights shared with the frozen policy.
+    """Return the tensors to save in a state: {name: weights or optimizer moments}.
 
-    A resumed run builds frozen policy weights again.
+    Frozen policy weights are left out, because a resumed run loads or initializes them again.
     """
     modules = nn.ModuleDict(trainer.modules())
     reshard(modules)
@@ -95,20 +96,20 @@ def check_resume(config: RunConfig) -> list[Path]:
 
 
 class Resumed(NamedTuple):
-    """Where a run starts: a state, or step 0."""
+    """Where a run starts: at a saved state, or at step 0."""
 
     folder: Path | None  # state to load, None for a new run
     state: TrainerState
     saved: list[Path]
-    old_end: int | None = None  # step at which the stage ended, if the state is of a complete stage
+    old_end: int | None = None  # number of steps in the stage, if it was complete in the state
 
 
 def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> Resumed:
-    """Select the state to resume from, and compare its recipe and files with this run."""
+    """Select the state to resume from, and compare its recipe and files with those of this run."""
     hashes = file_hashes(config, datasets)
     check_same(hashes, world)
     new = TrainerState(config.seed, config.stage_names, recipe=recipe_options(config), hashes=hashes)
-    # take states seen by rank 0: ranks on a network file system may see different ones
+    # take the states that rank 0 sees, because ranks on a network file system may see different ones
     saved = world.gather_objects(state_folders(Path(config.output_dir) / "states"))[0]
     folder, state = select_state(config.resume, saved, world)
     if state is None:
@@ -169,7 +170,7 @@ def select_state(resume: str | None, saved: list[Path], world: World) -> tuple[P
 
 
 def read_state(folder: Path, world: World) -> TrainerState | None:
-    """Return the TrainerState in a state; if damaged, print why and return None."""
+    """Read the TrainerState in a state folder; if the state is damaged, print why and return None."""
 
     def check() -> TrainerState:
         checksums = read_json(folder / COMPLETE)
@@ -189,9 +190,9 @@ def read_state(folder: Path, world: World) -> TrainerState | None:
 
 
 def load_state(folder: Path, trainer: Trainer, optimizer: Optimizer):
-    """Copy state tensors into weights and optimizer.
+    """Copy the tensors of a state into the model's weights and the optimizer.
 
-    Weights frozen at saving keep their values.
+    Weights that were frozen when the state was saved are not in it, and are left unchanged.
     """
     with error_context(f"{folder}: this state was saved with a different model or recipe"):
         shards = find_shards(folder)
@@ -208,7 +209,7 @@ def load_state(folder: Path, trainer: Trainer, optimizer: Optimizer):
 
 
 def save_state(folder: Path, state: TrainerState, trainer: Trainer, optimizer: Optimizer, world: World):
-    """Write a state from ranks in `world`, and keep only two."""
+    """Write a state, and delete all older states except one; all ranks must call this."""
     draft = Path(f"{folder}.partial")
     checksums = {}
 
@@ -257,7 +258,7 @@ class StateSaver:
         self.callbacks = callbacks
         self.saved_steps = self.state.steps if resumed.saved else 0
         self.saved_time = clock()
-        self.trainer: Trainer | None = None  # trainer and optimizer in the current stage
+        self.trainer: Trainer | None = None  # trainer of the current stage; its optimizer is self.optimizer
         self.optimizer: Optimizer
 
     def after_step(self):
@@ -294,11 +295,14 @@ class StateSaver:
 
     @contextmanager
     def saved_on_error(self) -> Iterator[None]:
-        """Save a state after a signal, or an error of all ranks between two steps; the message says how to continue."""
+        """Save a state after a signal, or after an error that all ranks raise between two steps.
+
+        The error message says how to continue the run.
+        """
         try:
             yield
         except (Exception, SystemExit) as error:
-            errors = (error, error.__cause__)  # a callback may have replaced the error
+            errors = (error, error.__cause__)  # a callback may have raised another error from the original one
             in_update = any(getattr(part, "phase", "") == UPDATE for part in errors)
             on_all_ranks = self.world.size == 1 or any(hasattr(part, "on_all_ranks") for part in errors)
             if self.signals.can_save and on_all_ranks and not in_update:

@@ -23,14 +23,14 @@ class TrainerState:
     best: float | None = None  # best evaluation so far (best_metric), negated if lower is better
     seconds: dict[str, float] = field(default_factory=dict)  # training time per stage, in seconds
     recipe: dict = field(default_factory=dict)  # recipe options; see run/recipe_changes.py
-    hashes: dict[str, str] = field(default_factory=dict)  # of files that the run reads
-    # {log file: lines at the state}
+    hashes: dict[str, str] = field(default_factory=dict)  # hashes of the files that the run reads
+    # {log file: how many lines it had when the state was saved}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(default_factory=dict)
-    optimizer: list[dict] = field(default_factory=list)  # see group_numbers in run/optimizer.py
-    logs: dict[str, str] = field(default_factory=dict)  # callback state, from Callback.state_dict
+    optimizer: list[dict] = field(default_factory=list)  # numbers in parameter groups; see group_numbers
+    logs: dict[str, str] = field(default_factory=dict)  # state of callbacks, from Callback.state_dict
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
     content = read_json(folder / RUN)
-    content.setdefault("batches_consumed", content.get("draws", 0))  # older states call batches_consumed "draws"
+    content.setdefault("batches_consumed", content.get("draws", 0))  # older states have the name "draws" for it
     return build(TrainerState, content, str(folder / RUN), json=True)
