@@ -1,4 +1,4 @@
-"""Reward functions that compare answers with solutions: number, choice, yes_no, one_of and math.
+"""Reward functions that compare answers with solutions: number, choice, yes_no, one_of, class_name and math.
 
 A recipe names a file, relative to the folder in which you run the command, and a function in it:
     rewards: {recipes/answers.py:number(tolerance=0.05): 1.0}
@@ -14,10 +14,11 @@ import threading
 import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 
 from minivlmrl.data.markup import PLAIN_SIGNS, literal_list, unwrap
 from minivlmrl.errors import UserError, optional_dependency, truncate
-from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, accuracy, find_answer, solution_text
+from minivlmrl.rewards.text import NO_ANSWER, NO_SOLUTION, LogExtra, accuracy, find_answer, normalize, solution_text
 
 LONGEST = 2000  # characters per answer; longer ones get reward 0
 DENIED = re.compile(r"\b(?:not?|never|neither|nor|except|without|unlike|instead|rather than|\w+n['’]t)\b", re.I)
@@ -151,6 +152,39 @@ def _as_list(value) -> list:
     return value if isinstance(value, list) else [value]
 
 
+def class_name(
+    answer_texts: list, solution: list, classes: list | str | None = None, log_extra=None, **columns
+) -> list:
+    """Return 1.0 if the answer is the correct class name, ignoring case, spaces, - and _.
+
+    Args:
+        classes: all class names, or a text file with one per line; then the answer may also be a sentence with exactly
+            one class name and no negation.
+    """
+    if isinstance(classes, str):
+        classes = Path(classes).read_text(encoding="utf-8").splitlines()
+    names = frozenset(_words(name) for name in classes or () if name.strip())
+
+    def named(text: str) -> str | None:
+        mentioned = set(_pattern(names).findall(_words(text)))
+        denied = DENIED.search(_pattern(names).sub("", _words(text)))
+        return mentioned.pop() if len(mentioned) == 1 and not denied else None
+
+    kind = f"the name of one of the {len(names)} classes"
+    return judge_rows("class_name", kind, named if names else _words, answer_texts, solution, log_extra=log_extra)
+
+
+def _words(text: str) -> str:
+    return normalize(re.sub(r"[-_\s]+", " ", text))
+
+
+@functools.cache
+def _pattern(names: frozenset[str]) -> re.Pattern:
+    """Compile a pattern for whole names, longest first: no match of "square" in "green square"."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
+
+
 LONGEST_NUMBER = 100  # characters per number
 NUMBER_WORDS = [
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
@@ -158,6 +192,16 @@ NUMBER_WORDS = [
 ]  # fmt: skip
 WORDS = "|".join(NUMBER_WORDS)
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
+UNITS = {  # {kind: {unit: size}}
+    "%": {"%": "1/100"},
+    "m": {
+        "nm": "1e-9", "µm": "1e-6", "mm": "1e-3", "cm": "1e-2", "m": "1", "km": "1e3",
+        "in": "0.0254", "ft": "0.3048", "yd": "0.9144", "mi": "1609.344",
+    },
+    "m^3": {"ml": "1e-6", "cl": "1e-5", "l": "1e-3"},
+    "g": {"mg": "1e-3", "g": "1", "kg": "1e3", "oz": "28.349523125", "lb": "453.59237"},
+    "s": {"ms": "1e-3", "s": "1", "min": "60", "h": "3600", "day": "86400", "week": "604800"},
+}  # fmt: skip
 SPELLINGS = {
     "percent": "%", "inch": "in", "inches": "in", "foot": "ft", "feet": "ft", "yard": "yd", "mile": "mi",
     "meter": "m", "metre": "m", "millimeter": "mm", "millimetre": "mm", "centimeter": "cm", "centimetre": "cm",
@@ -166,7 +210,6 @@ SPELLINGS = {
     "liter": "l", "litre": "l", "milliliter": "ml", "millilitre": "ml", "kph": "km/h", "kmh": "km/h", "mph": "mi/h",
     "sec": "s", "second": "s", "minute": "min", "hr": "h", "hour": "h", "degree": "°",
 }  # fmt: skip
-PLURAL = re.compile(r"(?<=\w\w)(?:(?<=[sxz])e|(?<=[cs]h)e)?s$")  # not in s and ms
 # words around an ambiguous number, as in "3 or 4"
 OTHER_NUMBER = re.compile(
     r"or|and|to|not|plus|minus|times|more|less|fewer|ish|pi|hal(?:f|ves)|thirds?|quarters?|st|[nr]d|th"
@@ -201,7 +244,8 @@ LATEX = [
 def number(answer_texts: list, solution: list, tolerance: float = 0.0, log_extra=None, **columns) -> list:
     """Return 1.0 for the correct number, as 3, 3.0, three, 6/2, "3 apples" or x = 3.
 
-    "3 or 4", 3-5 and other units get reward 0, also 50 mm for 5 cm. Units may be missing. 50% equals 0.5 and 50.
+    "3 or 4", 3-5 and wrong units get reward 0. Units are converted (50 mm = 5 cm), and may be missing. 50% equals 0.5
+    and 50.
 
     Args:
         tolerance: maximum relative error; with 0.05 and solution 100, answers from 95 to 105 are correct.
@@ -237,15 +281,23 @@ def _fraction(digits: str) -> Fraction:
     return Fraction(digits.replace(",", ""))
 
 
-def _unit(words: str) -> str:
-    """Return a unit's symbol: "in" for "inches", "km/h" for "kilometers/hour", "box" for "boxes"."""
-    symbols = []
-    for word in words.split("/"):
-        name = word.rstrip("^23")
-        power = word.removeprefix(name).removeprefix("^")
-        singular = PLURAL.sub("", name)
-        symbols.append(SPELLINGS.get(name, SPELLINGS.get(singular, singular)) + power)
-    return "/".join(symbols)
+def _unit(word: str) -> str:
+    """Return a unit's symbol, such as "in" for "inches"; keep other words."""
+    return SPELLINGS.get(word) or SPELLINGS.get(word.removesuffix("s"), word)
+
+
+def _measure(unit: str) -> tuple[str, Fraction]:
+    """Return a unit's kind and size: "cm^2" becomes ("m^2", 1/10000), "apples" becomes ("apple", 1)."""
+    if "/" in unit:
+        (kind, size), (below, divisor) = map(_measure, unit.split("/"))
+        return f"{kind}/{below}", size / divisor
+    name = unit.rstrip("^23")
+    power = "" if name == unit else f"^{unit[-1]}"
+    base = _unit(name)
+    for kind, sizes in UNITS.items():
+        if base in sizes:
+            return kind + power, Fraction(sizes[base]) ** int(power[1:] or 1)
+    return re.sub(r"(?:(?<=[sxz])e|(?<=[cs]h)e)?s$", "", base) + power, Fraction(1)
 
 
 def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: Fraction) -> bool:
@@ -257,8 +309,9 @@ def _same(truth: tuple[Fraction, str], answer: tuple[Fraction, str], tolerance: 
     a, unit = truth
     b, other_unit = answer
     if unit and other_unit:
-        is_degree = "°" in (unit, other_unit) and unit[:1] == other_unit[:1]  # temperatures or angles in degrees
-        return (unit == other_unit or is_degree) and near(a, b)
+        (kind, size), (other_kind, other_size) = _measure(unit), _measure(other_unit)
+        is_degree = "°" in (kind, other_kind) and kind[:1] == other_kind[:1]  # temperatures or angles in degrees
+        return (kind == other_kind or is_degree) and near(a * size, b * other_size)
     a_share = a / 100 if unit == "%" else a
     b_share = b / 100 if other_unit == "%" else b
     return near(a, b) or near(a_share, b_share)

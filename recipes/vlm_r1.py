@@ -1,4 +1,4 @@
-"""Reward functions for labeled boxes: mean IoU and VLM-R1's weighted sum.
+"""Reward functions for labeled boxes: mean IoU, VLM-R1's weighted sum, average precision.
 
 A recipe names a file, relative to the folder in which you run the command, and a function in it:
     rewards: {recipes/vlm_r1.py:weighted_sum: 1.0}
@@ -10,7 +10,7 @@ from itertools import product
 
 from minivlmrl.data import boxes
 from minivlmrl.data.boxes import Box
-from minivlmrl.rewards.boxes import Objects, mean_similarity, score_boxes
+from minivlmrl.rewards.boxes import Objects, mean_similarity, overlap, score_boxes
 
 
 def detection(answer_texts, solution, image_sizes, answer_extents, log_extra=None, **columns) -> list:
@@ -20,6 +20,29 @@ def detection(answer_texts, solution, image_sizes, answer_extents, log_extra=Non
     """
     return score_boxes(
         mean_similarity, answer_texts, solution, image_sizes, answer_extents, log_extra, read_objects, WRONG
+    )
+
+
+def ap_50(
+    answer_texts: list, solution: list, image_sizes: list, answer_extents: list, log_extra=None, **columns
+) -> list:
+    """Compute the average precision at IoU 0.5 in an image, averaged over labels.
+
+    As in COCO, precision is averaged over 101 recall levels. Without confidence scores, objects are ranked in answer
+    order. Labels not in the image count as 0.
+    """
+
+    def mean_over_labels(answered: Objects, true: Objects) -> float:
+        labels = {label for label, _ in answered + true}
+        total = 0.0
+        for label in labels:
+            answered_so = [item for item in answered if item[0] == label]
+            true_so = [item for item in true if item[0] == label]
+            total += average_precision(answered_so, true_so)
+        return total / len(labels)
+
+    return score_boxes(
+        mean_over_labels, answer_texts, solution, image_sizes, answer_extents, log_extra, read_objects, WRONG
     )
 
 
@@ -51,6 +74,22 @@ def weighted_sum(
         return sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(weights)
 
     return score_boxes(weighted, answer_texts, solution, image_sizes, answer_extents, log_extra, read_objects, WRONG)
+
+
+def average_precision(answered: Objects, true: Objects) -> float:
+    """Compute the average precision for one label."""
+    unmatched = list(true)
+    curve = []  # (recall in percent, precision at this recall)
+    for number, item in enumerate(answered, start=1):
+        best = max(unmatched, key=lambda other: overlap(item, other), default=None)
+        if best is not None and overlap(item, best) >= 0.5:
+            unmatched.remove(best)
+            hits = len(true) - len(unmatched)
+            curve.append((hits * 100 // len(true), hits / number))
+    total = 0.0
+    for level in range(101):
+        total += max((precision for recall, precision in curve if recall >= level), default=0.0)
+    return total / 101
 
 
 def read_objects(text: str, extent: tuple[float, float]) -> Objects:

@@ -9,7 +9,7 @@ from tests.helpers.reward_table import MATH, MISSED, NUMBER, ROWS, TAKEN
 @pytest.mark.parametrize("answer, solution, tolerance, earned", [
     ("95", "100", 0.05, 1), ("105", "100", 0.05, 1), ("94.99", "100", 0.05, 0), ("105.01", "100", 0.05, 0),
     ("0", "0", 0.05, 1), ("0.001", "0", 0.05, 0), ("-95", "-100", 0.05, 1), ("0.333", "1/3", 0.001, 1),
-    ("0.33", "1/3", 0.001, 0), ("10.2 cm", "10 cm", 0.05, 1), ("48%", "0.5", 0.05, 1), ("0.1", 0.1, 0, 1),
+    ("0.33", "1/3", 0.001, 0), ("10.2 mm", "1 cm", 0.05, 1), ("48%", "0.5", 0.05, 1), ("0.1", 0.1, 0, 1),
 ])  # fmt: skip
 def test_tolerance(answer, solution, tolerance, earned):
     """The tolerance is a fraction of the solution, as in ChartQA, and an answer at the bound is correct."""

@@ -83,7 +83,7 @@ def test_what_a_solution_means(solution, right, wrong):
     ["cat"], ["cat", 1], [None], [["cat"]], {"label": "cat"}, {}, [{"role": "assistant", "content": "cat"}],
     [14], [[14]], [3.0], ["14"], b"cat", {"cat"},
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("name", ["accuracy", "recipes/answers.py:number"])
+@pytest.mark.parametrize("name", ["accuracy", "recipes/answers.py:number", "recipes/answers.py:class_name"])
 def test_a_solution_that_no_answer_equals_is_refused(name, solution):
     message = r"solution .* is an object or a list, which no answer can equal; write one text or number"
     for answer in ("cat", "14"):
