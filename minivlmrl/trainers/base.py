@@ -1,6 +1,6 @@
-"""Trainer base class, micro-batches, rollouts and optimizer steps.
+"""Base class for trainers, and classes for micro-batches, rollouts and optimizer steps.
 
-A recipe stage (sft, dpo, grpo, ...) is a Trainer subclass.
+A training stage of a recipe (sft, dpo, grpo, ...) is a Trainer subclass.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,7 +39,7 @@ class MicroBatch:
     ref_per_token_logps: Tensor | None = None  # (R, T) reference log-probabilities, in nats
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
-        """Return weights for averaging metrics over micro-batches: {metric: token count}."""
+        """Return the weights with which metrics are averaged over micro-batches: {metric: token count}."""
         return dict.fromkeys(names, float(self.loss_mask.sum()))
 
     def mean(self, per_token: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class MicroBatch:
 
 @dataclass
 class Sample:
-    """Sampled completion with prompt and rewards."""
+    """A sampled completion with its prompt and rewards."""
 
     index: int  # index among the samples on all ranks, rank 0 first
     row: Row
@@ -67,7 +67,7 @@ class SampledBatch(MicroBatch):
 
     @classmethod
     def extend(cls, batch: "SampledBatch", **fields) -> Self:
-        """Build this class from a batch with fewer fields."""
+        """Convert a batch of a base class to this class; `fields` are the values of the additional fields."""
         return cls(**vars(batch), **fields)
 
     @property
@@ -87,7 +87,7 @@ class SampledBatch(MicroBatch):
 
 @dataclass
 class Rollout:
-    """Samples on this rank: B prompts, G samples per prompt."""
+    """The samples of one rollout on this rank: B prompts, G samples per prompt."""
 
     groups: list[list[Sample]]
     metrics: dict[str, float] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)  # {metric: value}, identical on all ranks
     ends_rollout: bool = True  # states are saved only between rollouts
     rollout: Rollout | None = None
-    groups: Sequence[list[Sample]] = ()  # all groups of the step on this rank
+    groups: Sequence[list[Sample]] = ()  # the step's samples on this rank, one list per prompt
 
 
 class Trainer:
@@ -138,13 +138,13 @@ class Trainer:
 
     Args:
         config: recipe, with a section named after the stage.
-        steps_done: optimizer steps done before a resume.
+        steps_done: optimizer steps done before the run was resumed.
     """
 
     stage: str  # stage name and recipe section
     config_type = TrainingOptions  # dataclass with the stage's options
-    needs = "prompts"  # kind of rows to train on, a key in NEEDS (run/datasets.py)
-    answers: tuple[str, ...] = ()  # Row fields with answers to train on
+    needs = "prompts"  # kind of training rows, a key in NEEDS (run/datasets.py)
+    answers: tuple[str, ...] = ()  # Row fields with the answers to train on, such as ("chosen", "rejected")
     samples_completions = False
     trains_policy = True  # False if the stage trains a model other than the policy
     trained: nn.Module  # module to optimize
@@ -169,7 +169,7 @@ class Trainer:
 
     @classmethod
     def check(cls, config: RunConfig):
-        """Raise UserError, before any model is loaded, if the stage cannot train with the recipe."""
+        """Raise UserError if the stage cannot train with the recipe; called before a model is loaded."""
 
     @staticmethod
     def has_reference(options) -> bool:
@@ -199,12 +199,12 @@ class Trainer:
         return error_phase(name, rows)
 
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
-        """Compute weighted reward sums: (samples,)."""
+        """Compute the weighted sum of rewards per sample: (samples,)."""
         rewards = torch.stack([sample.rewards for sample in samples])  # (n, K)
         return combine(rewards, torch.tensor(list(self.config.rewards.values())))
 
     def dropout(self, step: int, micro_batch: int):
-        """Return a context manager for adapter dropout in a micro-batch."""
+        """Return a context manager that applies adapter dropout to a micro-batch."""
         if not self.config.adapter.dropout:
             return nullcontext()
         from minivlmrl.model.lora import dropout
@@ -241,7 +241,7 @@ def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     with suppress(AttributeError, TypeError, ValueError):
         loss, metrics = (result, {}) if isinstance(result, Tensor) else result
         is_scalar = all(value.dim() == 0 for value in (loss, *metrics.values()))
-        # reject names of fields that metrics.jsonl already has
+        # reject metrics with the names of fields that metrics.jsonl already has
         if is_scalar and not metrics.keys() & {"stage", "step", "loss"}:
             return loss, metrics
     raise UserError(

@@ -25,7 +25,7 @@ class DPOTrainer(PairTrainer):
     stage = "dpo"
     config_type = DPOOptions
     options: DPOOptions
-    # an added SFT loss averages over tokens in chosen answers: rows 0, 2, 4, ...
+    # rows whose tokens are counted: chosen answers (0, 2, 4, ...), over which an SFT term in the loss averages
     counted_rows = slice(0, None, 2)
 
     @classmethod
@@ -50,7 +50,7 @@ class DPOTrainer(PairTrainer):
         return loss, metrics | {"entropy": batch.mean(entropies)}
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Compute DPO's implicit rewards (pairs,), chosen minus rejected, in nats."""
+        """Compute DPO's implicit reward margins, chosen minus rejected: (pairs,), in nats."""
         batch = self.micro_batch(rows)
         logps, _ = per_token_logps(self.policy, batch.group)
         log_ratio = by_pair(batch.group.pad(logps)) - reference_logps(batch)  # (pairs, 2 answers, tokens)

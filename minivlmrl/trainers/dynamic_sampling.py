@@ -1,7 +1,7 @@
-"""Dynamic sampling: replace groups with equal rewards, whose advantages are 0 (DAPO, arXiv 2503.14476, section 3.2).
+"""Dynamic sampling: resample prompts whose completions all have equal rewards (DAPO, arXiv 2503.14476, section 3.2).
 
-A group is a prompt with its completions. Ranks exchange token ids and rewards, but not image patches, which can take
-10 MB: a receiving rank reads the image files again.
+Such a group, a prompt with its completions, has advantages 0. Ranks exchange token ids and rewards of groups, but not
+image patches, which can take 10 MB: a receiving rank reads the image files again.
 """
 
 from collections.abc import Sequence
@@ -25,22 +25,22 @@ class SerializedGroup:
     key: str  # seed for sampling, such as "0/grpo/3/17"
     completions: list[Completion]
     rewards: Tensor  # (G, K)
-    differs: bool  # whether the rewards differ
+    differs: bool  # whether the rewards differ, so that advantages are not 0
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample], differs: bool) -> "SerializedGroup":
         completions = [sample.completion for sample in samples]
         for completion in completions:
-            # ranks do not exchange environments: pickling a user's object could fail
+            # drop the environment, because pickling a user's object could fail
             completion.tool_use.environment = None
         row = samples[0].row
         return cls(row.index, row.key, completions, torch.stack([sample.rewards for sample in samples]), differs)
 
 
 def sample_until_groups_differ(trainer: Any, rows: Sequence[Row]) -> Rollout:
-    """Sample until enough groups have different rewards.
+    """Sample batches of prompts until enough groups have different rewards.
 
-    After max_num_gen_batches batches, fill the rollout with groups that have equal rewards.
+    If max_num_gen_batches batches are not enough, groups with equal rewards fill the rollout.
 
     Args:
         trainer: GRPOTrainer.
@@ -56,7 +56,7 @@ def sample_until_groups_differ(trainer: Any, rows: Sequence[Row]) -> Rollout:
         groups += gather_groups(trainer, trainer.sample_and_score(rows))
         num_batches += 1
     groups.sort(key=lambda group: not group.differs)
-    local = []  # groups for this rank, ordered by optimizer step
+    local = []  # this rank's groups, ordered by optimizer step
     for part in split(groups[:count], count // options.steps_per_generation):
         local += world.share(part)
     first_sample = world.rank * len(local) * options.num_generations

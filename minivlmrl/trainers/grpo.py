@@ -34,13 +34,13 @@ from minivlmrl.trainers.rollout_metrics import CLIP_RATIOS, group_metrics
 
 @dataclass(kw_only=True)
 class GRPOBatch(SampledBatch):
-    """Micro-batch for GRPO and its variants."""
+    """A micro-batch for GRPO and its variants."""
 
     advantages: Tensor  # (R,), or per token (R, T)
     old_per_token_logps: Tensor | None = None  # (R, T) log-probabilities before the first update
     importance_sampling_ratio: Tensor | None = None  # (R, T) or (R, 1): trainer probability / sampler probability
-    entropy_threshold: float | None = None  # minimum entropy of tokens to train on
-    num_entropy_tokens: float | None = None  # tokens in the step with entropy >= entropy_threshold
+    entropy_threshold: float | None = None  # minimum entropy of the tokens to train on, in nats
+    num_entropy_tokens: float | None = None  # how many tokens in the optimizer step reach entropy_threshold
 
 
 class GRPOTrainer(RolloutTrainer):
@@ -48,7 +48,7 @@ class GRPOTrainer(RolloutTrainer):
 
     stage = "grpo"
     config_type = GRPOOptions
-    batch_type = GRPOBatch  # your subclass may have further fields with defaults, which `prepare` fills
+    batch_type = GRPOBatch  # a subclass may add fields with defaults, which `prepare` fills
     options: GRPOOptions
 
     @classmethod
@@ -75,19 +75,23 @@ class GRPOTrainer(RolloutTrainer):
         return sample_until_groups_differ(self, rows)
 
     def total_rewards(self, samples: Sequence[Sample]) -> Tensor:
-        """Add DAPO's penalty for overlong completions to weighted reward sums, for the longest turn."""
+        """Compute weighted reward sums, with DAPO's penalty for overlong completions."""
         total = super().total_rewards(samples)
         limit = self.config.sampling.max_new_tokens
         cache = self.options.soft_punish_cache
         if not cache:
             return total
-        # max_new_tokens limits a turn, not a whole trajectory
+        # length of the longest turn, because max_new_tokens limits a turn and not a whole trajectory
         lengths = [max(len(turn.ids) for turn in x.completion.turns or [x.completion]) for x in samples]
         return total + torch.tensor([soft_overlong_punishment(length, limit, cache) for length in lengths])
 
     @torch.no_grad()
     def build_micro_batches(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[GRPOBatch]]:
-        """Compute advantages, and pack micro-batches; `parts` has the groups for each optimizer step."""
+        """Compute advantages, and pack micro-batches.
+
+        Args:
+            parts: the groups for every optimizer step on the rollout.
+        """
         options = self.options
         rewards = self.world.all_gather(rollout.rewards)  # (all ranks' samples, K)
         totals = self.world.all_gather(self.total_rewards(rollout.samples))  # (all ranks' samples,)
@@ -96,7 +100,7 @@ class GRPOTrainer(RolloutTrainer):
         advantages = self.compute_advantages(rollout, totals, rewards)
         steps = [self.micro_batches(groups, advantages) for groups in parts]
         if self.kl_in_reward:
-            # RLOO: subtract the KL penalty from the rewards
+            # for RLOO, subtract the KL penalty from the rewards
             batches = list(chain(*steps))
             kl = []  # KL to the reference per sample (k1, in nats)
             for batch in batches:
@@ -104,7 +108,7 @@ class GRPOTrainer(RolloutTrainer):
                 log_ratio = batch.old_per_token_logps - batch.ref_per_token_logps
                 kl.append((log_ratio * batch.loss_mask).sum(1).cpu())
             index = torch.cat([batch.completion_index for batch in batches])
-            # sort by sample, because micro-batches with max_tokens_per_micro_batch change the order
+            # sort by sample, because max_tokens_per_micro_batch changes the order
             kl = self.world.all_gather(torch.cat(kl))[self.world.all_gather(index).argsort()]
             num_tokens = float(sum(step[0].normalizer.tokens for step in steps))
             rollout.metrics["kl"] = kl.double().sum().item() / num_tokens
@@ -116,10 +120,10 @@ class GRPOTrainer(RolloutTrainer):
         return steps
 
     def prepare(self, batches: Sequence[GRPOBatch]):
-        """Change micro-batches before the first update in an optimizer step, for example their advantages.
+        """Change the micro-batches of an optimizer step before the first update, for example their advantages.
 
-        Called once per optimizer step, without gradients. Other ranks' micro-batches are elsewhere: use self.world
-        for totals.
+        Called once per optimizer step, without gradients. `batches` are only this rank's: use self.world for totals
+        over all ranks.
         """
 
     @property
@@ -163,7 +167,7 @@ class GRPOTrainer(RolloutTrainer):
         return advantages
 
     def advantages_of(self, batch: SampledBatch, advantages: Tensor) -> Tensor:
-        """Return micro-batch advantages: (R,), or per token (R, T)."""
+        """Select a micro-batch's advantages from those of all samples: (R,), or per token (R, T)."""
         chosen = advantages[batch.completion_index].to(self.world.device)
         return chosen if chosen.dim() == 1 else chosen[:, : batch.loss_mask.shape[1]]
 
@@ -171,11 +175,11 @@ class GRPOTrainer(RolloutTrainer):
         """Drop samples with advantage 0, unless the loss needs them."""
         if self.needs_all_samples:
             return samples
-        # keep at least one sample, because all ranks must run a sharded forward pass; its loss mask is 0
+        # keep at least one sample, with loss mask 0, because all ranks must run a sharded forward pass
         return [sample for sample in samples if advantages[sample.index].any()] or samples[:1]
 
     def micro_batches(self, groups: Sequence[list[Sample]], advantages: Tensor) -> list[GRPOBatch]:
-        """Pack micro-batches, with their advantages and what the loss needs from before the first update."""
+        """Pack micro-batches with advantages and, if the loss needs them, log-probs from before the first update."""
         normalizer = self.count_tokens(groups)
         packed = [self.pack(self.kept_samples(part, advantages), normalizer) for part in self.split(groups)]
         batches = [self.with_advantages(batch, advantages) for batch in packed]
@@ -187,14 +191,18 @@ class GRPOTrainer(RolloutTrainer):
         return batches
 
     def with_advantages(self, sampled: SampledBatch, advantages: Tensor) -> GRPOBatch:
-        """Add advantages to a micro-batch, and mask completions that the loss does not need."""
+        """Add advantages to a micro-batch, and mask out completions with advantage 0 unless the loss needs them."""
         batch = self.batch_type.extend(sampled, advantages=self.advantages_of(sampled, advantages))
         if not self.needs_all_samples:
             batch.loss_mask = batch.loss_mask * batch.advantages.view(len(sampled.samples), -1).any(1, keepdim=True)
         return batch
 
     def score_policy(self, batch: GRPOBatch) -> Tensor:
-        """Set log-probabilities and sampler ratios of the policy before the first update; return its entropies (n,)."""
+        """Store the policy's log-probabilities before the first update, and ratios to those of the sampler.
+
+        Returns:
+            entropies of trained tokens (n,), on the CPU.
+        """
         options = self.options
         logps, entropies = self.logps(batch.group)
         batch.old_per_token_logps = batch.group.pad(logps)
@@ -211,7 +219,7 @@ class GRPOTrainer(RolloutTrainer):
         return batch.group.pad(entropies)[batch.loss_mask.bool()].cpu()
 
     def set_entropy_threshold(self, batches: Sequence[GRPOBatch], entropies: Tensor):
-        """Set the minimum entropy of trained tokens, from the entropies (n,) of all ranks."""
+        """Set the minimum entropy of tokens to train on, from the token entropies (n,) of all ranks."""
         entropies = torch.cat(self.world.gather_objects(entropies))
         threshold = top_entropy_threshold(entropies, self.options.top_entropy_quantile)
         for batch in batches:
@@ -222,7 +230,7 @@ class GRPOTrainer(RolloutTrainer):
     def needs_all_samples(self) -> bool:
         """Whether samples with advantage 0 affect the gradient, for example through a KL penalty.
 
-        True for a stage of your own, which may add terms; set `needs_all_samples = False` in the class if it does not.
+        True for a user-defined trainer, whose loss may have more terms; if not, set `needs_all_samples = False` there.
         """
         options = self.options
         is_regularized = options.beta or options.entropy_coef or options.top_entropy_quantile < 1
@@ -230,7 +238,7 @@ class GRPOTrainer(RolloutTrainer):
 
     @property
     def policy_moves(self) -> bool:
-        """Whether several optimizer steps train on a rollout."""
+        """Whether several optimizer steps train on the same rollout."""
         return self.options.num_iterations * self.options.steps_per_generation > 1
 
     def is_trained(self, sample: Sample) -> bool:
@@ -255,7 +263,7 @@ class GRPOTrainer(RolloutTrainer):
         return kept_tokens(entropies, batch.loss_mask, self.options.top_entropy_quantile, batch.entropy_threshold)
 
     def token_weights(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
-        """Return factors (R, T) for the policy term, not for KL.
+        """Return factors (R, T) for the policy term of the loss, but not for the KL term.
 
         Args:
             entropies: (R, T) policy entropies with gradient, in nats.
@@ -267,9 +275,9 @@ class GRPOTrainer(RolloutTrainer):
     def extra_loss(
         self, batch: GRPOBatch, logps: Tensor, entropies: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]] | Tensor | None:
-        """Return a term to add to the loss, and perhaps metrics; None adds nothing.
+        """Return a term to add to the loss, optionally with metrics; None adds nothing.
 
-        Divide sums over tokens by batch.normalizer.tokens, because micro-batch losses are added.
+        Divide sums over tokens by batch.normalizer.tokens, because the losses of micro-batches are added up.
 
         Args:
             logps: (R, T) policy log-probabilities with gradient, in nats.
@@ -321,10 +329,10 @@ class GRPOTrainer(RolloutTrainer):
             loss = loss + term
             metrics = metrics | extra_metrics
         old_logps = padded_logps.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
-        # Clip ratios are means over tokens in an optimizer step, as in TRL; with GSPO and RLOO, over completions. So
-        # multiply by this micro-batch's share of tokens or completions, and sum over micro-batches. Completions that
-        # kept_samples drops have advantage 0, and are never clipped.
-        share = batch.loss_mask.sum().double() / batch.normalizer.tokens  # float64: sums over batches must be exact
+        # As in TRL, clip ratios are means over the tokens of an optimizer step, or over completions with GSPO and RLOO.
+        # They are multiplied by this micro-batch's share of the tokens or completions, and later summed over
+        # micro-batches. Completions that kept_samples drops have advantage 0, and are never clipped.
+        share = batch.loss_mask.sum().double() / batch.normalizer.tokens  # float64, for exact sums over micro-batches
         if options.importance_sampling_level == "sequence" or options.loss_type == "rloo":
             share = len(batch.loss_mask) / batch.normalizer.sequences
         metrics = {name: value * share if name in CLIP_RATIOS else value for name, value in metrics.items()}
@@ -334,7 +342,7 @@ class GRPOTrainer(RolloutTrainer):
 def find_loss(options: GRPOOptions) -> Callable:
     """Return grpo_loss, or the user's loss function named in `loss_type`.
 
-    Your function may omit parameters, or be f(batch, options); see config/loss_forms.py.
+    A user's function may take only some of grpo_loss's arguments, or (batch, options); see config/loss_forms.py.
     """
     names = [*inspect.signature(grpo_loss).parameters]
     table = dict.fromkeys(AVERAGES, grpo_loss)
@@ -345,7 +353,7 @@ def find_loss(options: GRPOOptions) -> Callable:
 
 
 def find_advantages(options: GRPOOptions) -> Callable[..., Tensor]:
-    """Return the function named in the option `advantages`."""
+    """Return the function that computes advantages, named in the option `advantages`."""
     arguments = "num_generations", "scale_rewards", "rewards_per_func", "reward_weights"
     on_request = "completions", "completion_lengths", "rows", "step"
     with error_context(f"grpo.advantages {options.advantages_name}"):

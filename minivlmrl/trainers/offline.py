@@ -1,6 +1,6 @@
-"""Base classes for trainers on dataset answers: SFT, DPO, KTO, reward model.
+"""Base classes for trainers that train on answers in the dataset: SFT, DPO, KTO, reward model.
 
-A prompt and its images are processed once for all answers.
+A prompt and its images are encoded once for all of its answers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,23 +21,26 @@ from minivlmrl.trainers.base import MicroBatch, Step, Trainer, split
 
 @dataclass
 class AnswerBatch(MicroBatch):
-    """Micro-batch with dataset answers; chosen and rejected answers alternate."""
+    """A micro-batch with answers from the dataset; in preference pairs, chosen and rejected answers alternate."""
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
-        """Return weights for averaging metrics over micro-batches, as in TRL: tokens for the entropy, else answers."""
+        """Return the weights with which metrics are averaged over micro-batches, as in TRL.
+
+        These are token counts for the entropy, and answer counts for other metrics.
+        """
         num_tokens = float(self.loss_mask.sum())
         return {name: num_tokens if name == "entropy" else len(self.loss_mask) for name in names}
 
 
 class OfflineTrainer(Trainer):
-    """Base class for stages with dataset answers; each batch is one optimizer step.
+    """Base class for training stages on dataset answers; a batch of rows is one optimizer step.
 
-    Subclasses define `loss` and the Row fields with answers.
+    Subclasses define `loss`, and in `answers` the Row fields to train on.
     """
 
     batch_type: type[MicroBatch] = AnswerBatch
     answers = ("completion",)
-    counted_rows = slice(None)  # slice of answers whose tokens count in the loss denominator
+    counted_rows = slice(None)  # which answers' tokens count in the loss denominator
 
     def steps(self, batches: Iterator[Sequence[Row]]) -> Iterator[Step]:
         for rows in batches:
@@ -59,16 +62,19 @@ class OfflineTrainer(Trainer):
         return [row.prompt(self.processor) for row in rows], answers
 
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
-        """Pack prompts and answers into a micro-batch, with its own loss denominator, which `build_step` replaces."""
+        """Pack prompts and answers into a micro-batch.
+
+        Its loss denominator counts only this micro-batch, until `build_step` sets that of the optimizer step.
+        """
         group = pack_turns(prompts, answers, self.policy.config, self.world.device)
         mask = group.completion_mask
         ref_logps = None if self.reference is None else self.reference.logps(group)
         return self.batch_type(group, mask, batch_normalizer(mask), ref_logps)
 
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
-        """Select this rank's share of the rows with all required answers.
+        """Select this rank's share of the rows that have all required answers.
 
-        A rank with fewer rows repeats another rank's row, because all ranks must run a sharded model equally often.
+        A rank with fewer rows repeats a row of another rank, because all ranks must run a sharded model equally often.
 
         Returns:
             row indices, repeated rows last, and the number of rows without repeats
@@ -90,13 +96,13 @@ class OfflineTrainer(Trainer):
 
 
 class PairTrainer(OfflineTrainer):
-    """Base class for stages with preference pairs."""
+    """Base class for training stages on preference pairs."""
 
     needs = "pairs"
     answers = ("chosen", "rejected")
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Compute score differences, chosen minus rejected: (pairs,)."""
+        """Compute the score difference between the chosen and the rejected answer: (pairs,)."""
         raise NotImplementedError
 
     @torch.no_grad()

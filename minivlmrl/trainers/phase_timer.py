@@ -7,7 +7,7 @@ import torch
 
 
 class PhaseTimer:
-    """Timer with CUDA events, because GPU work runs later than its Python code."""
+    """Timer for phases, with CUDA events on a GPU, where work runs later than the Python code that starts it."""
 
     def __init__(self, device: torch.device):
         self.is_gpu = device.type == "cuda"

@@ -30,7 +30,7 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 
 @dataclass(kw_only=True)
 class PPOBatch(SampledBatch):
-    """Micro-batch with token advantages, returns and values."""
+    """A micro-batch for PPO, with advantages, returns and critic values per token."""
 
     advantages: Tensor  # (R, T)
     returns: Tensor  # (R, T) targets for the critic
@@ -87,7 +87,7 @@ class PPOTrainer(RolloutTrainer):
 
     @torch.no_grad()
     def build_micro_batches(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[PPOBatch]]:
-        """Pack micro-batches per optimizer step, with token advantages and returns."""
+        """Pack the micro-batches of every optimizer step, with advantages and returns per token."""
         rewards = self.world.all_gather(rollout.rewards)
         totals = combine(rewards, self.reward_weights)
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals)
@@ -105,7 +105,7 @@ class PPOTrainer(RolloutTrainer):
         return steps
 
     def micro_batches(self, groups: Sequence[list[Sample]], scores: Tensor) -> list[PPOBatch]:
-        """Pack this rank's micro-batches, with advantages and returns from GAE."""
+        """Pack this rank's micro-batches, with advantages and returns from GAE (not yet normalized)."""
         options = self.options
         normalizer = self.count_tokens(groups)
         batches = []
@@ -137,7 +137,7 @@ class PPOTrainer(RolloutTrainer):
         return not sample.rewards.isnan().all()
 
     def logps_and_values(self, group: GroupBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute log-probabilities, entropies and values, each (tokens,)."""
+        """Compute log-probabilities, entropies and critic values, all (tokens,)."""
         states = completion_states(self.policy, group)
         logps, entropies = logps_of_states(self.policy, states, group, self.temperature)
         if isinstance(self.critic, ValueModel):

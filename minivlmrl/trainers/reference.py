@@ -34,7 +34,7 @@ class Reference:
         elif has_adapters(policy):
             model = SwappedParameters(policy, [name for name, p in policy.named_parameters() if p.requires_grad])
         else:
-            # sync_ref_model updates the reference in small steps, which 16 bits would lose: keep the policy's dtype
+            # keep the policy's dtype with sync_ref_model, whose small updates would be lost in 16 bits
             model = copy_model(policy, in_compute_dtype=not options.sync_ref_model)
         self.model = model.requires_grad_(False)
 
@@ -48,11 +48,11 @@ class Reference:
 
 
 class SwappedParameters(nn.Module):
-    """Parameter copies to swap into a model."""
+    """Copies of a model's parameters, such as those of a reference, to swap into the model for a forward pass."""
 
     def __init__(self, model: VisionLanguageModel, names: list[str]):
         super().__init__()
-        # a list, so that torch does not register the policy as a submodule
+        # in a list, so that torch does not register the policy as a submodule
         self.models = [model]
         self.names = names
         self.copies = nn.ParameterList([parameter.detach().clone() for parameter in self.originals()]).requires_grad_(
@@ -64,11 +64,13 @@ class SwappedParameters(nn.Module):
         return [parameters[name] for name in self.names]
 
     def exchange(self):
-        """Swap parameters with their copies; an FSDP model must be resharded first."""
-        # swap back before a backward pass: autograd does not notice new parameter.data
+        """Swap the model's parameters with their copies; an FSDP model must be resharded first.
+
+        Callers must swap back before a backward pass, because autograd does not notice new parameter.data.
+        """
         for saved_copy, parameter in zip(self.copies, self.originals(), strict=True):
             if not is_part(parameter):
-                # swap without allocating memory, which could fail halfway
+                # without allocating memory, which could fail after only some parameters were swapped
                 parameter.data, saved_copy.data = saved_copy.data, parameter.data
                 continue
             old_value = parameter.detach().clone()
@@ -80,7 +82,7 @@ class SwappedParameters(nn.Module):
 def swapped_in(
     model: VisionLanguageModel | SwappedParameters, policy: VisionLanguageModel
 ) -> Iterator[VisionLanguageModel]:
-    """Yield a separate reference model, or the policy with reference parameters."""
+    """Yield the reference: a separate model, or the policy with reference parameters swapped in."""
     reshard(policy)
     if not isinstance(model, SwappedParameters):
         yield model

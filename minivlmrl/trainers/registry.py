@@ -15,7 +15,7 @@ TRAINERS = {
 
 
 def find_class(stage: str) -> type[Trainer]:
-    """Import a trainer: a key in TRAINERS, or file.py:Class."""
+    """Import the trainer class for a stage: a key in TRAINERS, or file.py:Class."""
     trainer = find_stage(stage, TRAINERS)
     with error_context(f"stages: {stage}"):
         for method in ("steps", "loss"):
@@ -34,7 +34,7 @@ def find_trainer(stage: str, config) -> type[Trainer]:
 
 
 def find_trainers(config) -> dict[str, type[Trainer]]:
-    """Return {stage: trainer class} after the trainers have checked the recipe."""
+    """Return {stage: trainer class}, after every trainer has checked the recipe."""
     trainers = {stage: find_trainer(stage, config) for stage in config.stage_names}
     if trainers and "float16" in (config.model.dtype, config.model.compute_dtype):
         raise UserError(

@@ -45,7 +45,7 @@ REWARD_MODEL = "minivlmrl.extras.reward_model", "the reward reward_model"
 
 
 class RolloutTrainer(Trainer):
-    """Base class for trainers that learn from rewards.
+    """Base class for trainers that learn from rewards for sampled completions.
 
     Options must include num_generations, micro_batch_size and max_tokens_per_micro_batch.
     """
@@ -98,15 +98,15 @@ class RolloutTrainer(Trainer):
     def build_micro_batches(
         self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]
     ) -> list[Sequence[MicroBatch]]:
-        """Compute rollout metrics, and pack the micro-batches for each optimizer step."""
+        """Compute rollout metrics, and pack the micro-batches of every optimizer step."""
         raise NotImplementedError
 
     def steps(self, batches: Batches) -> Iterator[Step]:
-        """Sample a rollout per batch of rows, and yield its optimizer steps.
+        """Sample a rollout for every batch of rows, and yield its optimizer steps.
 
         Example: with steps_per_generation 4 and num_iterations 2, a rollout of 32 prompts gives 8 steps of 8 prompts.
         """
-        self.batches = batches  # not in the generator: the memory check needs it before the first step
+        self.batches = batches  # set here and not in the generator, because the memory check needs it before step 0
         return self.rollout_steps()
 
     def rollout_steps(self) -> Iterator[Step]:
@@ -122,7 +122,7 @@ class RolloutTrainer(Trainer):
 
     @property
     def step(self) -> int:
-        """Optimizer step in this stage, from 0; while sampling, first step in the rollout."""
+        """Current optimizer step in this stage, from 0; during sampling, the first step on the rollout."""
         return self.reward_log.global_step
 
     def trial_batches(self, rows: Sequence[Row]) -> Sequence[MicroBatch]:
@@ -134,14 +134,14 @@ class RolloutTrainer(Trainer):
         longest = [Completion(prompt.input_ids[-1:].repeat(length), torch.zeros(length)) for prompt in prompts]
         completions = [[completion] * self.options.num_generations for completion in longest]
         num_samples = len(rows) * self.options.num_generations
-        # give each group rewards 0 and 1, because GRPO may drop groups with equal rewards
+        # rewards 0 and 1 in every group, because GRPO may drop groups with equal rewards
         rewards = (torch.arange(num_samples) % 2).float()[:, None].expand(-1, len(self.reward_weights))
         rollout = Rollout.join(rows, prompts, completions, rewards, self.world.rank * num_samples)
         [batches] = self.build_micro_batches(rollout, [rollout.groups])
         return batches
 
     def generate_rollout(self, rows: Sequence[Row]) -> Rollout:
-        """Sample a rollout; GRPOTrainer adds dynamic sampling."""
+        """Sample a rollout. GRPOTrainer overrides this method for dynamic sampling."""
         return self.sample_and_score(rows)
 
     def sample_and_score(self, rows: Sequence[Row]) -> Rollout:
@@ -198,7 +198,7 @@ class RolloutTrainer(Trainer):
         return LossNormalizer(sequences, max(tokens, 1), self.config.sampling.max_new_tokens)
 
     def pack(self, samples: Sequence[Sample], normalizer: LossNormalizer) -> SampledBatch:
-        """Pack samples ordered by prompt, with reference log-probabilities."""
+        """Pack samples, which must be ordered by prompt, and compute reference log-probabilities."""
         device = self.world.device
         groups = [list(group) for _, group in groupby(samples, lambda sample: id(sample.prompt))]
         prompts = [group[0].prompt for group in groups]
@@ -221,7 +221,7 @@ class RolloutTrainer(Trainer):
         return per_token_logps(self.policy, group, self.temperature)
 
     def token_metrics(self, batch: SampledBatch, old_logps: Tensor, entropies: Tensor) -> dict[str, Tensor]:
-        """Compute the mean entropy, and trainer-sampler log-probability differences, in nats.
+        """Compute the mean entropy, and the difference between log-probabilities of trainer and sampler, in nats.
 
         Args:
             old_logps: (R, T) trainer log-probabilities before the update.

@@ -14,7 +14,7 @@ from minivlmrl.trainers.offline import OfflineTrainer
 
 
 class SFTTrainer(OfflineTrainer):
-    """Trainer for SFT on one demonstration per prompt; in conversations, only assistant turns are trained."""
+    """Trainer for SFT on one demonstration per prompt; in conversations, only assistant turns have a loss."""
 
     stage = "sft"
     config_type = SFTOptions
@@ -31,7 +31,7 @@ class SFTTrainer(OfflineTrainer):
 
     @torch.no_grad()
     def evaluate(self, rows: Dataset) -> dict[str, float]:
-        """Compute the held-out loss, a mean over tokens in float64."""
+        """Compute the loss on held-out rows, averaged over tokens in float64."""
         local_indices, count = self.shard_rows_with_answers(rows)
         if not local_indices:
             return {}
@@ -41,7 +41,7 @@ class SFTTrainer(OfflineTrainer):
             batch = self.micro_batch([rows[index] for index in local_indices[start : start + size]])
             self.world.barrier()
             mask = batch.loss_mask
-            # rows after the first `count` repeat another rank's rows
+            # no loss for rows after the first `count`, which repeat rows of another rank
             mask[max(0, count - start) :] = 0
             logps, _ = per_token_logps(self.policy, batch.group)
             padded = batch.group.pad(logps).double()
