@@ -1,14 +1,14 @@
-"""Choose between a kernel's PyTorch and Triton code, and import Triton if possible.
+"""Choose between the PyTorch and the Triton code of a kernel, and import Triton if possible.
 
 PyTorch code runs on every device, and tests compare Triton code with it. Triton runs on a GPU, or on a CPU in its slow
-interpreter. The environment variable MINIVLMRL_KERNELS is one of:
+interpreter. The environment variable MINIVLMRL_KERNELS selects the code:
 
     auto (default): use Triton for float32, float16 and bfloat16 tensors on a GPU, PyTorch for other tensors.
     torch: always use PyTorch.
     triton: use Triton for float32, float16 and bfloat16 tensors, or raise an error if Triton cannot run.
 
-Before a kernel's first use on a GPU, self_test.py compares it with float64 results. PyTorch replaces a kernel that
-fails, or has a relative error above 2 %, with a warning; MINIVLMRL_KERNELS=triton raises an error instead.
+Before a kernel's first use on a GPU, self_test.py compares it with float64 results. If the kernel fails, or has a
+relative error above 2 %, PyTorch code is used with a warning, or MINIVLMRL_KERNELS=triton raises an error.
 MINIVLMRL_SELF_TEST=0 disables the check.
 """
 
@@ -25,8 +25,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Kernel files import tl and triton from here; both are placeholders without Triton. Triton takes 70 MiB, so it is
-# imported only for a GPU or its interpreter, or if other code has imported it.
+# Kernel files import tl and triton from here; without Triton, both are placeholders. Triton takes 70 MiB of memory, so
+# it is imported only if there is a GPU, for its interpreter, or if other code has imported it.
 triton = SimpleNamespace(jit=lambda kernel: kernel)
 tl = SimpleNamespace(constexpr=lambda value: value)
 INSTALLED = find_spec("triton") is not None
@@ -83,23 +83,23 @@ def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
 def _rejection(device: torch.device, kernel: str) -> str | None:
     """Check a kernel before its first use on a GPU; return why it is rejected, None if it is correct."""
     if (device, kernel) not in rejections:
-        rejections[device, kernel] = None  # the check itself runs the kernel
+        rejections[device, kernel] = None  # accept the kernel during the check, which runs it
         rejections[device, kernel] = _check(device, kernel)
     return rejections[device, kernel]
 
 
 def _check(device: torch.device, kernel: str) -> str | None:
-    # imported by name, because self_test imports the kernels, and they import this file
+    # import by name, because self_test imports the kernels, and the kernels import this file
     self_test = import_module("minivlmrl.kernels.self_test")
     try:
         # in a thread, because gradient mode and the hooks of activation checkpointing are thread-local
         with ThreadPoolExecutor(1) as pool:
             error = pool.submit(self_test.largest_error, kernel, str(device)).result()
     except Exception as failure:  # compilers may raise any error
-        cause = str(failure).partition("\n")[0]  # drop three lines of advice after CUDA's messages
+        cause = str(failure).partition("\n")[0]  # CUDA's messages have three more lines of advice
         reason = f"failed its self-test ({type(failure).__name__}: {cause})"
     else:
-        if error <= self_test.TOLERANCE:  # NaN is rejected
+        if error <= self_test.TOLERANCE:  # False for NaN
             return None
         reason = f"has a relative error of {error:.1%}"
     return (
@@ -122,14 +122,14 @@ def is_before_ampere(device: torch.device) -> bool:
 def _compiler_obstacle() -> str | None:
     try:
         triton.runtime.driver.active.get_current_target()
-    except Exception as error:  # compiles C code, which can fail with any error
+    except Exception as error:  # Triton compiles C code here, which may raise any exception
         cause = " ".join(str(error).split())
         return f"Triton cannot compile a kernel ({cause:.200}); install gcc and python3-dev"
     return None
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor to a device; copies to a GPU use pinned memory, so the CPU does not wait."""
+    """Copy a tensor to a device; copies to a GPU use pinned memory, so that the CPU does not wait."""
     is_upload = torch.device(device).type == "cuda" and not x.is_cuda
     if is_upload:
         try:
@@ -144,5 +144,5 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_half_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:
-    """Check for 16-bit dtypes on a GPU, or on the meta device, which simulates a GPU in memory estimates."""
+    """Return True for a 16-bit dtype on a GPU, or on the meta device, which stands for a GPU in memory estimates."""
     return device.type in ("cuda", "meta") and dtype in (torch.float16, torch.bfloat16)

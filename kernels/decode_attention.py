@@ -1,17 +1,18 @@
-"""Triton kernels for attention while decoding, with one new token per row (unfinished completion).
+"""Triton kernels for attention during decoding, in which every unfinished completion (row) has one new token.
 
-A new token attends to its prompt's keys, shared by all completions of the prompt, and to its own completion's keys.
+A new token attends to the keys of its prompt, which all completions of the prompt share, and to the keys of its own
+completion.
 
-Derivation. The keys are divided into parts, computed in parallel. A first kernel computes for every part j, from the
-scores s_i = q k_i D^-1/2 log2 e and values v_i of its keys,
+Derivation. The keys are divided into parts, which are computed in parallel. From the scores s_i = q k_i D^-1/2 log2 e
+and the values v_i of the keys in part j, a first kernel computes
 
     m_j = max s_i        l_j = sum 2^(s_i - m_j)        o_j = sum 2^(s_i - m_j) v_i / l_j
 
-A second kernel combines the outputs o_j. With e_j = m_j + log2 l_j, attention over all keys is
+A second kernel combines the outputs o_j of all parts. With e_j = m_j + log2 l_j, attention over all keys is
 
     out = sum 2^(e_j - max e) o_j / sum 2^(e_j - max e)
 
-A Triton program handles up to 64 queries with the same keys, to read the keys only once.
+A Triton program handles up to 64 queries that share keys, so that it reads the keys only once.
 
 Source: Flash-Decoding (Dao et al., 2023) for parts, Hydragen (Juravsky et al., 2024) for shared keys.
 """
@@ -26,8 +27,8 @@ from minivlmrl.kernels.window_attention import TILE_DTYPES
 
 # target number of Triton programs, about one per GPU multiprocessor
 PROGRAMS = 128
-MAX_PARTS = 32  # maximum parts that a key sequence is split into
-TILE = 64  # maximum queries per program
+MAX_PARTS = 32  # maximum number of parts into which a sequence of keys is split
+TILE = 64  # maximum queries per Triton program
 KEY_BLOCK = 32  # keys per loop iteration
 WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # {head_dim: warps per program}
 STAGES = 2  # prefetched key blocks (Triton's num_stages)
@@ -39,7 +40,7 @@ LOG2E = tl.constexpr(math.log2(math.e))
 @triton.jit
 def _attend(queries, k, v, mask, start, end, TILE: constexpr, D: constexpr):
     """Compute attention (TILE, D) and base-2 log-sum-exps (TILE,) for queries."""
-    # finite initial maximum: -inf - (-inf) would be NaN
+    # a finite initial maximum, because -inf - (-inf) is NaN
     max_score = tl.full((TILE,), -1e38, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     out = tl.zeros((TILE, D), tl.float32)
@@ -59,7 +60,7 @@ def _attend(queries, k, v, mask, start, end, TILE: constexpr, D: constexpr):
         out = tl.dot(rounded_weights, value_block, out * rescale[:, None], input_precision="ieee")
         total = total * rescale + tl.sum(weights, 1)
         max_score = new_max
-    # avoids 0 / 0 if all keys in a part are masked
+    # avoid 0 / 0 if all keys in a part are masked
     total = tl.maximum(total, 1.0)
     return out / total[:, None], max_score + tl.log2(total)
 
@@ -82,7 +83,7 @@ def _part(
     query = tile * TILE + tl.arange(0, TILE)
     inside = query < num_queries
     row = group * group_rows + query // HEADS
-    line = (row * K + key_head) * HEADS + query % HEADS  # index into (R, H)
+    line = (row * K + key_head) * HEADS + query % HEADS  # position of the query in q, flattened to (R * H, D)
     column = tl.arange(0, D)[None, :]
     queries = tl.load(q + line[:, None] * D + column, mask=inside[:, None], other=0.0)
 
@@ -116,7 +117,7 @@ def _parts_kernel(
         )  # fmt: skip
     else:
         done = tl.cdiv(prompt_keys, prompt_part) * lines
-        # group_rows=1: only one row (completion) uses a completion's keys
+        # group_rows=1, because only one row uses the keys of a completion
         _part(
             program - prompt_programs, q, own_k, own_v, own_bias, own_bias_stride,
             outs + done.to(tl.int64) * D, log_sums + done, lines, 1, own_keys, own_part, K, HEADS, D, OWN_TILE,
@@ -140,7 +141,7 @@ def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constex
 
 
 def fits(q: Tensor) -> bool:
-    """Check whether the kernels support q (R, H, D)."""
+    """Return True if the Triton kernels can run, and support the dtype and head dimension of queries q (R, H, D)."""
     return q.shape[-1] in WARPS and q.dtype in TILE_DTYPES and backend_for(q, "decode_attention") == "triton"
 
 
@@ -151,7 +152,7 @@ def split_work(k: Tensor, queries: int) -> tuple[int, int, int, int]:
         Queries per program, keys per part, number of parts, number of programs.
     """
     B, K, T, _ = k.shape
-    # matrix instructions need at least 16 rows
+    # a GPU's matrix instructions need at least 16 rows
     tile = min(TILE, max(16, triton.next_power_of_2(queries)))
     tiles = B * K * math.ceil(queries / tile)
     parts = min(MAX_PARTS, max(1, PROGRAMS // tiles))
@@ -170,7 +171,7 @@ def decode_attention(
         k, v: (B, K, P, D) prompt keys and values, contiguous.
         prompt_bias: (B, P) score bias: 0 for prompt tokens, then -inf for padding.
         own_k, own_v: (R, K, C, D) completion keys and values, contiguous.
-        own_bias: (R, C) score bias: 0 for a completion's tokens, one or more, then -inf for unused KV cache
+        own_bias: (R, C) score bias: 0 for the tokens of a completion (at least one), then -inf for unused KV cache
             positions. Rows may have any stride.
     """
     R, H, D = q.shape
@@ -184,7 +185,7 @@ def decode_attention(
     log_sums = torch.empty(parts, lines, dtype=torch.float32, device=q.device)
     outs = log_sums.new_empty(parts, lines, D)
     out = q.new_empty(q.shape)
-    with torch.cuda.device_of(q):  # Triton uses the current GPU
+    with torch.cuda.device_of(q):  # select the GPU of q, because Triton uses the current GPU
         _parts_kernel[(prompt_programs + own_programs,)](
             q.contiguous(), k, v, prompt_bias, own_k, own_v, own_bias, own_bias.stride(0), outs, log_sums, lines,
             prompt_programs=prompt_programs, prompt_rows=prompt_rows, prompt_keys=P, prompt_part=prompt_part,

@@ -34,7 +34,7 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 class Reorder(torch.autograd.Function):
-    """Return x[index]. Backward does not sum the gradients of a repeated row, but copies one of them.
+    """Return x[index]; backward copies the gradient of one copy of a row, instead of summing over all copies.
 
     Args:
         x: (N, ...)
@@ -72,7 +72,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     _, K, T, _ = k.shape
     flash = is_causal and q.is_cuda and D % 8 == 0
     if flash and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True)):
-        # not F.scaled_dot_product_attention, whose causal mask lets query i attend to keys 0..i, not 0..T-L+i
+        # in F.scaled_dot_product_attention, the causal mask would let query i attend to keys 0..i, not 0..T-L+i
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
     is_small = q.is_cpu and T <= MAX_KEYS and D <= MAX_HEAD_DIM
     if is_causal and L == T and not is_small:
@@ -93,10 +93,10 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Check whether flash_attention supports device, dtype and head dimension.
+    """Return True if flash_attention supports the device, dtype and head dimension.
 
-    The meta device counts as an NVIDIA GPU, for memory estimates. Return False on Apple GPUs (no log-sum-exp in
-    PyTorch) and AMD GPUs (not tested).
+    The meta device stands for an NVIDIA GPU in memory estimates. Apple GPUs are not supported, because PyTorch returns
+    no log-sum-exp there, nor are AMD GPUs, which were not tested.
     """
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
     if q.is_meta:
@@ -125,7 +125,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
 
 def with_more_digits(*inputs: Tensor) -> list[Tensor]:
-    """Convert 16-bit tensors on a CPU to float32."""
+    """Convert 16-bit tensors on a CPU to float32; return others unchanged."""
     if not inputs[0].is_cpu:
         return [*inputs]
     return [x.to(at_least_float32(x.dtype)) for x in inputs]
@@ -147,13 +147,13 @@ def flash_attention_backward(
         out, lse: as from flash_attention, over all keys.
         state: third result of flash_attention(q, k, v).
     """
-    lse = lse.contiguous()  # the GPU kernel ignores strides of lse
+    lse = lse.contiguous()  # because the GPU kernel ignores the strides of lse
     if q.is_cuda:
         *lengths, seed, offset = state
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, *lengths, 0.0, is_causal, seed, offset
         )
-    # float32: the CPU kernel sums k and v gradients in their own dtype
+    # in float32, because the CPU kernel sums k and v gradients in their own dtype
     q_grad, k_grad, v_grad = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *with_more_digits(grad, q, k, v, out), lse, 0.0, is_causal
     )
@@ -170,7 +170,7 @@ def attention_scores(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor
     """
     scale = q.shape[-1] ** -0.5
     if q.dtype not in (torch.float32, torch.float64):
-        # scale after the product, because scaled queries would be rounded to 16 bits
+        # scale after the product, because scaling the queries would round them to 16 bits
         scores = float32_matmul(q, k.mT)
         return scores * scale if mask is None else torch.add(mask, scores, alpha=scale)
     queries = q.flatten(0, -3)

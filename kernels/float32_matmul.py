@@ -1,7 +1,7 @@
 """Matrix products of bfloat16 or float16 inputs with float32 results.
 
-GPUs sum bfloat16 products in float32; float32_matmul returns that sum unrounded. Rounding to bfloat16 would change
-logits near 20 by up to 0.06, and Qwen2.5's attention scores near 220 by up to 0.5.
+GPUs sum products of bfloat16 values in float32, and float32_matmul returns this sum without rounding. Rounding to
+bfloat16 would change logits near 20 by up to 0.06, and attention scores near 220, as in Qwen2.5, by up to 0.5.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
     Args:
         a, b: matrices, or batches with equal leading dimensions.
-        out: memory for the result; not supported for batches.
+        out: tensor for the result; not supported for batches.
     """
     out_dtype = at_least_float32(a.dtype)
     if a.dtype == out_dtype or not has_float32_products(a.device):
@@ -41,11 +41,11 @@ def float32_matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 @cache
 def has_float32_products(device: torch.device) -> bool:
-    """Check whether a device can multiply 16-bit matrices with a float32 result.
+    """Return True if a device can multiply 16-bit matrices with a float32 result.
 
     On NVIDIA GPUs below compute capability 8.0, run a small matrix product as a test.
     """
-    # torch.mm, bmm and addmm have out_dtype only on CUDA
+    # torch.mm, bmm and addmm support the argument out_dtype only on CUDA
     if device.type != "cuda" or torch.version.hip:
         return False
     if not is_before_ampere(device):
@@ -59,9 +59,9 @@ def has_float32_products(device: torch.device) -> bool:
 
 @contextmanager
 def tf32_products() -> Iterator[None]:
-    """Compute float32 products on a GPU in TF32 inside a `with` block.
+    """Compute float32 matrix products on a GPU in TF32 inside a `with` block.
 
-    PyTorch's TF32 setting is global, but CPU products do not change.
+    Products on a CPU do not change, although PyTorch's TF32 setting is global.
     """
     products = torch.backends.cuda.matmul
     before = products.fp32_precision

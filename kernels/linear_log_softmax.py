@@ -41,7 +41,7 @@ MAX_ROWS = 4096
 
 
 class LogitBlocks:
-    """Compute logits from hidden states (M, D) and head (V, D), in blocks.
+    """Compute logits from hidden states (M, D) and LM head (V, D), in blocks.
 
     Args:
         mask: sampling mask as in linear_log_softmax; an empty mask (2, 0) allows all ids.
@@ -56,19 +56,19 @@ class LogitBlocks:
             size = max(min(MAX_ROWS, len(hidden)), 1)
             width = block_width(size, len(weight))
         self.rows = slices(len(hidden), size)
-        self.columns = slices(len(weight), width)  # vocabulary slices; without Triton, only one
+        self.columns = slices(len(weight), width)  # slices of the vocabulary; only one without Triton
         self.hidden = hidden
-        # PyTorch has no bfloat16 product with float32 result on a CPU
+        # convert the weight on a CPU, where PyTorch has no bfloat16 product with a float32 result
         self.weight = weight if weight.is_cuda else weight.to(sum_dtype)
         self.ids = ids
         self.mask = mask
         self.temperature = temperature
-        # logits of any block; allocated once, to avoid page faults
+        # memory for the logits of one block; allocated only once, to avoid page faults
         self.memory = hidden.new_empty(size * width, dtype=sum_dtype)
         self.scratch = self.memory.new_empty(0 if self.is_triton else size, width)
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
-        """Compute logits (m, width), which the next block overwrites."""
+        """Compute a block of logits (m, width) in memory that the next block overwrites."""
         h = self.hidden[rows]
         w = self.weight[columns]
         z = self.memory[: len(h) * len(w)].view(len(h), len(w))
@@ -77,7 +77,7 @@ class LogitBlocks:
             m, width = z.shape
             row, column = self.mask[0] - rows.start, self.mask[1] - columns.start
             inside = (row >= 0) & (row < m) & (column >= 0) & (column < width)
-            # ids outside this block go into one extra, unused element
+            # for ids outside this block, write to one extra element, which is not used
             cells = torch.where(inside, row * width + column, m * width)
             dropped = torch.ones(m * width + 1, dtype=torch.bool, device=z.device)
             dropped.index_fill_(0, cells, False)
@@ -110,8 +110,8 @@ class LogitBlocks:
 
 def block_width(rows: int, vocab: int) -> int:
     """Return the number of vocabulary ids per Triton block: 2,048 for 4,096 rows, 8,192 for at most 1,024 rows."""
-    # Small matrix products do not keep a GPU busy. With more than 8,192 vocabulary ids per block, the float32 LM head
-    # gradient takes too much memory.
+    # Smaller matrix products do not keep a GPU busy. With more than 8,192 vocabulary ids per block, the block's float32
+    # gradient for the LM head takes too much memory.
     step = MAX_ROWS // 4  # 1,024, a multiple of GPU tile sizes
     ids = MAX_ROWS**2 // 2 // max(rows, step)
     return min(ids // step * step, vocab)
@@ -135,7 +135,7 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
         return ids.new_empty(2, 0)
     counts, allowed = zip(*masks, strict=True)
     tokens = torch.arange(len(ids))
-    # also allow each token's own id, because masks have no ids for tokens from tools
+    # also allow the id of every token itself, because masks have no ids for tokens from tools
     return torch.stack([torch.cat([tokens, tokens.repeat_interleave(torch.cat(counts))]), torch.cat([ids, *allowed])])
 
 
@@ -157,7 +157,7 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-# memory estimates do not see blocks inside a custom operator, so monitor/memory/estimate.py adds block_bytes
+# memory estimates cannot see tensors inside a custom operator, so monitor/memory/estimate.py adds block_bytes
 @torch.library.custom_op("minivlmrl::linear_log_softmax", mutates_args=())
 def _linear_log_softmax(
     hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, temperature: float
@@ -180,8 +180,8 @@ def _linear_log_softmax_backward(
     """Return gradients for hidden states and head; the head gradient is empty if the head is frozen."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
-    # skip tokens without gradient, but not on a GPU (nonzero() would block the CPU), or with a sampling mask (its token
-    # indices would become wrong)
+    # Skip tokens without gradient. This is not possible on a GPU, where nonzero() would make the CPU wait, or with a
+    # sampling mask, whose token indices would become wrong.
     if not hidden.is_cuda and not mask.numel():
         rows = has_gradient(g, e).nonzero()[:, 0]
     h = hidden[rows]
@@ -213,7 +213,7 @@ def _setup_context(ctx, inputs, output):
     *tensors, ctx.temperature = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)  # unused outputs have gradient None
+    ctx.set_materialize_grads(False)  # pass None instead of zeros as the gradient of an unused output
 
 
 def _differentiate_scores(ctx, g, e, *_):
@@ -257,7 +257,7 @@ def linear_log_softmax(
 
 def block_bytes(rows: int, vocab: int, dtype: torch.dtype) -> int:
     """Return the bytes for a block of logits and its gradient on a GPU."""
-    # Triton: 4 bytes per logit, overwritten by a float32 gradient; a 16-bit gradient takes 2 more
+    # With Triton, a logit takes 4 bytes, which a float32 gradient overwrites; a 16-bit gradient takes 2 more bytes.
     if dtype in DTYPES:
         rows = min(MAX_ROWS, rows)
         return rows * block_width(rows, vocab) * (4 + dtype.itemsize % 4)

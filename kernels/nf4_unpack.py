@@ -2,7 +2,7 @@
 
 A byte holds two indices into a table with 16 values, the first in the upper 4 bits. A block of 64 values has a scale:
 table[index] * group_scale + offset, with an 8-bit index into a table with 256 numbers. 256 blocks share group_scale, a
-float32. Unpacking to bfloat16 moves 2.6 bytes per weight; separate torch operations move 24.
+float32. Unpacking to bfloat16 reads and writes 2.6 bytes per weight, while separate torch operations need 24.
 """
 
 import torch
@@ -46,7 +46,7 @@ def nf4_unpack(packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, 
     """
     size = packed.numel()
     out = packed.new_empty(2 * size, dtype=dtype)
-    with torch.cuda.device_of(packed):  # Triton uses the current GPU: select the GPU of `packed`
+    with torch.cuda.device_of(packed):  # select the GPU of `packed`, because Triton uses the current GPU
         _kernel[(triton.cdiv(size, BYTES),)](
             packed, indices, scales, offset, *tables, out, size,
             BYTES=BYTES, GROUP=GROUP, num_warps=4, enable_fp_fusion=False,

@@ -16,9 +16,9 @@ from minivlmrl.kernels.backend import at_least_float32
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm with a faster backward than torch.nn.RMSNorm on a CPU; on a GPU, torch's fused kernel."""
+    """RMSNorm with a faster backward pass on a CPU than torch.nn.RMSNorm; on a GPU, it uses torch's fused kernel."""
 
-    eps: float  # torch.nn.RMSNorm also allows eps=None
+    eps: float  # never None, which torch.nn.RMSNorm allows
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:

@@ -7,8 +7,9 @@ Derivation. For one row's logits z (V,), chosen token y and temperature T, with 
     logp = log p_y = d_y - log s <= 0
     H = -sum_j p_j log p_j = -sum_j p_j (d_j - log s) = log s - t / s
 
-Let two parts of the logits have the maxima top1 and top2, and the sums s1, t1, s2 and t2 as defined above. With
-top = max(top1, top2), c1 = (top1 - top) / T and c2 = (top2 - top) / T, the sums over all logits are
+Logits can also be processed in parts, whose sums are then combined. Two parts have the maxima top1 and top2, and the
+sums s1, t1 and s2, t2. With top = max(top1, top2), c1 = (top1 - top) / T and c2 = (top2 - top) / T, the sums over both
+parts are
 
     s = s1 exp c1 + s2 exp c2
     t = (t1 + c1 s1) exp c1 + (t2 + c2 s2) exp c2
@@ -22,11 +23,11 @@ With upstream gradients g (for logp) and e (for H), the logit gradient is
     dz_j = g [j = y] / T + exp(d_j) (a + b d_j)
     a = -(g + e (H - log s)) / (T s)        b = -e / (T s)
 
-Triton kernels compute powers of 2 instead of e, because GPUs have an instruction for 2^x:
+The Triton kernels compute powers of 2 instead of powers of e, because GPUs have an instruction for 2^x:
 
     k = log2(e) / T        d' = k z_j - k top        exp(d_j) = 2^d'
 
-For a logit of -inf, d' 2^d' would be -inf * 0 = NaN, so d' is clamped to at least -125. NaN logits stay NaN.
+For a logit of -inf, d' 2^d' would be -inf * 0 = NaN, so d' is clamped to at least -125. Results for NaN logits are NaN.
 """
 
 import math
@@ -37,7 +38,7 @@ from torch import Tensor
 
 from minivlmrl.kernels.backend import at_least_float32, backend_for, tl, triton
 
-# lower limit for (logit - row maximum) in base 2; float32 has no normal numbers below 2^-126, where exp is slow
+# lower limit for (logit - row maximum) in base 2; below 2^-126, float32 numbers are subnormal, and exp is slow
 FLOOR = -125.0
 LOG2E = 1 / math.log(2)
 
@@ -48,7 +49,7 @@ def score_rows_(z: Tensor, ids: Tensor, temperature: float, scratch: Tensor | No
     Args:
         z: (m, V) logits, overwritten.
         ids: (m,) chosen tokens.
-        scratch: (m, V) memory for exponentials, None = allocate.
+        scratch: (m, V) tensor for exponentials; None = allocate one.
     """
     top = z.amax(-1)
     chosen = (z.gather(-1, ids[:, None])[:, 0] - top) / temperature
@@ -70,7 +71,7 @@ def differentiate_rows_(
         ids: (m,) chosen tokens.
         saved: entropies, largest logits and sums of exponentials from score_rows_.
         upstream: gradients (m,) for log-probabilities and for entropies; the second may be None.
-        scratch: (m, V) memory for the result, None = allocate.
+        scratch: (m, V) tensor for the result; None = allocate one.
     """
     (entropies, _, s), (g, e) = saved, upstream
     scale = -1 / (temperature * s)
@@ -84,7 +85,7 @@ def differentiate_rows_(
 
 
 def differences_(z: Tensor, top: Tensor, temperature: float) -> Tensor:
-    """Replace logits (m, V) with (logits - row maximum) / temperature, clamped to at least log(2^-125)."""
+    """Convert logits (m, V), in place, to (logits - row maximum) / temperature, clamped to at least log(2^-125)."""
     z.sub_(top[:, None])
     if temperature != 1:
         z.div_(temperature)
@@ -109,7 +110,7 @@ FORWARD_WARPS = 4
 BLOCK = tl.constexpr(8192)  # logits per iteration of the backward loop
 BACKWARD_WARPS = 8
 constexpr = tl.constexpr
-# finite initial maximum: -inf - (-inf) would be NaN
+# a finite initial maximum, because -inf - (-inf) is NaN
 LOWEST_TOP = tl.constexpr(-1e30)
 LOWEST_DIFFERENCE = tl.constexpr(FLOOR)
 LN2 = tl.constexpr(math.log(2))
@@ -117,7 +118,7 @@ LN2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def _add_logits(z, top, s, t, k):
-    """Update column maxima and sums with another block of logits z (STEPS, COLUMNS)."""
+    """Update maxima and sums per block column with another block of logits z (STEPS, COLUMNS)."""
     new_top = tl.maximum(top, tl.max(z, 0) * k)
     c = top - new_top
     w = tl.exp2(c)
@@ -162,11 +163,11 @@ def _join(top1, s1, t1, top2, s2, t2):
 def _score_kernel(
     logits, ids, parts, logps, entropies, tops, totals, stride, rows, width, first, k, FIRST: constexpr, LAST: constexpr
 ):
-    """Add the next part of the vocabulary to a token's log-probability and entropy."""
+    """Update a token's log-probability and entropy with the logits of the next part of the vocabulary."""
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
     top, s, t = _describe_row(row_logits, width, k)
-    column = tl.load(ids + row) - first  # chosen token, maybe in another part of the vocabulary
+    column = tl.load(ids + row) - first  # column of the chosen token, which may be in another part of the vocabulary
     inside = (column >= 0) & (column < width)
     chosen = tl.load(row_logits + column, mask=inside, other=float("nan")).to(tl.float32) * k
     if not FIRST:
@@ -177,7 +178,7 @@ def _score_kernel(
     if LAST:
         log_s = tl.log2(s)
         logp = (chosen - top - log_s) * LN2
-        # rounding can make log-probabilities slightly positive
+        # not above 0: rounding can make log-probabilities slightly positive
         tl.store(logps + row, tl.where(logp > 0, 0.0, logp))
         tl.store(entropies + row, (log_s - t / s) * LN2)
         tl.store(tops + row, top)
@@ -217,7 +218,7 @@ def _differentiate_kernel(
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width_to_read
         z = tl.load(logits + row * stride + columns, mask=inside, other=float("-inf"))
-        # tl.maximum drops NaN, but with a NaN logit the saved sum s is NaN, and so is the gradient
+        # tl.maximum drops NaN, but for a row with a NaN logit the saved sum s is NaN, and so the gradient is NaN
         d = tl.maximum(z.to(tl.float32) * k - top, LOWEST_DIFFERENCE)
         dz = tl.exp2(d) * (a + b * d)
         dz = tl.where(columns == chosen_column, dz + grad_chosen, dz)
@@ -243,7 +244,7 @@ def score_part_(
     rows, width = z.shape
     results = [z.new_empty(rows, dtype=torch.float32) for _ in range(4 if last else 0)]
     if rows:
-        with torch.cuda.device_of(z):  # Triton uses the current GPU
+        with torch.cuda.device_of(z):  # select the GPU of z, because Triton uses the current GPU
             _score_kernel[(rows,)](
                 z, ids, parts, *(results or [None] * 4),
                 stride=z.stride(0), rows=rows, width=width, first=first_id, k=LOG2E / temperature,

@@ -24,7 +24,7 @@ from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
 from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
 from minivlmrl.kernels.window_attention import Segments, window_attention
 
-# Triton's interpreter multiplies bfloat16 matrices incorrectly
+# not bfloat16 in Triton's interpreter, which multiplies bfloat16 matrices incorrectly
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 # vision tower heads: dimension 80 in Qwen2.5-VL, 64 or 72 in Qwen3-VL
 WINDOW_HEADS = 2 if INTERPRETED else 16
@@ -40,7 +40,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def compare(function: Callable, inputs: Sequence[Tensor], device: str) -> list[float]:
-    """Return relative errors of results and gradients, against PyTorch in float64 on the CPU."""
+    """Return the relative errors of a function's results and gradients, compared with float64 on the CPU."""
     leaves = [x.to(device).requires_grad_() for x in inputs]
     exact_leaves = [x.double().requires_grad_() for x in inputs]
     actual = function(*leaves)
@@ -72,7 +72,7 @@ def check_windows(device: str) -> list[float]:
 
 
 def check_decoding(device: str) -> list[float]:
-    """Check decoding with padded prompts and a KV cache that is not full."""
+    """Check attention for decoding, with padded prompts and a KV cache that is not full."""
     B, G, P, C = 2, 8, 300, 70  # prompts, completions per prompt, prompt tokens, completion tokens
     R = B * G
     prompt_bias = torch.zeros(B, P)
@@ -139,7 +139,7 @@ CHECKS = {
 
 
 def largest_error(kernel: str, device: str) -> float:
-    """Return a kernel's largest relative error, NaN if a result is NaN."""
+    """Return a kernel's largest relative error, or NaN if a result is NaN."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         return torch.tensor(CHECKS[kernel](device), dtype=torch.float64).max().item()

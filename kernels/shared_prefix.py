@@ -19,7 +19,7 @@ from minivlmrl.kernels.dense_attention import (
     has_flash_attention,
 )
 
-# bytes of float32 scores up to which grouped_attention is faster than PyTorch's fused kernel on a CPU
+# up to this size of float32 scores, in bytes, grouped_attention is faster on a CPU than PyTorch's fused kernel
 MAX_SCORE_BYTES = 2**22
 
 
@@ -33,7 +33,7 @@ class PromptSlots:
 
     def __init__(self, prompt_index: Tensor, prompts: int, device: torch.device | str = "cpu"):
         counts = prompt_index.bincount(minlength=prompts)
-        first_row = counts.cumsum(0) - counts  # per prompt
+        first_row = counts.cumsum(0) - counts  # (prompts,) index of the first completion of a prompt
         self.prompts = prompts
         self.slots = int(counts.max())  # maximum completions per prompt
         self.prompt_index = to_device(prompt_index, device)
@@ -43,13 +43,13 @@ class PromptSlots:
         self.full = len(prompt_index) == prompts * self.slots
 
     def by_prompt(self, x: Tensor) -> Tensor:
-        """Concatenate a prompt's completions, padded with 0 to `slots`: (R, K, h, X) -> (B, K, slots*h, X)."""
+        """Join the completions of a prompt in one row, padded with 0 to `slots`: (R, K, h, X) -> (B, K, slots*h, X)."""
         if not self.full:
             x = x.new_zeros(self.prompts * self.slots, *x.shape[1:]).index_copy_(0, self.slot, x)
         return x.unflatten(0, (-1, self.slots)).transpose(1, 2).flatten(2, 3)
 
     def by_row(self, x: Tensor) -> Tensor:
-        """Split prompts into completions: (B, K, slots*h, X) -> (R, K, h, X)."""
+        """Split the row of a prompt into its completions, to undo by_prompt: (B, K, slots*h, X) -> (R, K, h, X)."""
         x = x.unflatten(2, (self.slots, -1)).transpose(1, 2).flatten(0, 1)
         return x if self.full else x[self.slot]
 
@@ -64,8 +64,8 @@ def completion_attention(
 ) -> Tensor:
     """Compute attention (R, H, C, D) from completions to their whole prompt, and causally to their own tokens.
 
-    Small inputs on a CPU use grouped_attention, others PyTorch's fused kernel. Without a fused kernel (float32 on a
-    GPU), prompt keys are copied for every completion.
+    Small inputs on a CPU use grouped_attention, others PyTorch's fused kernel. For float32 inputs on a GPU, which the
+    fused kernel does not support, the keys of a prompt are copied for all of its completions.
 
     Args:
         q: (R, H, C, D) completion queries.
@@ -93,7 +93,8 @@ class JoinedAttention(torch.autograd.Function):
 
     Backward calls the fused kernel for prompt keys and for completion keys, with output and log-sum-exp over all keys.
 
-    Source: Hydragen (Juravsky et al., 2024) forward, Ring Attention (Liu et al., 2023) backward.
+    Source: Hydragen (Juravsky et al., 2024) for the forward pass, Ring Attention (Liu et al., 2023) for the backward
+    pass.
     """
 
     @staticmethod
@@ -104,7 +105,7 @@ class JoinedAttention(torch.autograd.Function):
         own_lse = own_lse[..., None]
         lse = torch.logaddexp(prompt_lse, own_lse)
         out = slots.by_row(prompt_out) * (prompt_lse - lse).exp()
-        # on a CPU, 16-bit inputs have float32 outputs
+        # convert back to the input dtype: on a CPU, 16-bit inputs have float32 outputs
         out = (out + own_out * (own_lse - lse).exp()).to(own_out.dtype)
         ctx.save_for_backward(q, k, v, prompt_k, prompt_v, out, lse)
         ctx.slots = slots
@@ -116,7 +117,7 @@ class JoinedAttention(torch.autograd.Function):
         q, k, v, prompt_k, prompt_v, out, lse = ctx.saved_tensors
         by_prompt = ctx.slots.by_prompt
         prompt_state, own_state = ctx.states
-        # memory order (R, C, H, D): by_prompt needs no copy
+        # in the memory order (R, C, H, D), with which by_prompt needs no copy
         grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
         prompt_q_grad, prompt_k_grad, prompt_v_grad = flash_attention_backward(
             by_prompt(grad), by_prompt(q), prompt_k, prompt_v, by_prompt(out), by_prompt(lse)[..., 0], prompt_state
@@ -129,7 +130,7 @@ class JoinedAttention(torch.autograd.Function):
 def grouped_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
 ) -> Tensor:
-    """Compute completion attention; one matrix product per prompt compares all queries with the prompt keys."""
+    """Compute completion attention, with one matrix product per prompt for the queries of all its completions."""
     _, H, C, _ = q.shape
     K = k.shape[1]
     S = slots.slots  # completions per prompt

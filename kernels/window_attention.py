@@ -1,6 +1,6 @@
 """Attention inside segments: tokens attend to all tokens in their window or video frame.
 
-Derivation. For a segment with queries, keys and values q_s, k_s, v_s (L, H, D), with c = D^-1/2, separately per head:
+Derivation. One head of one segment has the queries, keys and values q_s, k_s, v_s (L, D). With c = D^-1/2,
 
     S = c q_s k_s^T (L, L)      P = softmax(S) over the last axis      o_s = P v_s (L, D)
 
@@ -14,8 +14,8 @@ Triton's backward recomputes attention weights in registers, so only q, k and v 
 in one segment with at most 64 tokens. Head dimension 80 is padded to 128, not to 64 + 16, because of a compiler bug in
 Triton 3.6 and 3.7 (triton-lang/triton#11366).
 
-Time for the windows in eight photographs, forward and backward on an H200: 1 ms in one varlen_attn call, 39 ms in 128
-calls to scaled_dot_product_attention.
+Time for the windows of eight photographs without Triton, forward and backward on an H200: 1 ms in one call to
+varlen_attn, 39 ms in 128 calls to scaled_dot_product_attention.
 """
 
 import math
@@ -45,11 +45,11 @@ class Segments:
         self.longest = max(lengths)
         sizes = torch.tensor(lengths)
         starts = F.pad(sizes.cumsum(0), (1, 0))
-        # (segments + 1,) first token per segment, then token count
+        # (segments + 1,) index of the first token of every segment, and finally the number of tokens
         self.cu_seqlens = to_device(starts.int(), device)
         # (segment length, tokens) for adjacent segments with equal length: 64, 64, 16 -> [(64, 128), (16, 16)]
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
-        # (T,) token order by segment length, and its inverse; None = not sorted
+        # (T,) token indices sorted by segment length, and the inverse permutation; None = not sorted
         self.order = self.inverse = None
         if len(set(lengths)) < len(self.runs) and sum(lengths) < TOKENS_PER_CALL * len(self.runs):
             self.runs = [(length, sum(group)) for length, group in groupby(sorted(lengths))]
@@ -57,7 +57,7 @@ class Segments:
             self.inverse = self.order.argsort()
 
 
-# segments are padded to ROWS tokens, and heads to COLUMNS elements
+# the kernels pad segments to ROWS tokens, and heads to COLUMNS elements
 constexpr = tl.constexpr
 LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -101,7 +101,7 @@ def _segment(cu_seqlens, H: constexpr):
     segment = tl.program_id(0) // H
     start = tl.load(cu_seqlens + segment)
     length = tl.load(cu_seqlens + segment + 1) - start
-    # int64: start * H * D may exceed 32 bits
+    # start in int64, because start * H * D may exceed 32 bits
     return tl.program_id(0) % H, start.to(tl.int64), length
 
 
@@ -140,7 +140,7 @@ def _backward_kernel(
     values = _load(v, v_row, length, D, ROWS, COLUMNS)
     P = _softmax(_row_products(queries, keys), length, D, ROWS)
     dP = _row_products(grads, values)
-    # padded queries add nothing, because their upstream gradients are 0
+    # padding queries add nothing here, because their upstream gradients are 0
     dS = (D**-0.5 * P * (dP - tl.sum(P * dP, 1)[:, None])).to(v.dtype.element_ty)
     P_t = tl.trans(P.to(v.dtype.element_ty))
     _store_product(grad_v + offset, P_t, grads, length, H, D)
@@ -160,11 +160,11 @@ def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, segments: Segments, **tenso
     _, H, D = q.shape
     cu_seqlens = segments.cu_seqlens
     rows, columns = block_sizes(segments.longest, D)
-    with torch.cuda.device_of(q):  # Triton uses the current GPU
+    with torch.cuda.device_of(q):  # select the GPU of q, because Triton uses the current GPU
         kernel[((len(cu_seqlens) - 1) * H,)](
             q, k, v, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cu_seqlens, **tensors,
             H=H, D=D, ROWS=rows, COLUMNS=columns,
-            # Hopper's matrix instruction needs 4 warps for 64 rows
+            # 4 warps for 64 rows, as the matrix instruction of Hopper GPUs needs
             num_warps=rows // 16,
             num_stages=1,
             # set explicitly, because the default differs between Triton versions
@@ -207,10 +207,10 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     fits = is_short and q.shape[-1] <= MAX_HEAD_DIM and q.dtype in TILE_DTYPES
     if fits and backend_for(q, "window_attention") == "triton":
         return _WindowAttention.apply(q, k, v, segments)
-    # varlen_attn was measured only up to 64 tokens per segment
+    # use varlen_attn only for up to 64 tokens per segment, because it was not measured for more
     is_mixed = is_short and len(segments.runs) > 1
     if is_mixed and q.is_cuda and has_flash_attention(*(x.transpose(0, 1)[None] for x in (q, k, v))):
-        # lazy import: torch._dynamo takes over a second
+        # lazy import, because importing torch._dynamo takes over a second
         from torch.nn.attention.varlen import varlen_attn
 
         starts, longest = segments.cu_seqlens, segments.longest

@@ -9,7 +9,7 @@ EPSILON = 1e-4  # added to standard deviations to avoid division by 0, as in TRL
 
 
 def combine(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Compute the weighted sum of rewards per completion.
+    """Compute the weighted sum of the rewards of each completion.
 
     Args:
         rewards: (n, K), NaN where a reward function returned None.
@@ -69,7 +69,7 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, num_generations: int) -
 
 
 def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False) -> Tensor:
-    """Compute RLOO's advantages (n,): reward minus the mean of the group's other rewards.
+    """Compute RLOO's advantages (n,): reward minus the mean reward of the other completions in the group.
 
     Example: rewards 1, 0, 0 give 1 - 0 = 1, 0 - 0.5 = -0.5 and -0.5.
 
@@ -87,8 +87,9 @@ def leave_one_out(rewards: Tensor, num_generations: int, normalize: bool = False
     return advantages.nan_to_num(0.0)
 
 
-# {value of the option grpo.advantages: function}. Functions take weighted reward sums (n,), in groups of
-# num_generations. Keyword arguments are rewards_per_func (n, K), reward_weights (K,) and options in the section `grpo`.
+# {value of the option grpo.advantages: advantage function}. Functions take weighted reward sums (n,), ordered in groups
+# of num_generations. Keyword arguments are rewards_per_func (n, K), reward_weights (K,), and the options in the recipe
+# section `grpo`.
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "grpo": group_advantages,
     "gdpo": lambda _, rewards_per_func, reward_weights, num_generations: normalize_then_sum(
@@ -116,8 +117,7 @@ def to_groups(rewards: Tensor, num_generations: int) -> Tensor:
 def center(x: Tensor) -> Tensor:
     """Subtract the mean over the last axis, ignoring NaN.
 
-    The maximum is subtracted first, so that equal rewards give exactly 0, not a rounding error that AdamW would scale
-    up.
+    The maximum is subtracted first, so that equal rewards give exactly 0. A rounding error would be scaled up by AdamW.
     """
     shifted = x - x.nan_to_num(float("-inf")).amax(-1, keepdim=True)
     return shifted - shifted.nanmean(-1, keepdim=True)

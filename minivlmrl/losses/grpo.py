@@ -26,7 +26,7 @@ class LossNormalizer:
     """Loss denominators: completions and tokens in a whole optimizer step."""
 
     sequences: float
-    # number of tokens to train on, num_items_in_batch in TRL
+    # number of tokens to train on; TRL calls it num_items_in_batch
     tokens: float | Tensor
     max_completion_length: int | None = None  # maximum tokens per completion, for loss_type dr_grpo
 
@@ -92,7 +92,7 @@ def grpo_loss(
     normalizer = normalizer or batch_normalizer(mask)
     if advantages.dim() == 1:
         advantages = advantages[:, None]  # (B, 1)
-    # mask before exp, which could overflow at padding tokens
+    # mask out padding tokens before exp, which could overflow there
     is_padding = mask == 0
     per_token_logps = per_token_logps.masked_fill(is_padding, 0.0)
     if ref_per_token_logps is not None:
@@ -220,7 +220,7 @@ def correct_kl(kl: Tensor, ratio: Tensor, kl_estimator: str) -> Tensor:
 
     The ratio also corrects for tokens sampled by an older policy.
     """
-    # k2, k1+, k2+ and k3+ already have the gradient of KL(pi || pi_ref), so the ratio must not add its own
+    # no gradient through the ratio: k2, k1+, k2+ and k3+ already have the gradient of KL(pi || pi_ref)
     if kl_estimator == "k2" or kl_estimator.endswith("+"):
         return kl * ratio.detach()
     return kl * ratio
@@ -256,7 +256,7 @@ def row_mean(x: Tensor, mask: Tensor) -> Tensor:
 def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
     """Average a metric over tokens with mask 1, or over completions if its shape is (B, 1)."""
     if x.dtype == torch.bool:
-        x = x.double()  # float64: sums over micro-batches must be exact
+        x = x.double()  # float64, for exact sums over micro-batches
     if x.shape[1] == 1:
         return x.mean()
     return (x * mask).sum() / mask.sum().clamp(min=1)
@@ -264,7 +264,7 @@ def mean_metric(x: Tensor, mask: Tensor) -> Tensor:
 
 def check_bounds(epsilon_low: float, epsilon_high: float, beta: float):
     """Raise ValueError if epsilon or beta is out of range."""
-    if not 0 <= epsilon_low <= epsilon_high:  # comparisons with NaN are False, so NaN is rejected
+    if not 0 <= epsilon_low <= epsilon_high:  # also rejects NaN, because comparisons with NaN are False
         raise ValueError(
             f"epsilon_low is {epsilon_low}, but it must be between 0 and epsilon_high, which is {epsilon_high}"
         )

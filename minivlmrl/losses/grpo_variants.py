@@ -152,9 +152,9 @@ def top_entropy_threshold(entropies: Tensor, quantile: float) -> Tensor:
 def mean_entropy(
     entropies: Tensor, kept: Tensor, normalizer: LossNormalizer, num_tokens: float | Tensor | None = None
 ) -> Tensor:
-    """Compute the entropy bonus: mean entropy over `kept` tokens.
+    """Compute the entropy bonus, the mean entropy over the `kept` tokens.
 
-    Trainers subtract grpo.entropy_coef times the bonus from the loss.
+    GRPOTrainer subtracts this bonus, times grpo.entropy_coef, from the loss.
 
     Args:
         entropies: (B, T), in nats.

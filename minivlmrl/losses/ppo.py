@@ -105,7 +105,7 @@ def ppo_loss(
     Source: PPO eq. 7 and 9 (arXiv 1707.06347); equals PPOTrainer in TRL 1.12 (removed later).
     """
     eps = cliprange
-    # mask before exp, which could overflow at padding tokens
+    # mask out padding tokens before exp, which could overflow there
     log_ratio = (per_token_logps - old_per_token_logps) * mask
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio

@@ -22,7 +22,7 @@ from torch.nn.functional import logsigmoid
 from minivlmrl.losses.grpo import check_known
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
-# losses defined for all f-divergences, not only reverse_kl
+# losses that are defined for every f_divergence_type, not only for reverse_kl
 F_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # losses that use label_smoothing
 
@@ -157,7 +157,7 @@ def dpo_loss(
     u, v = log_ratio.unbind(1)
     scores = f_score(log_ratio, f_divergence_type, f_alpha_divergence_coef)
     mean_scores = scores / lengths  # (B, 2)
-    # multiply by num_pairs / B, because the DPO loss sums sft_loss over B pairs and divides by num_pairs
+    # multiply by num_pairs / B, because dpo_loss sums sft_loss over B pairs and divides the sum by num_pairs
     sft_loss = -(per_token_logps * mask)[:, 0].sum() / num_tokens * (num_pairs / B)
     pairs = Pairs(
         logps, ref_logps, u, v,
@@ -184,7 +184,7 @@ def answer_logps(per_token_logps: Tensor, mask: Tensor, ld_alpha: float | None =
 
     Source: LD-DPO eq. 9 (arXiv 2409.06411); DPOTrainer.compute_ref_log_probs in TRL 1.16.
     """
-    weights = mask.to(per_token_logps.dtype)  # a mask with another dtype could round ld_alpha
+    weights = mask.to(per_token_logps.dtype)  # float weights, because ld_alpha * mask could round ld_alpha
     if ld_alpha is not None:
         shorter = mask.sum(-1).amin(1)  # (B,)
         shared = mask.cumsum(-1) <= shorter[:, None, None]
@@ -203,10 +203,10 @@ def f_score(log_ratio: Tensor, divergence: Divergence, alpha: float = 0.5) -> Te
     if divergence == "reverse_kl" or (divergence == "alpha_divergence" and abs(alpha - 1) < 1e-6):
         return log_ratio
     if divergence == "forward_kl":
-        return -(-log_ratio).expm1()  # 1 - exp(-x) without rounding small x to 0
+        return -(-log_ratio).expm1()  # 1 - exp(-x), but exact for small x
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
-    # clamp: expm1 overflows in float32 above 88
+    # clamp, because expm1 overflows in float32 above 88
     return ((alpha - 1) * log_ratio).clamp(max=80.0).expm1() / (alpha - 1)
 
 
