@@ -1,4 +1,4 @@
-"""Choose between the PyTorch and the Triton code of a kernel, and import Triton if possible.
+"""Choose between a kernel's PyTorch and Triton code, and import Triton if possible.
 
 PyTorch code runs on every device, and tests compare Triton code with it. Triton runs on a GPU, or on a CPU in its slow
 interpreter. The environment variable MINIVLMRL_KERNELS selects the code:
@@ -25,8 +25,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Kernel files import tl and triton from here; without Triton, both are placeholders. Triton takes 70 MiB of memory, so
-# it is imported only if there is a GPU, for its interpreter, or if other code has imported it.
+# Kernel files import tl and triton from here; without Triton, both are placeholders. Importing Triton takes 70
+# MiB, so import it only if there is a GPU, for its interpreter, or if other code has imported it.
 triton = SimpleNamespace(jit=lambda kernel: kernel)
 tl = SimpleNamespace(constexpr=lambda value: value)
 INSTALLED = find_spec("triton") is not None

@@ -1,7 +1,6 @@
 """Triton kernels for attention during decoding, in which every unfinished completion (row) has one new token.
 
-A new token attends to the keys of its prompt, which all completions of the prompt share, and to the keys of its own
-completion.
+A new token attends to prompt keys, which all completions for a prompt share, and to keys in its own completion.
 
 Derivation. The keys are divided into parts, which are computed in parallel. From the scores s_i = q k_i D^-1/2 log2 e
 and the values v_i of the keys in part j, a first kernel computes
@@ -27,7 +26,7 @@ from minivlmrl.kernels.window_attention import TILE_DTYPES
 
 # target number of Triton programs, about one per GPU multiprocessor
 PROGRAMS = 128
-MAX_PARTS = 32  # maximum number of parts into which a sequence of keys is split
+MAX_PARTS = 32  # maximum parts per key sequence
 TILE = 64  # maximum queries per Triton program
 KEY_BLOCK = 32  # keys per loop iteration
 WARPS = {16: 4, 32: 4, 64: 4, 128: 4, 256: 8}  # {head_dim: warps per program}
@@ -83,7 +82,7 @@ def _part(
     query = tile * TILE + tl.arange(0, TILE)
     inside = query < num_queries
     row = group * group_rows + query // HEADS
-    line = (row * K + key_head) * HEADS + query % HEADS  # position of the query in q, flattened to (R * H, D)
+    line = (row * K + key_head) * HEADS + query % HEADS  # query index in q, flattened to (R * H, D)
     column = tl.arange(0, D)[None, :]
     queries = tl.load(q + line[:, None] * D + column, mask=inside[:, None], other=0.0)
 
@@ -117,7 +116,7 @@ def _parts_kernel(
         )  # fmt: skip
     else:
         done = tl.cdiv(prompt_keys, prompt_part) * lines
-        # group_rows=1, because only one row uses the keys of a completion
+        # group_rows=1, because only one row uses these keys
         _part(
             program - prompt_programs, q, own_k, own_v, own_bias, own_bias_stride,
             outs + done.to(tl.int64) * D, log_sums + done, lines, 1, own_keys, own_part, K, HEADS, D, OWN_TILE,
@@ -141,7 +140,7 @@ def _join_kernel(outs, log_sums, out, lines, parts, D: constexpr, PARTS: constex
 
 
 def fits(q: Tensor) -> bool:
-    """Return True if the Triton kernels can run, and support the dtype and head dimension of queries q (R, H, D)."""
+    """Return True if the Triton kernels can run, and support q (R, H, D)."""
     return q.shape[-1] in WARPS and q.dtype in TILE_DTYPES and backend_for(q, "decode_attention") == "triton"
 
 
@@ -171,8 +170,8 @@ def decode_attention(
         k, v: (B, K, P, D) prompt keys and values, contiguous.
         prompt_bias: (B, P) score bias: 0 for prompt tokens, then -inf for padding.
         own_k, own_v: (R, K, C, D) completion keys and values, contiguous.
-        own_bias: (R, C) score bias: 0 for the tokens of a completion (at least one), then -inf for unused KV cache
-            positions. Rows may have any stride.
+        own_bias: (R, C) score bias: 0 for completion tokens (at least one), then -inf for unused KV cache positions.
+            Rows may have any stride.
     """
     R, H, D = q.shape
     B, K, P, _ = k.shape
@@ -185,7 +184,7 @@ def decode_attention(
     log_sums = torch.empty(parts, lines, dtype=torch.float32, device=q.device)
     outs = log_sums.new_empty(parts, lines, D)
     out = q.new_empty(q.shape)
-    with torch.cuda.device_of(q):  # select the GPU of q, because Triton uses the current GPU
+    with torch.cuda.device_of(q):  # select this GPU, because Triton uses the current one
         _parts_kernel[(prompt_programs + own_programs,)](
             q.contiguous(), k, v, prompt_bias, own_k, own_v, own_bias, own_bias.stride(0), outs, log_sums, lines,
             prompt_programs=prompt_programs, prompt_rows=prompt_rows, prompt_keys=P, prompt_part=prompt_part,

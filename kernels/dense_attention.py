@@ -34,7 +34,7 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 class Reorder(torch.autograd.Function):
-    """Return x[index]; backward copies the gradient of one copy of a row, instead of summing over all copies.
+    """Return x[index]; for a repeated row, backward copies one gradient instead of summing all.
 
     Args:
         x: (N, ...)
@@ -147,7 +147,7 @@ def flash_attention_backward(
         out, lse: as from flash_attention, over all keys.
         state: third result of flash_attention(q, k, v).
     """
-    lse = lse.contiguous()  # because the GPU kernel ignores the strides of lse
+    lse = lse.contiguous()  # because the GPU kernel ignores its strides
     if q.is_cuda:
         *lengths, seed, offset = state
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(

@@ -1,7 +1,7 @@
 """Matrix products of bfloat16 or float16 inputs with float32 results.
 
-GPUs sum products of bfloat16 values in float32, and float32_matmul returns this sum without rounding. Rounding to
-bfloat16 would change logits near 20 by up to 0.06, and attention scores near 220, as in Qwen2.5, by up to 0.5.
+GPUs sum bfloat16 products in float32, and float32_matmul returns this sum without rounding. Rounding to bfloat16 would
+change logits near 20 by up to 0.06, and attention scores near 220, as in Qwen2.5, by up to 0.5.
 """
 
 from collections.abc import Iterator

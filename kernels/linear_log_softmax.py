@@ -56,14 +56,14 @@ class LogitBlocks:
             size = max(min(MAX_ROWS, len(hidden)), 1)
             width = block_width(size, len(weight))
         self.rows = slices(len(hidden), size)
-        self.columns = slices(len(weight), width)  # slices of the vocabulary; only one without Triton
+        self.columns = slices(len(weight), width)  # vocabulary slices; without Triton, only one slice
         self.hidden = hidden
         # convert the weight on a CPU, where PyTorch has no bfloat16 product with a float32 result
         self.weight = weight if weight.is_cuda else weight.to(sum_dtype)
         self.ids = ids
         self.mask = mask
         self.temperature = temperature
-        # memory for the logits of one block; allocated only once, to avoid page faults
+        # memory for one block's logits; allocated only once, to avoid page faults
         self.memory = hidden.new_empty(size * width, dtype=sum_dtype)
         self.scratch = self.memory.new_empty(0 if self.is_triton else size, width)
 
@@ -135,7 +135,7 @@ def join_masks(ids: Tensor, masks: list[tuple[Tensor, Tensor]]) -> Tensor:
         return ids.new_empty(2, 0)
     counts, allowed = zip(*masks, strict=True)
     tokens = torch.arange(len(ids))
-    # also allow the id of every token itself, because masks have no ids for tokens from tools
+    # also allow every token's own id, because masks have no ids for tokens from tools
     return torch.stack([torch.cat([tokens, tokens.repeat_interleave(torch.cat(counts))]), torch.cat([ids, *allowed])])
 
 
@@ -213,7 +213,7 @@ def _setup_context(ctx, inputs, output):
     *tensors, ctx.temperature = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)  # pass None instead of zeros as the gradient of an unused output
+    ctx.set_materialize_grads(False)  # for an unused output, the gradient is None instead of zeros
 
 
 def _differentiate_scores(ctx, g, e, *_):

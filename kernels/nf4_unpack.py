@@ -46,7 +46,7 @@ def nf4_unpack(packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, 
     """
     size = packed.numel()
     out = packed.new_empty(2 * size, dtype=dtype)
-    with torch.cuda.device_of(packed):  # select the GPU of `packed`, because Triton uses the current GPU
+    with torch.cuda.device_of(packed):  # select this GPU, because Triton uses the current one
         _kernel[(triton.cdiv(size, BYTES),)](
             packed, indices, scales, offset, *tables, out, size,
             BYTES=BYTES, GROUP=GROUP, num_warps=4, enable_fp_fusion=False,

@@ -23,7 +23,7 @@ With upstream gradients g (for logp) and e (for H), the logit gradient is
     dz_j = g [j = y] / T + exp(d_j) (a + b d_j)
     a = -(g + e (H - log s)) / (T s)        b = -e / (T s)
 
-The Triton kernels compute powers of 2 instead of powers of e, because GPUs have an instruction for 2^x:
+The Triton kernels compute 2^x instead of e^x, because GPUs have an instruction for 2^x:
 
     k = log2(e) / T        d' = k z_j - k top        exp(d_j) = 2^d'
 
@@ -163,11 +163,11 @@ def _join(top1, s1, t1, top2, s2, t2):
 def _score_kernel(
     logits, ids, parts, logps, entropies, tops, totals, stride, rows, width, first, k, FIRST: constexpr, LAST: constexpr
 ):
-    """Update a token's log-probability and entropy with the logits of the next part of the vocabulary."""
+    """Update a token's log-probability and entropy with another part of the vocabulary."""
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
     top, s, t = _describe_row(row_logits, width, k)
-    column = tl.load(ids + row) - first  # column of the chosen token, which may be in another part of the vocabulary
+    column = tl.load(ids + row) - first  # chosen token's column, which may be in another part
     inside = (column >= 0) & (column < width)
     chosen = tl.load(row_logits + column, mask=inside, other=float("nan")).to(tl.float32) * k
     if not FIRST:
@@ -244,7 +244,7 @@ def score_part_(
     rows, width = z.shape
     results = [z.new_empty(rows, dtype=torch.float32) for _ in range(4 if last else 0)]
     if rows:
-        with torch.cuda.device_of(z):  # select the GPU of z, because Triton uses the current GPU
+        with torch.cuda.device_of(z):  # select this GPU, because Triton uses the current one
             _score_kernel[(rows,)](
                 z, ids, parts, *(results or [None] * 4),
                 stride=z.stride(0), rows=rows, width=width, first=first_id, k=LOG2E / temperature,

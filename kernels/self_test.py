@@ -40,7 +40,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def compare(function: Callable, inputs: Sequence[Tensor], device: str) -> list[float]:
-    """Return the relative errors of a function's results and gradients, compared with float64 on the CPU."""
+    """Return relative errors in a function's results and gradients, compared with float64 on the CPU."""
     leaves = [x.to(device).requires_grad_() for x in inputs]
     exact_leaves = [x.double().requires_grad_() for x in inputs]
     actual = function(*leaves)

@@ -19,7 +19,7 @@ from minivlmrl.kernels.dense_attention import (
     has_flash_attention,
 )
 
-# up to this size of float32 scores, in bytes, grouped_attention is faster on a CPU than PyTorch's fused kernel
+# on a CPU, grouped_attention is faster than PyTorch's fused kernel if float32 scores take at most this many bytes
 MAX_SCORE_BYTES = 2**22
 
 
@@ -33,7 +33,7 @@ class PromptSlots:
 
     def __init__(self, prompt_index: Tensor, prompts: int, device: torch.device | str = "cpu"):
         counts = prompt_index.bincount(minlength=prompts)
-        first_row = counts.cumsum(0) - counts  # (prompts,) index of the first completion of a prompt
+        first_row = counts.cumsum(0) - counts  # (prompts,) index of each prompt's first completion
         self.prompts = prompts
         self.slots = int(counts.max())  # maximum completions per prompt
         self.prompt_index = to_device(prompt_index, device)
@@ -43,13 +43,13 @@ class PromptSlots:
         self.full = len(prompt_index) == prompts * self.slots
 
     def by_prompt(self, x: Tensor) -> Tensor:
-        """Join the completions of a prompt in one row, padded with 0 to `slots`: (R, K, h, X) -> (B, K, slots*h, X)."""
+        """Join a prompt's completions in one row, padded with 0 to `slots`: (R, K, h, X) -> (B, K, slots*h, X)."""
         if not self.full:
             x = x.new_zeros(self.prompts * self.slots, *x.shape[1:]).index_copy_(0, self.slot, x)
         return x.unflatten(0, (-1, self.slots)).transpose(1, 2).flatten(2, 3)
 
     def by_row(self, x: Tensor) -> Tensor:
-        """Split the row of a prompt into its completions, to undo by_prompt: (B, K, slots*h, X) -> (R, K, h, X)."""
+        """Split prompt rows into completions, to undo by_prompt: (B, K, slots*h, X) -> (R, K, h, X)."""
         x = x.unflatten(2, (self.slots, -1)).transpose(1, 2).flatten(0, 1)
         return x if self.full else x[self.slot]
 
@@ -64,8 +64,8 @@ def completion_attention(
 ) -> Tensor:
     """Compute attention (R, H, C, D) from completions to their whole prompt, and causally to their own tokens.
 
-    Small inputs on a CPU use grouped_attention, others PyTorch's fused kernel. For float32 inputs on a GPU, which the
-    fused kernel does not support, the keys of a prompt are copied for all of its completions.
+    Small inputs on a CPU use grouped_attention, others PyTorch's fused kernel. The fused kernel does not support
+    float32 on a GPU; then prompt keys are copied for every completion.
 
     Args:
         q: (R, H, C, D) completion queries.
@@ -130,7 +130,7 @@ class JoinedAttention(torch.autograd.Function):
 def grouped_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots
 ) -> Tensor:
-    """Compute completion attention, with one matrix product per prompt for the queries of all its completions."""
+    """Compute completion attention, with one matrix product per prompt for the queries from all its completions."""
     _, H, C, _ = q.shape
     K = k.shape[1]
     S = slots.slots  # completions per prompt

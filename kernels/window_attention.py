@@ -1,6 +1,6 @@
 """Attention inside segments: tokens attend to all tokens in their window or video frame.
 
-Derivation. One head of one segment has the queries, keys and values q_s, k_s, v_s (L, D). With c = D^-1/2,
+Derivation. For one head and segment, let q_s, k_s and v_s (L, D) be queries, keys and values. With c = D^-1/2,
 
     S = c q_s k_s^T (L, L)      P = softmax(S) over the last axis      o_s = P v_s (L, D)
 
@@ -14,7 +14,7 @@ Triton's backward recomputes attention weights in registers, so only q, k and v 
 in one segment with at most 64 tokens. Head dimension 80 is padded to 128, not to 64 + 16, because of a compiler bug in
 Triton 3.6 and 3.7 (triton-lang/triton#11366).
 
-Time for the windows of eight photographs without Triton, forward and backward on an H200: 1 ms in one call to
+Time for the windows in eight photographs without Triton, forward and backward on an H200: 1 ms in one call to
 varlen_attn, 39 ms in 128 calls to scaled_dot_product_attention.
 """
 
@@ -45,7 +45,7 @@ class Segments:
         self.longest = max(lengths)
         sizes = torch.tensor(lengths)
         starts = F.pad(sizes.cumsum(0), (1, 0))
-        # (segments + 1,) index of the first token of every segment, and finally the number of tokens
+        # (segments + 1,) first token index per segment, then the token count
         self.cu_seqlens = to_device(starts.int(), device)
         # (segment length, tokens) for adjacent segments with equal length: 64, 64, 16 -> [(64, 128), (16, 16)]
         self.runs = [(length, sum(group)) for length, group in groupby(lengths)]
@@ -160,11 +160,11 @@ def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, segments: Segments, **tenso
     _, H, D = q.shape
     cu_seqlens = segments.cu_seqlens
     rows, columns = block_sizes(segments.longest, D)
-    with torch.cuda.device_of(q):  # select the GPU of q, because Triton uses the current GPU
+    with torch.cuda.device_of(q):  # select this GPU, because Triton uses the current one
         kernel[((len(cu_seqlens) - 1) * H,)](
             q, k, v, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cu_seqlens, **tensors,
             H=H, D=D, ROWS=rows, COLUMNS=columns,
-            # 4 warps for 64 rows, as the matrix instruction of Hopper GPUs needs
+            # 4 warps for 64 rows, as Hopper's matrix instruction needs
             num_warps=rows // 16,
             num_stages=1,
             # set explicitly, because the default differs between Triton versions

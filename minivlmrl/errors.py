@@ -1,4 +1,4 @@
-"""Build error messages that say where the error is, which value is wrong, and how to fix it."""
+"""Build error messages: where the error is, which value is wrong, how to fix it."""
 
 import difflib
 import os
@@ -96,7 +96,7 @@ def print_traceback(error: BaseException):
 
 
 def require(valid: bool, name: str, value: Any, expected: str):
-    """Raise UserError unless `valid`, with field name, value and what is expected."""
+    """Raise UserError unless `valid` is True; the message gives name, value and what is expected."""
     if not valid:
         raise invalid_value(name, value, expected)
 

@@ -39,7 +39,7 @@ def _what_to_do(folder: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return a folder's weight files: model.safetensors, otherwise all shards.
+    """Return the weight files in a folder: model.safetensors or, if there is none, all shards.
 
     Raises:
         UserError: no safetensors files, or a missing shard.
@@ -76,7 +76,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path):
     mode = path.stat().st_mode
     try:
         save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 requires the metadata key `format`
-    except SafetensorError as error:  # such as a full disk
+    except SafetensorError as error:  # for example, the disk is full
         raise OSError(f"{path} was not written ({error})") from error
     path.chmod(mode)
 
@@ -107,7 +107,7 @@ def file_to_write(path: str | Path) -> Path:
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """Return the path of a file in a folder; raise UserError for a link to outside."""
+    """Return the path of a file in a folder; raise UserError if it is a link to a file outside."""
     path = folder / name
     target = path.resolve()
     if not target.is_relative_to(folder.resolve()):
@@ -188,7 +188,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path):
-    """Delete a folder, or print why that failed; for a link, delete only the link."""
+    """Delete a folder, or print why this failed; for a link, delete only the link."""
     try:
         if folder.is_symlink():
             folder.unlink()

@@ -98,7 +98,7 @@ def write_json(path: Path, content: dict):
 
 
 def write_file(path: Path, content: bytes):
-    """Write a draft and rename it to `path`, so that no reader sees half a file; a link at `path` is replaced."""
+    """Write a draft and rename it to `path`, so no reader sees half a file; a link at `path` is replaced."""
     draft = path.with_name(f"{path.name}.partial")
     draft.unlink(missing_ok=True)  # the draft's path could be a link to another file
     draft.write_bytes(content)

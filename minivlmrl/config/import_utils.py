@@ -33,7 +33,7 @@ def load_name(target: str) -> Any:
                 f"in {recipes_folder()}"
             )
         path = os.path.abspath(found)
-        USER_FILES.add(path)  # before the file runs, so that an error in it is shown as an error in user code
+        USER_FILES.add(path)  # before the file runs, so an error in it is shown as an error in user code
         module = run_file(path)
     else:
         try:
@@ -58,7 +58,7 @@ def recipes_folder() -> Path:
 
 def run_file(path: str) -> ModuleType:
     """Execute a Python file once, as a module, and return the module."""
-    # name the module by its path, so that pickle finds it on all ranks; escape dots, which would mean submodules
+    # name the module by its path, so pickle finds it on all ranks; escape dots, which would mean submodules
     name = path.removesuffix(".py").replace(".", "%2e")
     if name in sys.modules:
         return sys.modules[name]
@@ -86,7 +86,7 @@ def resolve_object(kind: str, text: str, table: dict[str, Any]) -> tuple[Any, di
     """Parse "name(option=value)"; return the named object, and the options as a dict.
 
     Option values are Python literals. Only names with a colon, such as file.py:name, load code from outside
-    minivlmrl. Recipes that are found automatically next to a model may therefore contain no colon.
+    minivlmrl, so recipes found automatically next to a model must not use such names.
 
     Args:
         kind: for error messages, such as "reward".
@@ -141,14 +141,14 @@ def with_arguments(
     options: dict[str, Any],
     on_request: Collection[str] = (),
 ) -> Callable:
-    """Wrap `function` so that it accepts all arguments that callers pass, but gets only those in its signature.
+    """Wrap `function` to accept all arguments from callers, but get only those in its signature.
 
     Args:
-        positional: names of the arguments that callers pass by position; `function` may use other names.
-        names: names of the arguments that callers pass by keyword.
+        positional: names of arguments that callers pass by position; `function` may use other names.
+        names: names of arguments that callers pass by keyword.
         options: {name: value} for parameters that callers do not pass.
-        on_request: names of expensive arguments, which `function` gets only by name, not in **others. For these,
-            callers pass functions that compute the values.
+        on_request: names of expensive arguments, passed to `function` only if it has a parameter of this name, not in
+            **others. Callers pass functions that compute their values.
     Raises:
         UserError: a parameter gets no value, or arguments would be swapped, as for f(mask, advantages) if callers
             pass (advantages, mask).
@@ -157,7 +157,7 @@ def with_arguments(
     by_position = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = parameters.keys() - by_position[: len(positional)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    # do not pass keywords that the user has already bound with functools.partial
+    # exclude keywords already bound by the user with functools.partial
     taken = ({*names} if takes_all else {*names} & named) - getattr(function, "keywords", {}).keys()
     requested = {*on_request} & named
     further = {name: options[name] for name in options.keys() & named - taken - requested}

@@ -75,7 +75,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
             overridden = _apply(override, overridden, hints)
         config = build(config_class, _inherit(overridden, own_stages), "command line", change_text=resolver)
     except ValueError:
-        # check the recipe without overrides first, so that its own errors name the recipe file
+        # check the recipe without overrides first, so its own errors name the recipe file
         build(config_class, _inherit(values, own_stages), str(recipe))
         raise
     config.recipe = str(recipe)
@@ -85,7 +85,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = (), is_found: boo
 
 
 def _expanded(arguments: Sequence[str]) -> list[str]:
-    """Join names and values, ["--seed", "1"] -> ["--seed=1"], and expand --method to the options of the method."""
+    """Join names and values, ["--seed", "1"] -> ["--seed=1"], and expand --method to its options."""
     joined = [""]
     for argument in arguments:
         if joined[-1].startswith("--") and "=" not in joined[-1] and not argument.startswith("--"):
@@ -100,7 +100,7 @@ def _expanded(arguments: Sequence[str]) -> list[str]:
 
 
 def _without_removed(values: dict, path: Path, hints: Collection[str]) -> dict:
-    """Drop options that this version no longer has from a recipe that an earlier version wrote."""
+    """From a recipe saved by an earlier version, drop options that no longer exist."""
     kept = {}
     for name, value in values.items():
         if name in hints:
@@ -114,7 +114,7 @@ def _without_removed(values: dict, path: Path, hints: Collection[str]) -> dict:
 
 
 def _find_recipe(recipe: str | Path) -> Path:
-    """Return the path of a recipe, which may be one of the built-in recipes."""
+    """Find a recipe file, possibly among the built-in recipes."""
     paths = [Path(recipe), recipes_folder() / str(recipe).removeprefix("recipes/")]
     for path in paths:
         if path.is_file():
@@ -289,7 +289,7 @@ def flat(values: dict, prefix: str = "") -> dict[str, Plain]:
 
 
 def inference_yaml(config: RunConfig) -> str:
-    """Return the options that evaluations and chats need, as YAML."""
+    """Return the options for evaluations and chats, as YAML."""
     values = dataclasses.asdict(config)
     inference_options = {}
     for section, names in INFERENCE_OPTIONS.items():
@@ -305,7 +305,7 @@ def trained_quantization(recipe: Path | None) -> Literal["nf4"] | None:
 
 
 def changed_prompts(trained: Path | None, config: RunConfig) -> list[str]:
-    """List options for prompts that differ from those with which a model was trained."""
+    """List prompt options with other values than when the model was trained."""
     data = read_section(trained, "data")
     names = ["prompt_template", "system_prompt", "chat_template_kwargs", "answer_format", "box_space"]
     # if None, the value in the model folder applies

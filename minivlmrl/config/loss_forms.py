@@ -9,7 +9,7 @@ from minivlmrl.config.import_utils import parameters_of
 
 
 class RunBatch(dict):
-    """A micro-batch as {name: tensor}, with the tensor names that `minivlmrl parity` also uses."""
+    """A micro-batch as {name: tensor}, with the same tensor names as in `minivlmrl parity`."""
 
     def __missing__(self, name: str):
         raise KeyError(f"{name} is not in the batch; a run has ref_per_token_logps only if grpo.beta is above 0")
@@ -24,7 +24,7 @@ def takes_batch(function: Callable) -> bool:
 
 
 def like_grpo_loss(function: Callable) -> Callable:
-    """Wrap a loss f(batch, options), so that it can be called like grpo_loss."""
+    """Wrap a loss f(batch, options) to be called like grpo_loss."""
     if not takes_batch(function):
         return function
 

@@ -166,7 +166,7 @@ class FileOptions:
 class DataOptions(RowOptions):
     """Training and evaluation rows: a built-in `task`, or data files; see docs/data.md."""
 
-    # task that generates rows: the built-in "shapes", or your own as "file.py:TASK"; options may follow in parentheses
+    # task to generate rows: the built-in "shapes", or your own as "file.py:TASK"; options may follow in parentheses
     task: Code | None = None
     # data file with training rows
     train_file: FilePath | None = None
@@ -302,7 +302,7 @@ class ShardingOptions:
     """FSDP2: shard weights, gradients and optimizer state over the ranks."""
 
     enabled: bool = False  # shard the model; False keeps a full copy on each rank
-    # number of model replicas (HSDP); with one replica per node, no weights are sent between nodes
+    # model replicas (HSDP); with one replica per node, no weights are sent between nodes
     replicas: Annotated[int, ">= 1"] = 1
     cpu_offload: bool = False  # keep shards, gradients and optimizer state in CPU memory
     # gather weights and reduce gradients once per optimizer step, not per micro-batch: faster, but GPUs must hold all
@@ -382,14 +382,14 @@ class GRPOOptions(RolloutTrainingOptions):
     """GRPO and its variants, such as GSPO, DAPO and RLOO."""
 
     num_generations: Annotated[int, ">= 2"] = 8  # G, completions per prompt (group size)
-    # dynamic sampling: replace groups with equal rewards, sampling at most this many prompt batches per step; 1
-    # disables it
+    # dynamic sampling: skip prompts whose completions all have equal rewards, and sample other prompts instead, up to
+    # this many batches per step; 1 disables it
     max_num_gen_batches: Annotated[int, ">= 1"] = 1
 
     # advantages: a name in losses/advantages.py, or your own function as file.py:name. None: rloo for
     # loss_type=rloo, gdpo for multi_objective_aggregation=normalize_then_sum, otherwise grpo
     advantages: Literal["grpo", "gdpo", "rloo"] | Code | None = None
-    # divide advantages by the reward standard deviation in the group or batch; none: do not divide
+    # divide advantages by the standard deviation of rewards in the group or batch; none: do not divide
     scale_rewards: Literal["group", "batch", "none"] = "group"
     # with several rewards, normalize their weighted sum, or every reward before the sum (GDPO)
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
@@ -400,7 +400,7 @@ class GRPOOptions(RolloutTrainingOptions):
 
     # policy loss: a grpo_loss variant, or your own function with the same arguments, as file.py:name
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo", "cispo", "sapo", "vespo"] | Code = "dapo"
-    # policy ratio per token, per sequence (GSPO), or per sequence with token gradients (GSPO-token)
+    # compute the policy ratio per token, per sequence (GSPO), or per sequence with token gradients (GSPO-token)
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"
     # clip the policy ratio pi / pi_old to [1 - epsilon_low, 1 + epsilon_high]
     epsilon_low: Annotated[float, "[0, inf]; .inf does not clip"] = 0.2
@@ -409,10 +409,10 @@ class GRPOOptions(RolloutTrainingOptions):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # KL estimator; see losses/grpo.py
     # multiply the KL penalty by pi / pi_old, for an unbiased gradient
     use_bias_correction_kl: bool = True
-    # fraction of tokens to train on, those with the highest entropy
+    # train only on the tokens with the highest entropy; this is their fraction
     top_entropy_quantile: Annotated[float, "(0, 1]"] = 1.0
     entropy_coef: Finite = 0.0  # entropy bonus weight
-    # importance sampling correction for log-probs that differ between sampling and training
+    # correct for different log-probs in sampling and training by importance sampling; None = no correction
     rollout_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
     # (lower, upper) bounds on the importance ratio, None = no bound, for grpo.rollout_correction
     rollout_correction_bounds: tuple[CorrectionBound, CorrectionBound] = (None, 3.0)
@@ -453,7 +453,7 @@ class PPOOptions(RolloutTrainingOptions):
     critic_path: FilePath | None = None
     kl_coef: Annotated[float, "[0, inf)"] = 0.05  # KL penalty weight; 0 needs no reference model
     kl_estimator: Literal["k1", "k3"] = "k1"  # KL estimator; see losses/ppo.py
-    # penalty that is subtracted from the reward of a completion without an end token; None = no penalty
+    # penalty subtracted from the reward if a completion has no end token; None = no penalty
     missing_eos_penalty: Finite | None = None
     gamma: Annotated[float, "[0, 1]"] = 1.0  # GAE discount factor
     lam: Annotated[float, "[0, 1]"] = 0.95  # GAE lambda

@@ -70,7 +70,7 @@ Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_number)
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Parse YAML; if it is invalid, raise an error that names the line and what to write."""
+    """Parse YAML; errors name the line and what to write instead."""
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -192,7 +192,7 @@ class Reader:
             raise UserError(f"{prefix}{error}") from None
 
     def _main_option(self, section: str, value: Plain) -> str:
-        """Suggest the option that a user meant who gave a section a text, as in "; write --model.path=Qwen/..."."""
+        """For a text given as the value of a section, suggest an option: "; write --model.path=Qwen/..."."""
         if section not in MAIN_OPTIONS or not isinstance(value, str | bool):
             return ""
         parent, _, name = MAIN_OPTIONS[section].partition(".")
@@ -269,7 +269,7 @@ class Reader:
         while isinstance(nested, dict) and nested:  # follow nested keys, such as verl's actor_rollout_ref.rollout.n
             name, nested = next(iter(nested.items()))
             advice = self._foreign_name(root, inner, str(name))
-            if advice:  # the advice for the innermost name applies, because that is the option
+            if advice:  # the innermost name is the option, so its advice applies
                 answer = f"unknown key {inner}{name}; {advice}"
             if "was removed" in advice:
                 break

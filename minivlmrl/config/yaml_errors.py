@@ -29,7 +29,7 @@ def yaml_cure(text: str, error: Exception | None = None) -> str:
     """Name the wrong line in a YAML text and what to write instead, such as "line 1: write `seed: 7`".
 
     Args:
-        error: the parser's exception; None for valid YAML that contains only one string.
+        error: the parser's exception; None for valid YAML with only one string.
     """
     lines = text.splitlines() or [""]
     problem = str(getattr(error, "problem", None) or error).partition("\n")[0]

@@ -151,7 +151,7 @@ def parse_boxes(text: str) -> list[tuple[float, float, float, float]]:
 
 
 def json_items(text: str) -> list[Plain]:
-    """Parse a JSON list of boxes, given as objects or lists; one box becomes a list with one item."""
+    """Parse a JSON list with boxes, given as objects or lists; a single box becomes a list with one item."""
     value = read_json(text, parse_int=float)
     is_several = isinstance(value, list) and all(isinstance(item, list | dict) for item in value)
     return value if is_several else [value]

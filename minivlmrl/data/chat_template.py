@@ -37,18 +37,18 @@ ENDS = (END, SpecialToken("<|endoftext|>"))
 # image placeholder; compare with `is`, because a user may write "<|image_pad|>" as ordinary text
 IMAGE = SpecialToken("<|image_pad|>")
 VIDEO = SpecialToken("<|video_pad|>")
-# tokens that stand for an image in a prompt; they have no loss, because the model never generates them
+# tokens for an image in a prompt; they have no loss, because the model never generates them
 VISION = (SpecialToken("<|vision_start|>"), IMAGE, SpecialToken("<|vision_end|>"))
-# files that may contain the chat template; the first one found is used, as in transformers
+# files with a chat template; the first one found is used, as in transformers
 FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json")
 # SHA-256 hashes of Qwen2.5-VL chat templates published by Qwen and TRL; DEFAULT is used in their place
 PUBLISHED = (
     "a0bc6f6fc7a29a80017a433e8f03a1cc1236e838a944a2d034295a60c4f2fddb",
     "31c85932a6d8826f0fe8d52b81767eba6b869128b0a7c7503d1e7baaad4e8043",
 )
-# matches template code that removes <think>...</think> from an answer
+# matches template code for removing <think>...</think> from an answer
 THOUGHT_SPLIT = re.compile(r"(split|partition)\(\s*['\"]</think>")
-# tags that users may write in messages, even if the tokenizer has special tokens for them
+# tags allowed in messages, even if the tokenizer has special tokens for them
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 DEFAULT, WITH_TOOLS = (  # Qwen2-VL's and Qwen2.5-VL's chat template, without and with tool declarations
     Path(__file__).with_name(f"{name}.jinja").read_text("utf-8").removesuffix("\n")
@@ -93,12 +93,12 @@ class ChatTemplate:
         self.text = text
         self.source = source
         self.token_names = dict(token_names)
-        self.tools = None  # JSON schemas of the tools that prompts declare
+        self.tools = None  # JSON schemas of the tools declared in prompts
         try:
             self.template = SANDBOX.from_string(text)
         except Exception as error:
             raise self._error(error) from error
-        # control tokens that only the template may write, never a message
+        # control tokens written only by the template, never in a message
         names: set[str] = {IMAGE, VIDEO}
         for name in special_tokens:
             # exclude single-character tokens such as "#": messages may contain them
@@ -213,7 +213,7 @@ class ChatTemplate:
 
     @cached_property
     def generation_prefix(self) -> str:
-        """Opening tag that the template writes at the end of every prompt, such as "<think>\\n"; "" if none."""
+        """Opening tag at the end of every rendered prompt, such as "<think>\\n"; "" if none."""
         messages = [{"role": "user", "content": "?"}]
         prompt = self._render(messages, True).removeprefix(self._render(messages, False))
         _, tag, thought = prompt.rpartition("<think>")
@@ -230,11 +230,11 @@ class ChatTemplate:
         return template
 
     def _marked(self, messages: list[dict]) -> tuple[list[dict], str]:
-        """Split control tokens in messages with a placeholder character, so that they stay ordinary text."""
+        """Split control tokens in messages with a placeholder character, so they stay ordinary text."""
         check_messages(messages)
         messages = _as_json(messages)
         if "reasoning_content" in self.text and not THOUGHT_SPLIT.search(self.text):
-            # Qwen3.8's template would add an empty <think></think> before reasoning that is part of the content
+            # move reasoning out of the content, because Qwen3.8's template would put an empty <think></think> before it
             messages = [_with_thought_apart(message) for message in messages]
         if "<function=" in self.text:  # Qwen3-Coder renders tool call arguments one by one, not as JSON
             for call in chain(*(message.get("tool_calls") or () for message in messages)):
@@ -242,7 +242,7 @@ class ChatTemplate:
                 if isinstance(function.get("arguments"), str):
                     function["arguments"] = parse_json(function["arguments"])
         all_text = json.dumps(messages, ensure_ascii=False) + self.text
-        # placeholder: a Chinese character that the text lacks, because templates may strip spaces or escape symbols
+        # placeholder: a Chinese character missing from the text, because templates may strip spaces or escape symbols
         mark = next(letter for letter in map(chr, range(0x20000, sys.maxunicode)) if letter not in all_text)
         return _as_json(messages, lambda text: self.literal_tokens.sub(rf"\g<0>{mark}", text)), mark
 
@@ -286,13 +286,13 @@ def with_values(template: ChatTemplate, values: dict) -> ChatTemplate:
 
 
 def find_missing_text(messages: list[dict], rendered: str, history: int = 0) -> str | None:
-    """Describe the first message text that is missing from a rendered conversation; None if all texts are there.
+    """Describe the first message text missing from a rendered conversation; None if all texts are there.
 
     Templates may change whitespace, and drop reasoning from the first `history` messages. Arguments of tool calls are
     not compared.
     """
     compact = without_space(rendered)
-    start = 0  # search from here: texts must appear in order
+    start = 0  # where to search for the next text, because texts must appear in order
     for number, message in enumerate(messages):
         texts = [part["text"] for part in content_parts(message) if part_kind(part) == "text"]
         if number >= history:
@@ -349,7 +349,7 @@ def join_text(pieces: list[str]) -> list[str]:
 
 
 def join_flagged(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Join adjacent strings in (string, has loss) pairs if both have a loss, or neither has one."""
+    """Join adjacent (string, has loss) pairs with equal `has loss`."""
     joined = []
     for is_written, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
         joined += [(text, is_written) for text in join_text([piece for piece, _ in run])]

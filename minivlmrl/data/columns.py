@@ -10,7 +10,7 @@ PROMPTS = {"problem": str, "prompt": str | list, "messages": list}
 ANSWERS = {"completion": str | list, "chosen": str | list, "rejected": str | list}
 TEXTS = PROMPTS | ANSWERS
 MEDIA = {"image": "image", "images": "image", "video": "video", "videos": "video"}
-# columns that every training stage reads
+# columns read by every training stage
 READ = {*PROMPTS, *MEDIA, "system", "box_space"}
 VALUES = {  # {column: type hint, with bounds for numbers}
     "system": str,

@@ -140,10 +140,10 @@ class FileDataset(Sequence[Row]):
     """Rows from one data file, or from several files after mix().
 
     Args:
-        required: columns that every row needs; "problem" stands for the prompt, in any column such as `messages`.
+        required: columns needed in every row; "problem" stands for the prompt, in any column such as `messages`.
         constants: columns added to every row.
         checks_files: whether to check for missing media files; only on rank 0, because shared file systems are slow.
-        reads: columns that training stages and rewards read in addition to columns.READ, None = all.
+        reads: columns read by training stages and rewards in addition to columns.READ, None = all.
         options: see RowOptions.
     Raises:
         UserError: no rows, an invalid row, or a missing image or video file.
@@ -326,7 +326,7 @@ class LazyImages(Sequence):
 
 
 def load_videos(media: list[Media], folder: Path, load: Callable[..., Video]) -> list[VideoFile]:
-    """Return videos that read their frames only when they are used."""
+    """Return videos, which read their frames only when used."""
     videos = []
     for item in media:
         if item.kind == "video":

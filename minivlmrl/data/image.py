@@ -173,7 +173,7 @@ class ImageProcessor:
 
     @property
     def factor(self) -> int:
-        """Side of the image square that becomes one token, in pixels: 14 * 2 = 28 by default."""
+        """Side of the image square for one token, in pixels: 14 * 2 = 28 by default."""
         return self.patch_size * self.merge_size
 
     @property

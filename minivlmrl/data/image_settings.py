@@ -122,7 +122,7 @@ def read_image_processor(content: dict, where: str, min_pixels: int | None = Non
 
 
 def patch_settings(holder: ImageSettings | ImageProcessor) -> dict:
-    """Return the settings that have the same name in preprocessor_config.json and ImageProcessor."""
+    """Return settings with the same name in preprocessor_config.json and ImageProcessor."""
     return {
         name: getattr(holder, name)
         for name in ("image_mean", "image_std", "patch_size", "temporal_patch_size", "merge_size")
@@ -144,7 +144,7 @@ def write_image_processor(processor: ImageProcessor, options: dict[str, int]) ->
         **patch_settings(processor),
         "min_pixels": low,
         "max_pixels": high,
-        "size": {"shortest_edge": low, "longest_edge": high},  # new transformers names for min_pixels and max_pixels
+        "size": {"shortest_edge": low, "longest_edge": high},  # in newer transformers: min_pixels and max_pixels
     }
 
 
@@ -189,7 +189,7 @@ def write_sampling(options: dict[str, float]) -> dict:
 
 
 def check_options(kind: str, options: Mapping[str, float | None]) -> dict[str, Plain]:
-    """Check image or video options such as max_pixels, and drop those that are None."""
+    """Check image or video options such as max_pixels, and drop those with value None."""
     return check_values(ImageOptions if kind == "image" else VideoOptions, options, f"options of the {kind}")
 
 

@@ -41,7 +41,7 @@ class Batches(Iterator[list[Row]]):
         self.skip_unreadable = options.skip_unreadable
         # answer fields whose images are decoded in advance, to find and skip unreadable rows
         self.checked_answers = trainer.answers if self.skip_unreadable else ()
-        self.skipped: set[int] = set()  # unreadable row indices on this rank
+        self.skipped: set[int] = set()  # indices of unreadable rows on this rank
         self.key = f"{seed}/{trainer.stage}"
         self.step_size = trainer.options.prompts_per_step
         batch_size = self.step_size * trainer.options.steps_per_generation

@@ -210,7 +210,7 @@ def files_of(media: list[Media], folder: str) -> Iterator[tuple[str | bytes, str
 
 
 def source_keys(part: dict, kind: str) -> list[str]:
-    """Return the keys of a message part that contain an image or video file, such as "image_url"."""
+    """Return keys of a message part for an image or video file, such as "image_url"."""
     return [name for name in SOURCES[kind] if part.get(name) is not None]
 
 

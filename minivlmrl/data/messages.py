@@ -13,9 +13,9 @@ MARK = re.compile("<(image|video)>")
 KINDS = ("image", "video")
 BASE64 = r"(/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{32}"  # beginnings of JPEG, PNG, WebP and GIF files, in base64
 ENCODED = re.compile(rf"data:(image|video)/|{BASE64}", re.IGNORECASE)
-# message keys that may contain reasoning, beside "content"
+# message keys for reasoning outside "content"
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
-# message keys that turn the loss on (true or 1) or off (false or 0)
+# message keys for turning the loss on (true or 1) or off (false or 0)
 LOSS_KEYS = ("loss", "loss_mask", "weight", "train")
 
 

@@ -70,7 +70,7 @@ def checked_row(
 
     Args:
         required: columns that need a value; "problem" stands for the prompt, in any column such as `messages`.
-        known: columns that a training stage, a reward or data.columns reads.
+        known: columns read by a training stage, a reward or data.columns.
     Raises:
         UserError: invalid row.
     """
@@ -238,12 +238,12 @@ def check_required(row: Row, required: Collection[str]):
 
 
 def check_unread(columns: dict, folder: Path, known: Collection[str], shows_media: bool):
-    """Raise UserError if an unread column seems to contain tools, images or videos that the model would not see.
+    """Raise UserError if an unread column seems to contain tools, images or videos, which the model would not see.
 
     Nested values are searched for paths, URLs, data URIs, base64 strings and bytes.
 
     Args:
-        known: columns that training stages or rewards read, which need no check.
+        known: columns read by training stages or rewards, which need no check.
     """
     for name in columns.keys() - {*known, *MEDIA, *TEXTS, "solution", "system"}:
         if name in ("tools", "functions") and "parameters" in repr(columns[name]):

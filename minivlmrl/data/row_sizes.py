@@ -18,7 +18,7 @@ from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.video import outline_video
 from minivlmrl.errors import error_context
 
-MARKUP = 1000  # maximum tokens that a chat template adds
+MARKUP = 1000  # maximum tokens added by a chat template
 TOKEN_BYTES = 3  # bytes per token, a rough estimate for sorting
 
 
@@ -99,7 +99,7 @@ def measure(rows: Dataset, index: int, processor: Processor, answers: Sequence[s
         file.sizes = {}
     sizes = file.sizes.setdefault(facts.line, {})
     key = tuple(answers)
-    if not answers and sizes:  # reuse the prompt's token count from an earlier call that also counted answers
+    if not answers and sizes:  # reuse the prompt's token count from an earlier call with answers
         size = next(iter(sizes.values()))
         return replace(size, answer_tokens=None, longest=size.prompt_tokens)
     if key not in sizes:

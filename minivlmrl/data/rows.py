@@ -61,12 +61,12 @@ class Completion:
     stopped: bool = True
     # (C,) bool, False for tokens from a tool or user; None if the policy generated all tokens
     policy_mask: Tensor = None  # pyright: ignore[reportAssignmentType]  # not None after __post_init__
-    # tokens that passed top_k, top_p and min_p: (how many per position, their ids for all positions concatenated)
+    # tokens allowed by top_k, top_p and min_p: (how many per position, their ids for all positions concatenated)
     sampling_mask: tuple[Tensor, Tensor] | None = None
     # images from an environment: (image, patches, patch grid), or (image,) for an image that is only logged
     pictures: Sequence[tuple] = ()
     tool_use: ToolUse = field(default_factory=ToolUse)
-    extra: dict = field(default_factory=dict)  # values that rewards add to the completion log with log_extra
+    extra: dict = field(default_factory=dict)  # values for the completion log, added by rewards with log_extra
     # one Completion per assistant turn, if the chat template drops earlier reasoning from the prompt of a later turn
     turns: "Sequence[Completion]" = ()
     prompt: Prompt | None = None  # for a Completion in `turns`: the prompt of this turn

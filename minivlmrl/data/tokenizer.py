@@ -79,7 +79,7 @@ class Tokenizer:
         return self.backend.decode(ids, skip_special_tokens=False)
 
     def save(self, path: str | Path):
-        """Write a tokenizer.json that marks all control tokens as special tokens."""
+        """Write a tokenizer.json with all control tokens marked as special tokens."""
         with_special_tokens(self.backend, self.special_tokens).save(str(path))
 
 

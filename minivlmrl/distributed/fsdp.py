@@ -96,7 +96,7 @@ class Sharding:
         if model.lm_head.weight is not model.model.embed_tokens.weight:
             untied = [self.make_unit(x, self.precision) for x in (model.model.embed_tokens, model.lm_head)]
         root = self.shard_alone(model, self.precision)
-        # set the prefetch order: FSDP's default is the order of earlier forward passes, which may differ between ranks
+        # by default, FSDP prefetches in the order of earlier forward passes, which may differ between ranks
         root.set_modules_to_backward_prefetch(layers[-1:])
         for blocks in (vision_blocks, layers):
             for previous_block, block in zip([blocks[0], *blocks], blocks, strict=False):
@@ -127,7 +127,7 @@ class Sharding:
         self.shard_alone(head, MixedPrecisionPolicy(cast_forward_inputs=False))
 
     def shard_alone(self, module: nn.Module, precision: MixedPrecisionPolicy) -> FSDPModule:
-        """Make one FSDP unit from all parameters of a module that are not in a unit yet."""
+        """Make one FSDP unit from all parameters not in a unit yet."""
         root = self.make_unit(module, precision)
         for unit in units(module):
             # sum, not mean: losses are already divided by counts over all ranks
@@ -141,14 +141,14 @@ class Sharding:
         return fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=self.offload)
 
     def take_shard(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Copy this rank's rows of a full tensor into a DTensor, with the sharding of the DTensor `like`."""
+        """Copy this rank's rows of a full tensor into a DTensor, sharded like the DTensor `like`."""
         local_rows = tensor[shard_rows(self.mesh, len(tensor))].to(self.device, like.dtype, copy=True)
         # DTensor.from_local would move offloaded weights to the GPU
         return DTensor(local_rows, like._spec, requires_grad=False)  # pyright: ignore[reportAttributeAccessIssue]
 
     @torch.no_grad()
     def gather(self, model: VisionLanguageModel) -> VisionLanguageModel:
-        """Gather all weights into an unsharded model, which ranks can run independently until `reshard`."""
+        """Gather all weights into an unsharded model; until `reshard`, ranks can run it independently of each other."""
         for unit in units(model):
             unit.unshard()
         unsharded = clone_architecture(model, self.compute_dtype)
@@ -197,7 +197,7 @@ class DummyVisionForward:
 
 
 def in_lockstep(sample_token: Callable, max_new_tokens: int, model: VisionLanguageModel, world: World) -> Callable:
-    """Wrap sample_token: a rank that finishes early runs the decoder on dummy tokens until all ranks have finished."""
+    """Wrap sample_token: ranks that finish early run the decoder on dummy tokens until all ranks have finished."""
 
     def sample_together(logits: Tensor, rows: Tensor, counts: Tensor):
         ids, logps, ends = sample_token(logits, rows, counts)

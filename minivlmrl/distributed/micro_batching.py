@@ -76,8 +76,8 @@ def sample_in_micro_batches(
 ) -> list[list[Completion]]:
     """Sample completions in micro-batches of at most sampling.max_batch_tokens tokens.
 
-    Lengths are unknown before sampling, so that every completion counts as max_new_tokens tokens. Completions for the
-    same prompt stay in one micro-batch.
+    Lengths are unknown before sampling, so every completion counts as max_new_tokens tokens. Completions for the same
+    prompt stay in one micro-batch.
 
     Args:
         sample: (prompts, num_generations, keys) -> completions for a micro-batch.

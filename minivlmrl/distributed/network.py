@@ -1,4 +1,4 @@
-"""Connect all ranks at the start of a run, so that wrong network settings fail early."""
+"""Connect all ranks at the start, so wrong network settings fail early."""
 
 import os
 import socket

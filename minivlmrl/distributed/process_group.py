@@ -42,7 +42,7 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence[Value]) -> Sequence[Value]:
-        """Return this rank's contiguous slice of `items`; slices have nearly equal lengths."""
+        """Return this rank's contiguous slice of `items`; all ranks' slices have nearly equal lengths."""
         begin = len(items) * self.rank // self.size
         end = len(items) * (self.rank + 1) // self.size
         return items[begin:end]
@@ -109,7 +109,7 @@ class World:
             future.set_exception(error)
         self.barrier()
         for error in filter(None, self.gather_objects(future.exception())):
-            # an error that all ranks raise: they can still save a state together
+            # mark an error of all ranks, after which they can still save a state together
             error.on_all_ranks = True  # pyright: ignore[reportAttributeAccessIssue]
             raise error from future.exception()  # also show the traceback of this rank's error
         return future.result()
@@ -131,7 +131,7 @@ class World:
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]):
         """Sum gradients over all ranks."""
-        # sum, not mean: losses are already divided by token or completion counts of all ranks
+        # sum, not mean: losses are already divided by token or completion counts over all ranks
         if self.size == 1:
             return
         num_ranks = self.sum(*(parameter.grad is not None for parameter in parameters))

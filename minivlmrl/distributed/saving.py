@@ -69,7 +69,7 @@ def save_model(
                 )
             if write_more_files:
                 write_more_files(new_folder)
-            saving.pop_all().close()  # move the new folder into place
+            saving.pop_all().close()  # move the new folder to its place
 
         for file, names in files.items():
             tensors = {}

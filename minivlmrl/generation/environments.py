@@ -49,6 +49,6 @@ def samples_trajectories(sampling: SamplingOptions) -> bool:
 
 
 def packed_length(completion: Completion) -> int:
-    """Count the tokens that a completion adds to a packed batch, including the separate prompts of later turns."""
+    """Count a completion's tokens in a packed batch, including the separate prompts of later turns."""
     windows = [turn.prompt for turn in completion.turns[1:] if turn.prompt is not None]
     return len(completion.ids) + sum(len(window.input_ids) for window in windows)

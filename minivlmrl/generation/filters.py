@@ -13,7 +13,7 @@ from minivlmrl.data.rows import Completion
 
 
 class Filters:
-    """Logits processor that applies a recipe's filters to one batch.
+    """Logits processor with a recipe's filters, for one batch.
 
     Args:
         prompts: (P,) int64 token ids per prompt, for the repetition penalty.
@@ -45,7 +45,7 @@ class Filters:
         return scores
 
     def record_masks(self, completions: Iterable[Completion]):
-        """Store which token ids passed top_k, top_p and min_p, so that training can normalize over the same tokens."""
+        """Store the token ids allowed by top_k, top_p and min_p, for training to normalize over the same tokens."""
         for allowed_of_row, completion in zip(self.allowed_ids, completions, strict=True):
             # drop entries for positions after the end of the completion
             allowed_ids = allowed_of_row[: len(completion.ids)]

@@ -193,7 +193,7 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """
     units = (probs * UNITS).long()
     padding = -probs.shape[1] % BLOCK
-    if padding:  # F.pad would copy otherwise
+    if padding:  # skip F.pad if possible, because it copies
         units = F.pad(units, (0, padding))
     units = units.unflatten(1, (-1, BLOCK))
     ends = units.sum(-1).cumsum(-1)  # (r, blocks) cumulative probabilities

@@ -171,7 +171,7 @@ class Sampler:
         return CapturedDecode()
 
     def accept_tokens(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
-        """Record one new token per completion; return (r,) bool, True for completions that are now finished.
+        """Record one new token per completion; return (r,) bool, True for finished completions.
 
         Samplers in extras/agents/ override this method to run tools.
 

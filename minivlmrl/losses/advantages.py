@@ -9,7 +9,7 @@ EPSILON = 1e-4  # added to standard deviations to avoid division by 0, as in TRL
 
 
 def combine(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Compute the weighted sum of the rewards of each completion.
+    """Compute a weighted sum of rewards per completion.
 
     Args:
         rewards: (n, K), NaN where a reward function returned None.

@@ -22,7 +22,7 @@ from torch.nn.functional import logsigmoid
 from minivlmrl.losses.grpo import check_known
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
-# losses that are defined for every f_divergence_type, not only for reverse_kl
+# losses defined for every f_divergence_type, not only for reverse_kl
 F_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")  # losses that use label_smoothing
 

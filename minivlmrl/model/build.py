@@ -51,7 +51,7 @@ def model_from_config(model_config: ModelConfig, where: str | Path) -> VisionLan
 
 
 def config_for(config_file: str | Path, tokenizer: Tokenizer) -> ModelConfig:
-    """Read config.json; take special token ids and, if it is missing, the vocabulary size from a tokenizer."""
+    """Read config.json, with special token ids and (if missing) vocabulary size from a tokenizer."""
     config = read_sizes(config_file, len(tokenizer))
     token_ids = {name: tokenizer.special_tokens[token] for name, token in CONTROL_TOKENS.items()}
     # a larger vocab_size adds unused embedding rows

@@ -28,7 +28,7 @@ class VisionConfig:
     rope_theta: Annotated[float, "(0, inf)"] = 1e4  # base for the frequencies of the 2-D rotary embedding
     # standard deviation for new learned position embeddings
     initializer_range: Annotated[float, "[0, inf)"] = 0.02
-    # keys in vision_config that this library does not use; saved unchanged
+    # unused keys in vision_config, saved unchanged with the model
     extra: dict = field(default_factory=dict, hash=False)
 
     # constants in Qwen2-VL; other families override them, or make them dataclass fields
@@ -73,7 +73,7 @@ class ModelConfig:
     bos_token_id: TokenId | None = 151643
     eos_token_id: TokenId | list[TokenId] | None = 151645
     torch_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    extra: dict = field(default_factory=dict)  # keys in config.json that this library does not use; saved unchanged
+    extra: dict = field(default_factory=dict)  # unused keys in config.json, saved unchanged with the model
 
     # constants in Qwen2; other families override them, or make them dataclass fields
     attention_bias: ClassVar[bool] = True  # whether q, k and v projections have biases

@@ -178,7 +178,7 @@ def drop(p: float, seed: int, x: Tensor) -> Tensor:
 
 
 def copy_adapter_layout(model: VisionLanguageModel, other: VisionLanguageModel):
-    """Add zero adapters to a model, with the layers, r, scaling, dropout and quantization of another model's."""
+    """Add adapters for the same layers as in another model, with the same r, scaling, dropout and quantization."""
     for name, layer in adapters(other).items():
         add_lora(model, name, layer.r, layer.scaling, layer.dropout)
     model.modules_to_save = other.modules_to_save
@@ -188,7 +188,7 @@ def copy_adapter_layout(model: VisionLanguageModel, other: VisionLanguageModel):
 
 def quantize_base(model: VisionLanguageModel):
     """Quantize decoder layers, and all layers with adapters, to NF4, except Family.not_quantized."""
-    # names, because a list of modules would keep replaced 16-bit weights in memory
+    # iterate over names, because a list of modules would keep replaced 16-bit weights in memory
     for name in [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]:
         keeps_dtype = name.removesuffix(".base").endswith(family_of(model).not_quantized)
         if not keeps_dtype and (name.startswith(PARTS["language"]) or name.endswith(".base")):

@@ -137,7 +137,7 @@ def _whole_name(name: str) -> str:
 
 
 def _parts(names: Iterable[str]) -> list[VisualPart]:
-    """Return the model parts that contain parameters named in modules_to_save, such as "merger"."""
+    """Return the model parts of parameters in modules_to_save, such as "merger"."""
     return sorted({"merger" if part_of(name) == "merger" else "vision" for name in names if not is_adapter(name)})
 
 

@@ -99,8 +99,8 @@ def window_order(image_grid_thw: Tensor, vision_config: VisionConfig) -> tuple[T
 class VisionLayout:
     """Token order, rotary angles and attention segments for a batch of patches."""
 
-    order: Tensor  # (P,) indices that sort patches from pixel_values by window
-    raster_order: Tensor  # (M,) indices that sort merged tokens from window order back to raster order
+    order: Tensor  # (P,) indices to sort the patches in pixel_values by window
+    raster_order: Tensor  # (M,) indices to sort merged tokens from window order back to raster order
     cos: Tensor  # (P, 1, 1, D) float32 rotary cosines, in window order
     sin: Tensor  # (P, 1, 1, D) float32 rotary sines
     windows: Segments  # attention segments for blocks with window attention

@@ -121,7 +121,7 @@ def read_boxes(text: str, extent: tuple[float, float]) -> Objects:
 
 
 def solution_boxes(solution: Any) -> str:
-    """Return a solution as text: what is inside <answer> tags if it has them, JSON if it is not a string."""
+    """Convert a solution to text: the text in its <answer> tags, if any; JSON, if it is not a string."""
     text = solution if isinstance(solution, str) else json.dumps(solution, default=str)
     return find_answer(text) or text
 

@@ -30,8 +30,8 @@ class RewardArguments:
     image_sizes: list[Size | None]
     answer_extents: list[Size | None]
     environments: list[Any]
-    row_rewards: list[list[str] | None]  # names of the rewards that apply to the row, None = all
-    extras: list[dict]  # values that rewards add to the completion log with log_extra
+    row_rewards: list[list[str] | None]  # reward names for the row, None = all
+    extras: list[dict]  # values for the completion log, added by rewards with log_extra
     reward_model_scores: Sequence[float] | None = None
     # single objects instead of lists, set by Reward.__call__
     trainer_state: Any = None
@@ -83,7 +83,7 @@ def reward_columns(
 
 
 def image_and_box_sizes(row: Row, prompt: Prompt, processor: Processor) -> tuple[Size | None, Size | None]:
-    """Return the first image's size in file pixels, and in predicted box units."""
+    """Return the first image's (width, height), in file pixels and in the units of predicted boxes."""
     if not row.images:
         return None, None
     patch_size = processor.image_processor.patch_size
@@ -117,6 +117,6 @@ def call_rewards(rewards: Sequence[Callable], columns: dict[str, list]) -> Tenso
             errors.append(error)
     for error in errors[1:]:
         errors[0].add_note(f"{user_code(error)}: {error}".removeprefix(": "))
-    if errors:  # one error that names all failed rewards
+    if errors:  # raise a single error, with the names of all failed rewards
         raise errors[0]
     return torch.tensor(values, dtype=torch.float32).view(len(rewards), len(columns["completions"])).T

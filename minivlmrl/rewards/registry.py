@@ -31,10 +31,10 @@ REWARDS: dict[str, str | Callable] = {  # {reward name: "module:function" or fun
     "reward_model": "minivlmrl.extras.reward_model:reward_model",
     "environment": "minivlmrl.extras.agents.environment:environment_reward",
 }
-# rewards that compare an answer with the solution; called before training, to find invalid solutions
+# rewards for comparing an answer with the solution; called before training, to find invalid solutions
 COMPARE_SOLUTIONS = ("accuracy", "iou", "acc_0_5")
 MAX_FLOAT32 = 3.4e38
-STEP_METRICS = {  # metric names, up to the first slash, that rewards must not use
+STEP_METRICS = {  # metric names (up to the first slash) not allowed for rewards
     "stage", "step", "loss", "entropy", "kl", "grad_norm", "learning_rate", "reward", "reward_std",
     "group_reward_std", "frac_reward_zero_std", "rewards", "completions", "clip_ratio", "rollout", "tools", "eval",
     "mean_turns", "num_gen_batches", "cispo_clip_ratio", "vespo", "policy_loss", "value_loss", "approx_kl", "ratio",
@@ -43,7 +43,7 @@ QUIET = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
 
 # {reward name: whether its function reads chat messages instead of text}, found out in its first call
 READS_MESSAGES: dict[str, bool] = {}
-SHARED = {"images", "environments"}  # arguments that are passed to rewards without a copy
+SHARED = {"images", "environments"}  # arguments passed to rewards without a copy
 
 
 @dataclass
@@ -56,13 +56,13 @@ class RewardLog:
 
     def log_metric(self, name: str, value: float):
         """Log a number; metrics.jsonl contains its mean over the rollout."""
-        if name.partition("/")[0] in STEP_METRICS:  # raised early, in the reward check before a run
+        if name.partition("/")[0] in STEP_METRICS:  # found before a run, because the reward check also calls this
             raise UserError(f"log_metric: {name!r} is a name of the run's own metrics; use another name")
         self.metrics.setdefault(name, []).append(float(value))
 
 
 class RewardFailed(UserError):
-    """Raised on all ranks if a reward function fails on one, so that they can save a state together."""
+    """Raised on all ranks if a reward function fails on one, so all can save a state together."""
 
 
 @dataclass(eq=False)
@@ -111,7 +111,7 @@ class Reward:
             "log_metric": log.log_metric,
             "log_extra": partial(log_extra, self.name, extras),
         }
-        for name in callbacks.keys() & columns.keys():  # use callbacks passed by another reward that calls this one
+        for name in callbacks.keys() & columns.keys():  # if another reward calls this one, use its callbacks
             callbacks[name] = columns.pop(name)
         columns["completions"] = completions
         columns = {name: list(compress(values, is_scored)) for name, values in columns.items()}

@@ -73,7 +73,7 @@ class Callback:
         """
 
     def on_step_end(self, trainer: Trainer, step: Step, number: int, values: dict):
-        """Run code after a step and its metrics, `values`, were logged."""
+        """Run code after a step was logged; `values` are its metrics."""
 
     def on_evaluation(self, stage: str, steps_done: int, num_rows: int):
         """Run code after an evaluation was added to evaluations.jsonl."""

@@ -39,7 +39,7 @@ def load_datasets(
     Args:
         stages: {stage: kind of training rows}, such as {"dpo": "pairs"}.
         reward_columns: dataset columns that training rewards require, unless a data.train file names its own rewards.
-        reads: columns that training reads, None = all.
+        reads: columns read by training stages and rewards, None = all.
     """
     world = world or World()
     return world.run_on_all_ranks(

@@ -25,7 +25,7 @@ from minivlmrl.trainers.offline import split
 BATCH_SIZE = 64  # maximum rows per rank and batch
 BATCH_TOKENS = 16384  # upper limit on sampling.max_batch_tokens in evaluations
 UNFILTERED = {**NO_TRUNCATION, "repetition_penalty": 1.0}  # options to sample from the model's full distribution
-# {kind of training rows: evaluation metric that needs no sampling}
+# {kind of training rows: evaluation metric without sampling}
 ANSWER_METRICS = {"demonstrations": "eval/loss", "pairs": "eval/pair_accuracy"}
 
 
@@ -37,13 +37,13 @@ def evaluate(
 
     eval/accuracy_sampled: mean `accuracy` reward at temperature 1; eval/accuracy_greedy: at temperature 0.
     data.eval_without_images adds eval/accuracy_gray_image (gray images) and eval/accuracy_swapped_image (another row's
-    images). Rewards that are None for a completion are left out of the mean.
+    images). If a reward is None for a completion, the mean leaves it out.
 
     Args:
         steps: global_step and max_steps for reward functions.
     """
     rewards = [replace(reward, log=RewardLog(*steps)) for reward in held_out_rewards(config)]
-    # sample without top_p or repetition_penalty, so that accuracies are comparable between runs
+    # no top_p or repetition_penalty, to make accuracies comparable between runs
     sampling = replace(evaluation_sampling(config.sampling), **UNFILTERED)
     ways = {"sampled": None, "greedy": None}
     if config.data.eval_without_images:
@@ -117,7 +117,7 @@ def images_of_next_row(row: Row, rows: Dataset) -> dict[str, list]:
     return others
 
 
-# {metric suffix: function (row, all rows) -> changed images and videos}
+# {end of a metric name, as in eval/accuracy_gray_image: function (row, all rows) -> changed images and videos}
 IMAGE_ABLATIONS = {"gray_image": gray_images, "swapped_image": images_of_next_row}
 
 
@@ -132,7 +132,7 @@ def generate_for_rows(
 ) -> Iterator[list]:
     """Sample completions for all rows, and yield a list of results per batch.
 
-    A rank samples completions for its share of the rows, but yields the results of all rows.
+    A rank samples completions for its share of the rows, but yields results for all rows.
 
     Args:
         key: sampling seed, combined with the row index.
@@ -141,7 +141,7 @@ def generate_for_rows(
     """
     world = sample.world
     bar = ProgressBar("answers", len(rows), world.is_main, leave=False)
-    # columns that held-out rows lack: rewards get None for them
+    # for columns missing from held-out rows, rewards get None
     no_columns = dict.fromkeys(required_columns(rewards))
     for numbers in split(range(len(rows)), BATCH_SIZE * world.size):
         world.stop_if_preempted()

@@ -117,7 +117,7 @@ def train_stages(
 
 
 def begin_run(results: Results, resumed: Resumed):
-    """Delete what an earlier run wrote after the resumed state, and evaluate the initial model of a new run."""
+    """Delete results later than the resumed state; for a new run, evaluate the initial model."""
     log = results.log
     if log.world.is_main:
         newer = [folder for folder in resumed.saved if not resumed.folder or int(folder.name) > results.state.steps]
@@ -152,7 +152,7 @@ def train_stage(
     """Train one stage, from its first step or from a resumed state.
 
     Args:
-        old_end: number of steps after which the resumed stage had ended; if it is now longer, evaluate there as well.
+        old_end: last step of the stage in the resumed run; if the stage is longer now, evaluate at this step as well.
     """
     stage = trainer.stage
     log = results.log
@@ -164,10 +164,10 @@ def train_stage(
         callback.on_stage_begin(trainer, optimizer, state)
     log.stage(trainer, state.step, state.seconds.get(stage, 0.0))
     for number in range(state.step, trainer.options.max_steps):
-        # evaluate at the start of the next step, after a state was saved, so that a run killed here loses no step
+        # evaluate only after a state was saved, so a run killed during evaluation loses no step
         if number > 0:
             results.evaluate_if_due(trainer, number, is_due=number == old_end)
-        # seed at every step, so that a resumed run draws the same random numbers
+        # seed at every step, so a resumed run draws the same random numbers
         key = f"{trainer.config.seed}/{stage}/{number}/{trainer.world.rank}"
         seed_user_code(f"{key}/rollout")
         try:

@@ -37,7 +37,7 @@ WARNINGS = "warnings.jsonl"
 FILES = METRICS, TIMINGS, EVALUATIONS, WARNINGS
 SPEED_STEPS = 10  # optimizer steps over which the printed speed is averaged
 # maximum root mean square difference between log-probs from sampling and training, in nats per token. For comparison: a
-# sampling temperature that is off by a tenth gives about 0.1 times the standard deviation of the log-probs
+# sampling temperature wrong by a tenth gives about 0.1 times their standard deviation
 EXACT_LIMIT = 0.01  # limit for float32 and float64
 ROUNDED_LIMIT = 0.05  # limit for 16-bit dtypes
 ENGINE_LIMIT = 0.1  # limit for other sampling engines, such as vLLM
@@ -80,14 +80,14 @@ class MetricsLog(ExitStack):
 
     def write(self, name: str, line: dict):
         rest = encode(line)
-        while rest:  # files are unbuffered, so that closing them cannot fail on a full disk
+        while rest:  # files are unbuffered, so closing them cannot fail on a full disk
             rest = rest[self.files[name].write(rest) :]
         self.num_lines[name] += 1
 
     def track(self, values: dict[str, float]):
         """Send metrics to trackers such as wandb, with steps counted over all stages.
 
-        A tracker that fails is removed.
+        If a tracker fails, it is removed.
         """
         for name, log in [*self.trackers.items()]:
             try:
@@ -108,11 +108,11 @@ class MetricsLog(ExitStack):
         self.trainer = trainer
         self.name = trainer.stage
         self.bar = ProgressBar(self.name, trainer.options.max_steps, self.world.is_main, steps_done)
-        # close the bar at the end, even after an error, so that the message starts on a new line
+        # close the bar even after an error, so the error message starts on a new line
         self.callback(self.bar.close)
         self.begin_time = time.perf_counter() - seconds
         self.last_seconds = seconds
-        # discard times from before the first step, such as that of the memory check
+        # discard times from before the first step, such as the memory check
         trainer.timer.take()
         self.timings = deque(maxlen=SPEED_STEPS)
         self.count_lines()
@@ -120,7 +120,7 @@ class MetricsLog(ExitStack):
     def count_lines(self):
         """Store how many lines the log files have, for the next state.
 
-        A resumed run deletes later lines, such as those of an evaluation after this step, and writes them again.
+        A resumed run deletes later lines, such as evaluations after this step, and writes them again.
         """
         self.state.num_log_lines = {**self.num_lines}
 
@@ -215,7 +215,7 @@ class MetricsLog(ExitStack):
 
 
 def short_names(names: Iterable[str]) -> list[str]:
-    """Shorten metric names, "eval/my_rewards.py:brevity_sampled" to "eval/brevity_sampled", if they stay different."""
+    """Shorten metric names like "eval/my_rewards.py:brevity_sampled" to "eval/brevity_sampled", if they stay unique."""
     names = [*names]
     short = [re.sub(r"^(eval/|rewards/)?.*\.py:", r"\1", name) for name in names]
     return short if len({*short}) == len(names) else names

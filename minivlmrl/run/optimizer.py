@@ -63,9 +63,9 @@ def check_optimizer(section: OptimizerOptions):
 
 
 def group_numbers(optimizer: Optimizer) -> list[dict[str, float]]:
-    """Return the numbers in parameter groups that a state must save, such as a step count.
+    """Return numbers in parameter groups that must be saved in a state, such as a step count.
 
-    These are numbers that optimizer.defaults does not contain, or that differ from it.
+    Numbers equal to optimizer.defaults are left out.
     """
     defaults = optimizer.defaults
     return [

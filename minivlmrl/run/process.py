@@ -13,8 +13,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from minivlmrl.errors import in_one_line, print_traceback, user_error_message
 from minivlmrl.json_files import write_json
 
-# Delay before a rank reports that it has lost another rank, in seconds. torchrun shows only the first error, which must
-# be that of the other rank.
+# Seconds before a rank reports a lost connection to another rank. torchrun shows only the first error, which must be
+# the other rank's.
 LOST_RANK_REPORTS = 3.0
 
 
@@ -28,7 +28,7 @@ def report_user_error(message: str):
 
 
 def run_rank(work: Callable[[], int]):
-    """Call `work` in this rank's process, and exit with the exit code that it returns.
+    """Call `work` in this rank's process, and exit with the exit code from `work`.
 
     Exit codes: 2 for an error that the user can correct, 1 for a bug or a lost rank.
     """

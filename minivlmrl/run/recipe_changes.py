@@ -1,4 +1,4 @@
-"""Compare a run's options and files with those in the state from which it resumes, and between ranks."""
+"""Compare a run's options and files with the state it resumes from, and between ranks."""
 
 import os
 import re
@@ -33,7 +33,7 @@ FOLDERS = re.compile(r'(?<=")/[^":()]*/')  # absolute folder in JSON, as in "/ho
 
 
 def recipe_options(config: RunConfig) -> dict[str, object]:
-    """Return all recipe options, such as {"grpo.beta": 0.04}, with the number of threads that the run uses."""
+    """Return all recipe options, such as {"grpo.beta": 0.04}, with the actual number of threads."""
     sections = asdict(config) | {"num_threads": torch.get_num_threads()}
     for name in ("stages", "output_dir", "resume"):
         del sections[name]
@@ -66,7 +66,7 @@ def file_hashes(config: RunConfig, datasets: Mapping[str, Dataset]) -> dict[str,
 
 
 def code_files() -> set[str]:
-    """Return the Python files that a recipe names, and the modules that they import from their own folders."""
+    """Return Python files named in a recipe, and modules imported from the folders of these files."""
     folders = tuple(os.path.join(os.path.dirname(file), "") for file in USER_FILES)
     imported = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
     own = {file for file in imported if file.startswith(folders) and "site-packages" not in file}
@@ -89,7 +89,7 @@ def media_of(rows: FileDataset) -> Iterator[str | bytes]:
 
 
 def row_files(config: RunConfig) -> dict[str, str]:
-    """Return {option: data file} for the data files that training stages read."""
+    """Return {option: data file} for all data files read by training stages."""
     data = config.data
     own = {stage: data.files[stage] for stage in config.stage_names if stage in data.files}
     files = {"data.eval_file": data.eval_file if data.eval_rows else None}

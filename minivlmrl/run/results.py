@@ -33,7 +33,7 @@ SUMMARY, BEST, STATES = "summary.json", "best", "states"
 SAVED = "checkpoint", BEST  # weight folders
 # files and folders written by a run, besides trackers
 OUTPUTS = *SAVED, STATES, RUN_CONFIG, *FILES, COMPLETIONS, IMAGES, SUMMARY, "report.html", "reward_model", "critic"
-MARK = ".minivlmrl"  # file that marks a folder as a run folder, in which a run may overwrite all OUTPUTS
+MARK = ".minivlmrl"  # marker file of a run folder, in which a run may overwrite all OUTPUTS
 
 
 def check_outputs(config: RunConfig, trainers: dict[str, type[Trainer]]):
@@ -54,7 +54,7 @@ def check_outputs(config: RunConfig, trainers: dict[str, type[Trainer]]):
 
 
 def check_output_dir(config: RunConfig):
-    """Raise UserError if the run would overwrite earlier results or files of the user."""
+    """Raise UserError if the run would overwrite earlier results or the user's files."""
     states = check_resume(config)
     folder = Path(config.output_dir)
     metrics_file = folder / METRICS

@@ -59,7 +59,7 @@ def read_lines(path: Path, form: type) -> list[dict]:
     A last line without newline is ignored, because a run may still be writing it.
 
     Args:
-        form: dataclass with the fields that every line must have.
+        form: dataclass with the required fields of a line.
     """
     text = path.read_bytes() if path.is_file() else b""
     contents = []
@@ -161,7 +161,7 @@ def describe_group(trainer: Trainer, group: list[Sample], advantages: dict[int, 
             "rewards": dict(zip(trainer.config.rewards, sample.rewards.tolist(), strict=True)),
             "why": extra.pop("why", {}),
             "reward": total,
-            "advantage": advantages.get(sample.index, 0.0),  # 0 for samples that are not trained
+            "advantage": advantages.get(sample.index, 0.0),  # 0 for samples left out of training
             "stopped": completion.stopped,
             "tokens": list(tokens(completion, processor)),
             "boxes": boxes(text, answer_extent) if true_boxes else [],
@@ -212,6 +212,6 @@ def tokens(completion: Completion, processor: Processor) -> Iterator[tuple[str, 
     assert completion.logps is not None
     columns = (column.tolist() for column in (completion.ids, completion.logps, completion.policy_mask))
     for token_id, logp, by_policy in zip(*columns, strict=True):
-        # "" if more tokens are needed to complete a character
+        # text is "" if a character needs further tokens
         text = stream.step(processor.tokenizer.backend, token_id) or ""
         yield text, round(logp, 4) if by_policy else None

@@ -20,7 +20,7 @@ class Preempted(Exception):
 
 
 class StopSignals:
-    """Context manager that handles stop signals during a run.
+    """Context manager to handle stop signals during a run.
 
     A signal more than five seconds after the first (Ctrl-C: one second) ends the process at once. Long tasks such as
     sampling call world.stop_if_preempted, which raises Preempted after a signal.

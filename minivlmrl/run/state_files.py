@@ -88,7 +88,7 @@ def read_rows(name: str, shards: list[tuple[int, int, Path]], start: int, end: i
         low = max(start, first)
         high = min(end, first + num_rows)
         if low < high:
-            # reopen the file for every tensor: closing it frees the memory of the pages that were read
+            # reopen the file for every tensor, because closing it frees the memory of pages already read
             with safe_open(file, framework="pt") as handle:
                 parts.append(handle.get_slice(f"{first}:{name}")[low - first : high - first])
     return torch.cat(parts)

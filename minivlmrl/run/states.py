@@ -105,11 +105,11 @@ class Resumed(NamedTuple):
 
 
 def resume(config: RunConfig, datasets: Mapping[str, Dataset], world: World) -> Resumed:
-    """Select the state to resume from, and compare its recipe and files with those of this run."""
+    """Select the state to resume from, and compare its recipe and files with this run."""
     hashes = file_hashes(config, datasets)
     check_same(hashes, world)
     new = TrainerState(config.seed, config.stage_names, recipe=recipe_options(config), hashes=hashes)
-    # take the states that rank 0 sees, because ranks on a network file system may see different ones
+    # take rank 0's states, because ranks on a network file system may see different ones
     saved = world.gather_objects(state_folders(Path(config.output_dir) / "states"))[0]
     folder, state = select_state(config.resume, saved, world)
     if state is None:
@@ -192,7 +192,7 @@ def read_state(folder: Path, world: World) -> TrainerState | None:
 def load_state(folder: Path, trainer: Trainer, optimizer: Optimizer):
     """Copy the tensors of a state into the model's weights and the optimizer.
 
-    Weights that were frozen when the state was saved are not in it, and are left unchanged.
+    Weights frozen at the time of saving are not in the state, and stay as they are.
     """
     with error_context(f"{folder}: this state was saved with a different model or recipe"):
         shards = find_shards(folder)
@@ -295,14 +295,14 @@ class StateSaver:
 
     @contextmanager
     def saved_on_error(self) -> Iterator[None]:
-        """Save a state after a signal, or after an error that all ranks raise between two steps.
+        """Save a state after a signal, or after an error on all ranks between two steps.
 
         The error message says how to continue the run.
         """
         try:
             yield
         except (Exception, SystemExit) as error:
-            errors = (error, error.__cause__)  # a callback may have raised another error from the original one
+            errors = (error, error.__cause__)  # the original error, if a callback has raised another from it
             in_update = any(getattr(part, "phase", "") == UPDATE for part in errors)
             on_all_ranks = self.world.size == 1 or any(hasattr(part, "on_all_ranks") for part in errors)
             if self.signals.can_save and on_all_ranks and not in_update:

@@ -23,7 +23,7 @@ class TrainerState:
     best: float | None = None  # best evaluation so far (best_metric), negated if lower is better
     seconds: dict[str, float] = field(default_factory=dict)  # training time per stage, in seconds
     recipe: dict = field(default_factory=dict)  # recipe options; see run/recipe_changes.py
-    hashes: dict[str, str] = field(default_factory=dict)  # hashes of the files that the run reads
+    hashes: dict[str, str] = field(default_factory=dict)  # hashes of files read by the run
     # {log file: how many lines it had when the state was saved}
     num_log_lines: dict[str, Annotated[int, ">= 0"]] = field(default_factory=dict)
     optimizer: list[dict] = field(default_factory=list)  # numbers in parameter groups; see group_numbers

@@ -13,7 +13,7 @@ FRESH_ROWS = 1_000_000
 
 @dataclass(frozen=True)
 class Task:
-    """A task: functions that make its datasets and tokenizer, and its chance accuracy."""
+    """A task: functions to make its datasets and tokenizer, and its chance accuracy."""
 
     # Function (recipe section `data`, seed, task options such as pairs in "shapes(pairs=8)") that returns training rows
     # by kind, such as {"pairs": rows}, and held-out rows. Held-out rows do not depend on the seed.

@@ -39,7 +39,7 @@ class MicroBatch:
     ref_per_token_logps: Tensor | None = None  # (R, T) reference log-probabilities, in nats
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the weights with which metrics are averaged over micro-batches: {metric: token count}."""
+        """Return the weights for averaging metrics over micro-batches: {metric: token count}."""
         return dict.fromkeys(names, float(self.loss_mask.sum()))
 
     def mean(self, per_token: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class SampledBatch(MicroBatch):
 
     @classmethod
     def extend(cls, batch: "SampledBatch", **fields) -> Self:
-        """Convert a batch of a base class to this class; `fields` are the values of the additional fields."""
+        """Convert a batch of a base class to this class; `fields` are the additional fields."""
         return cls(**vars(batch), **fields)
 
     @property
@@ -204,7 +204,7 @@ class Trainer:
         return combine(rewards, torch.tensor(list(self.config.rewards.values())))
 
     def dropout(self, step: int, micro_batch: int):
-        """Return a context manager that applies adapter dropout to a micro-batch."""
+        """Return a context manager to apply adapter dropout to a micro-batch."""
         if not self.config.adapter.dropout:
             return nullcontext()
         from minivlmrl.model.lora import dropout
@@ -241,7 +241,7 @@ def checked_loss(name: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     with suppress(AttributeError, TypeError, ValueError):
         loss, metrics = (result, {}) if isinstance(result, Tensor) else result
         is_scalar = all(value.dim() == 0 for value in (loss, *metrics.values()))
-        # reject metrics with the names of fields that metrics.jsonl already has
+        # reject metrics named like other fields in metrics.jsonl
         if is_scalar and not metrics.keys() & {"stage", "step", "loss"}:
             return loss, metrics
     raise UserError(

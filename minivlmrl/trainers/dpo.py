@@ -25,7 +25,7 @@ class DPOTrainer(PairTrainer):
     stage = "dpo"
     config_type = DPOOptions
     options: DPOOptions
-    # rows whose tokens are counted: chosen answers (0, 2, 4, ...), over which an SFT term in the loss averages
+    # rows whose tokens are counted: chosen answers (0, 2, 4, ...), for the mean over tokens in an SFT term
     counted_rows = slice(0, None, 2)
 
     @classmethod

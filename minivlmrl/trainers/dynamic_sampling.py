@@ -19,13 +19,13 @@ from minivlmrl.trainers.base import Rollout, Sample, split
 
 @dataclass
 class SerializedGroup:
-    """Completions and rewards of a prompt, to send to other ranks."""
+    """Completions and rewards for a prompt, to send to other ranks."""
 
     index: int  # row index in the dataset
     key: str  # seed for sampling, such as "0/grpo/3/17"
     completions: list[Completion]
     rewards: Tensor  # (G, K)
-    differs: bool  # whether the rewards differ, so that advantages are not 0
+    differs: bool  # whether the rewards differ; if not, advantages are 0
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample], differs: bool) -> "SerializedGroup":

@@ -81,7 +81,7 @@ class GRPOTrainer(RolloutTrainer):
         cache = self.options.soft_punish_cache
         if not cache:
             return total
-        # length of the longest turn, because max_new_tokens limits a turn and not a whole trajectory
+        # longest turn, because max_new_tokens limits a turn and not a whole trajectory
         lengths = [max(len(turn.ids) for turn in x.completion.turns or [x.completion]) for x in samples]
         return total + torch.tensor([soft_overlong_punishment(length, limit, cache) for length in lengths])
 
@@ -120,7 +120,7 @@ class GRPOTrainer(RolloutTrainer):
         return steps
 
     def prepare(self, batches: Sequence[GRPOBatch]):
-        """Change the micro-batches of an optimizer step before the first update, for example their advantages.
+        """Change an optimizer step's micro-batches before the first update, for example their advantages.
 
         Called once per optimizer step, without gradients. `batches` are only this rank's: use self.world for totals
         over all ranks.
@@ -198,10 +198,10 @@ class GRPOTrainer(RolloutTrainer):
         return batch
 
     def score_policy(self, batch: GRPOBatch) -> Tensor:
-        """Store the policy's log-probabilities before the first update, and ratios to those of the sampler.
+        """Store the policy's log-probabilities before the first update, and ratios for rollout_correction.
 
         Returns:
-            entropies of trained tokens (n,), on the CPU.
+            entropies at tokens to train on (n,), on the CPU.
         """
         options = self.options
         logps, entropies = self.logps(batch.group)
@@ -219,7 +219,7 @@ class GRPOTrainer(RolloutTrainer):
         return batch.group.pad(entropies)[batch.loss_mask.bool()].cpu()
 
     def set_entropy_threshold(self, batches: Sequence[GRPOBatch], entropies: Tensor):
-        """Set the minimum entropy of tokens to train on, from the token entropies (n,) of all ranks."""
+        """Set the minimum entropy of tokens to train on, from token entropies (n,) on all ranks."""
         entropies = torch.cat(self.world.gather_objects(entropies))
         threshold = top_entropy_threshold(entropies, self.options.top_entropy_quantile)
         for batch in batches:
@@ -230,7 +230,8 @@ class GRPOTrainer(RolloutTrainer):
     def needs_all_samples(self) -> bool:
         """Whether samples with advantage 0 affect the gradient, for example through a KL penalty.
 
-        True for a user-defined trainer, whose loss may have more terms; if not, set `needs_all_samples = False` there.
+        True for every subclass, whose loss may have other terms; a subclass without such terms can set
+        `needs_all_samples = False`.
         """
         options = self.options
         is_regularized = options.beta or options.entropy_coef or options.top_entropy_quantile < 1
@@ -353,7 +354,7 @@ def find_loss(options: GRPOOptions) -> Callable:
 
 
 def find_advantages(options: GRPOOptions) -> Callable[..., Tensor]:
-    """Return the function that computes advantages, named in the option `advantages`."""
+    """Return the advantage function named in the option `advantages`."""
     arguments = "num_generations", "scale_rewards", "rewards_per_func", "reward_weights"
     on_request = "completions", "completion_lengths", "rows", "step"
     with error_context(f"grpo.advantages {options.advantages_name}"):

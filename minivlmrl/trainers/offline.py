@@ -24,9 +24,9 @@ class AnswerBatch(MicroBatch):
     """A micro-batch with answers from the dataset; in preference pairs, chosen and rejected answers alternate."""
 
     def counts(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the weights with which metrics are averaged over micro-batches, as in TRL.
+        """Return the weights for averaging metrics over micro-batches, as in TRL.
 
-        These are token counts for the entropy, and answer counts for other metrics.
+        The entropy is weighted by tokens, other metrics by answers.
         """
         num_tokens = float(self.loss_mask.sum())
         return {name: num_tokens if name == "entropy" else len(self.loss_mask) for name in names}
@@ -64,7 +64,7 @@ class OfflineTrainer(Trainer):
     def pack(self, prompts: Sequence[Prompt], answers: Sequence[list[Completion]]) -> MicroBatch:
         """Pack prompts and answers into a micro-batch.
 
-        Its loss denominator counts only this micro-batch, until `build_step` sets that of the optimizer step.
+        Its loss denominator counts only this micro-batch, until `build_step` sets the optimizer step's denominator.
         """
         group = pack_turns(prompts, answers, self.policy.config, self.world.device)
         mask = group.completion_mask
@@ -72,9 +72,9 @@ class OfflineTrainer(Trainer):
         return self.batch_type(group, mask, batch_normalizer(mask), ref_logps)
 
     def shard_rows_with_answers(self, rows: Dataset) -> tuple[list[int], int]:
-        """Select this rank's share of the rows that have all required answers.
+        """Select this rank's share of the rows, without rows that lack an answer.
 
-        A rank with fewer rows repeats a row of another rank, because all ranks must run a sharded model equally often.
+        A rank with fewer rows repeats another rank's row, because all ranks must run a sharded model equally often.
 
         Returns:
             row indices, repeated rows last, and the number of rows without repeats

@@ -7,7 +7,7 @@ import torch
 
 
 class PhaseTimer:
-    """Timer for phases, with CUDA events on a GPU, where work runs later than the Python code that starts it."""
+    """Timer for phases; it uses CUDA events on a GPU, where work runs later than its Python code."""
 
     def __init__(self, device: torch.device):
         self.is_gpu = device.type == "cuda"

@@ -87,7 +87,7 @@ class PPOTrainer(RolloutTrainer):
 
     @torch.no_grad()
     def build_micro_batches(self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]) -> list[list[PPOBatch]]:
-        """Pack the micro-batches of every optimizer step, with advantages and returns per token."""
+        """Pack micro-batches for every optimizer step, with advantages and returns per token."""
         rewards = self.world.all_gather(rollout.rewards)
         totals = combine(rewards, self.reward_weights)
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals)

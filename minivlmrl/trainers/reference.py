@@ -48,11 +48,11 @@ class Reference:
 
 
 class SwappedParameters(nn.Module):
-    """Copies of a model's parameters, such as those of a reference, to swap into the model for a forward pass."""
+    """Copies of a model's parameters, for example as a reference, to swap into the model for a forward pass."""
 
     def __init__(self, model: VisionLanguageModel, names: list[str]):
         super().__init__()
-        # in a list, so that torch does not register the policy as a submodule
+        # a list, in which torch does not register the policy as a submodule
         self.models = [model]
         self.names = names
         self.copies = nn.ParameterList([parameter.detach().clone() for parameter in self.originals()]).requires_grad_(

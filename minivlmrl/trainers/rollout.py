@@ -45,7 +45,7 @@ REWARD_MODEL = "minivlmrl.extras.reward_model", "the reward reward_model"
 
 
 class RolloutTrainer(Trainer):
-    """Base class for trainers that learn from rewards for sampled completions.
+    """Base class for trainers with rewards for sampled completions.
 
     Options must include num_generations, micro_batch_size and max_tokens_per_micro_batch.
     """
@@ -98,7 +98,7 @@ class RolloutTrainer(Trainer):
     def build_micro_batches(
         self, rollout: Rollout, parts: Sequence[Sequence[list[Sample]]]
     ) -> list[Sequence[MicroBatch]]:
-        """Compute rollout metrics, and pack the micro-batches of every optimizer step."""
+        """Compute rollout metrics, and pack micro-batches for every optimizer step."""
         raise NotImplementedError
 
     def steps(self, batches: Batches) -> Iterator[Step]:

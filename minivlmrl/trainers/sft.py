@@ -41,7 +41,7 @@ class SFTTrainer(OfflineTrainer):
             batch = self.micro_batch([rows[index] for index in local_indices[start : start + size]])
             self.world.barrier()
             mask = batch.loss_mask
-            # no loss for rows after the first `count`, which repeat rows of another rank
+            # no loss for rows after the first `count`, which repeat another rank's rows
             mask[max(0, count - start) :] = 0
             logps, _ = per_token_logps(self.policy, batch.group)
             padded = batch.group.pad(logps).double()

@@ -74,7 +74,7 @@ class Family:
         return tensors
 
     def stack_tensors(self, weights: dict[str, Weight], model_config: ModelConfig):
-        """Merge parameters in `weights` that weight files store as one stacked tensor, in place."""
+        """In `weights`, merge the parameters stored as one stacked tensor in weight files."""
 
     def uses_every_parameter(self, model_config: ModelConfig, index: int) -> bool:
         """Check whether layer `index` uses all its parameters for every token, unlike mixture-of-experts layers."""
