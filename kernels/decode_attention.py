@@ -163,7 +163,7 @@ def split_work(k: Tensor, queries: int) -> tuple[int, int, int, int]:
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, prompt_bias: Tensor, own_k: Tensor, own_v: Tensor, own_bias: Tensor
 ) -> Tensor:
-    """Compute attention (R, H, D) from new tokens to their prompts and completions, if fits(q).
+    """Compute attention (R, H, D) from new tokens to their prompts and completions; fits(q) must be True.
 
     Args:
         q: (R, H, D), R / B consecutive rows per prompt.
@@ -171,7 +171,7 @@ def decode_attention(
         prompt_bias: (B, P) score bias: 0 for prompt tokens, then -inf for padding.
         own_k, own_v: (R, K, C, D) completion keys and values, contiguous.
         own_bias: (R, C) score bias: 0 for completion tokens (at least one), then -inf for unused KV cache positions.
-            Rows may have any stride.
+            The stride between rows may be any number.
     """
     R, H, D = q.shape
     B, K, P, _ = k.shape
@@ -184,7 +184,7 @@ def decode_attention(
     log_sums = torch.empty(parts, lines, dtype=torch.float32, device=q.device)
     outs = log_sums.new_empty(parts, lines, D)
     out = q.new_empty(q.shape)
-    with torch.cuda.device_of(q):  # select this GPU, because Triton uses the current one
+    with torch.cuda.device_of(q):  # launch on the tensors' GPU, which may not be the current one
         _parts_kernel[(prompt_programs + own_programs,)](
             q.contiguous(), k, v, prompt_bias, own_k, own_v, own_bias, own_bias.stride(0), outs, log_sums, lines,
             prompt_programs=prompt_programs, prompt_rows=prompt_rows, prompt_keys=P, prompt_part=prompt_part,

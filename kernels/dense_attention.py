@@ -81,10 +81,10 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
             k, v = (x[:, :, None].expand(-1, -1, H // K, -1, -1).flatten(1, 2) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     # stack the queries of the H/K heads that share a key head
-    q = q.unflatten(1, (K, -1)).flatten(2, 3)  # (S, K, H/K*L, D)
+    q = q.unflatten(1, (K, -1)).flatten(2, 3)  # (S, K, H/K*L, D) queries, grouped by key head
     mask = None
     if is_causal:
-        mask = q.new_full((L, T), -math.inf).triu(T - L + 1).repeat(H // K, 1)  # (H/K*L, T)
+        mask = q.new_full((L, T), -math.inf).triu(T - L + 1).repeat(H // K, 1)  # (H/K*L, T) causal mask
     if is_small:
         out = attention_scores(q, k, mask).softmax(-1).to(q.dtype) @ v
     else:

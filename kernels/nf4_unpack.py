@@ -37,7 +37,8 @@ def _kernel(packed, indices, scales, offset, scale_table, value_table, out, size
 def nf4_unpack(packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, tables: tuple, dtype) -> Tensor:
     """Unpack n NF4 values: (n,) in `dtype`.
 
-    Bit-identical to unpack_nf4 in model/nf4.py, because the kernel does not fuse multiplications and additions.
+    The result is bit-identical to unpack_nf4 in model/nf4.py, because the kernel does not fuse multiplications and
+    additions.
 
     Args:
         packed: (n / 2,) bytes with two values each.
@@ -46,7 +47,7 @@ def nf4_unpack(packed: Tensor, indices: Tensor, scales: Tensor, offset: Tensor, 
     """
     size = packed.numel()
     out = packed.new_empty(2 * size, dtype=dtype)
-    with torch.cuda.device_of(packed):  # select this GPU, because Triton uses the current one
+    with torch.cuda.device_of(packed):  # launch on the tensors' GPU, which may not be the current one
         _kernel[(triton.cdiv(size, BYTES),)](
             packed, indices, scales, offset, *tables, out, size,
             BYTES=BYTES, GROUP=GROUP, num_warps=4, enable_fp_fusion=False,

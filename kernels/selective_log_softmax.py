@@ -244,7 +244,7 @@ def score_part_(
     rows, width = z.shape
     results = [z.new_empty(rows, dtype=torch.float32) for _ in range(4 if last else 0)]
     if rows:
-        with torch.cuda.device_of(z):  # select this GPU, because Triton uses the current one
+        with torch.cuda.device_of(z):  # launch on the tensors' GPU, which may not be the current one
             _score_kernel[(rows,)](
                 z, ids, parts, *(results or [None] * 4),
                 stride=z.stride(0), rows=rows, width=width, first=first_id, k=LOG2E / temperature,

@@ -101,7 +101,7 @@ class JoinedAttention(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, prompt_k: Tensor, prompt_v: Tensor, slots: PromptSlots) -> Tensor:
         prompt_out, prompt_lse, prompt_state = flash_attention(slots.by_prompt(q), prompt_k, prompt_v)
         own_out, own_lse, own_state = flash_attention(q, k, v, is_causal=True)
-        prompt_lse = slots.by_row(prompt_lse[..., None])  # (R, H, C, 1)
+        prompt_lse = slots.by_row(prompt_lse[..., None])  # (R, H, C, 1) log-sum-exps over prompt keys
         own_lse = own_lse[..., None]
         lse = torch.logaddexp(prompt_lse, own_lse)
         out = slots.by_row(prompt_out) * (prompt_lse - lse).exp()
@@ -135,18 +135,18 @@ def grouped_attention(
     K = k.shape[1]
     S = slots.slots  # completions per prompt
     h = H // K
-    q = q.unflatten(1, (K, h)).transpose(2, 3)  # (R, K, C, h, D)
-    q = slots.by_prompt(q).flatten(2, 3)  # (B, K, S*C*h, D)
+    q = q.unflatten(1, (K, h)).transpose(2, 3)  # (R, K, C, h, D) queries, grouped by key head
+    q = slots.by_prompt(q).flatten(2, 3)  # (B, K, S*C*h, D) queries, grouped by prompt
     own_q = q.unflatten(2, (S, C * h))
     own_k, own_v = (slots.by_prompt(x).unflatten(2, (S, C)) for x in (k, v))
-    causal_mask = q.new_full((C, C), -math.inf).triu(1).repeat_interleave(h, dim=0)  # (C*h, C)
-    to_own = attention_scores(own_q, own_k, causal_mask).flatten(2, 3)  # (B, K, S*C*h, C)
-    to_prompt = attention_scores(q, prompt_k)  # (B, K, S*C*h, P)
+    causal_mask = q.new_full((C, C), -math.inf).triu(1).repeat_interleave(h, dim=0)  # (C*h, C) queries, keys
+    to_own = attention_scores(own_q, own_k, causal_mask).flatten(2, 3)  # (B, K, S*C*h, C) scores with completion keys
+    to_prompt = attention_scores(q, prompt_k)  # (B, K, S*C*h, P) scores with prompt keys
     weights = torch.cat([to_prompt, to_own], dim=-1).softmax(-1).to(q.dtype)
     to_prompt, to_own = weights.split([to_prompt.shape[-1], to_own.shape[-1]], dim=-1)
-    # (B, K, S, C*h, D)
+    # (B, K, S, C*h, D) sum over prompt values
     out = (to_prompt @ prompt_v).view_as(own_q)
     out = out + to_own.unflatten(2, (S, C * h)) @ own_v
-    out = out.unflatten(3, (C, h)).permute(0, 3, 2, 1, 4, 5)  # (B, C, S, K, h, D)
-    out = slots.by_row(out)  # (R, C, 1, K, h, D)
+    out = out.unflatten(3, (C, h)).permute(0, 3, 2, 1, 4, 5)  # (B, C, S, K, h, D) with tokens before heads
+    out = slots.by_row(out)  # (R, C, 1, K, h, D) split into completions
     return out.flatten(2, 4).transpose(1, 2)

@@ -160,7 +160,7 @@ def _launch(kernel, q: Tensor, k: Tensor, v: Tensor, segments: Segments, **tenso
     _, H, D = q.shape
     cu_seqlens = segments.cu_seqlens
     rows, columns = block_sizes(segments.longest, D)
-    with torch.cuda.device_of(q):  # select this GPU, because Triton uses the current one
+    with torch.cuda.device_of(q):  # launch on the tensors' GPU, which may not be the current one
         kernel[((len(cu_seqlens) - 1) * H,)](
             q, k, v, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cu_seqlens, **tensors,
             H=H, D=D, ROWS=rows, COLUMNS=columns,
@@ -220,7 +220,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     lengths, tokens = zip(*segments.runs, strict=True)
     runs = []
     for length, *inputs in zip(lengths, q.split(tokens), k.split(tokens), v.split(tokens), strict=True):
-        # (segments, H, L, D)
+        # (segments, heads, tokens, head dimension)
         q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in inputs)
         runs.append(dense_attention(q, k, v).transpose(1, 2).flatten(0, 1))
     out = torch.cat(runs) if len(runs) > 1 else runs[0]

@@ -229,7 +229,7 @@ class Resolver:
         name, options = split_options(text)
         # also reject quoted strings: in "name(url='...')", the string could be a URL, a file or a function
         if self.is_found and not is_typed and (":" in name or re.search("['\"]", options)):
-            # not UserError: config/parsing.py would catch a ValueError, and try the next type of a union
+            # not a UserError, which is a ValueError: config/parsing.py would catch it, and try the next type of a union
             raise PermissionError(
                 f"{self.recipe} was found automatically and would run the code {text}; read the code, then pass "
                 f"--recipe={self.recipe} to allow it"

@@ -246,7 +246,7 @@ class SamplingOptions:
     environment: Code | None = None
     # number of past turns whose images stay in the prompt (docs/agents.md); None keeps all images
     history: Annotated[int, ">= 1"] | None = None
-    cuda_graph: Literal["auto", "never"] = "auto"  # auto runs decode steps as a CUDA graph on a GPU
+    cuda_graph: Literal["auto", "never"] = "auto"  # auto runs decoding as a CUDA graph if there is a GPU
     # engine for rollouts: the trained model (native), vLLM (docs/use.md), or your own class, as file.py:Class(option=1)
     engine: Literal["native", "vllm"] | Code = "native"
     # arguments for vllm.LLM, such as dtype and max_model_len

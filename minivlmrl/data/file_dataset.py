@@ -116,7 +116,7 @@ class RowFile:
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
-    """Row properties, collected when opening a file."""
+    """Properties of a row, collected when its file is opened."""
 
     file: RowFile
     line: int  # row index in the file

@@ -82,7 +82,7 @@ def open_image(source: Source, folder: str | Path | None = None) -> Iterator[Ima
 def open_source(source: Source, folder: str | Path | None) -> tuple[str, Path | io.BytesIO]:
     """Return (name for error messages, path) for an image or video.
 
-    For bytes and data URIs, a byte stream replaces the path.
+    For bytes and data URIs, return a byte stream instead of a path.
     """
     if isinstance(source, bytes | bytearray):
         return pluralize(len(source), "byte"), io.BytesIO(source)
@@ -149,7 +149,7 @@ def place_media(
     """Assign a row's images and videos to message parts.
 
     Images in a column fill parts {"type": "image"} without a file, in order. If no message has image parts, images
-    replace <image> tags in text, or precede the first user text. Videos follow the same rules.
+    replace <image> tags in text, or precede the first user text. The same rules apply to videos and <video> tags.
 
     Args:
         turns: prompt messages, followed by answer messages if they contain images.

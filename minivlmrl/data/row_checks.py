@@ -35,7 +35,7 @@ TURN_KEYS = {  # {role: allowed keys in its turns}
     "system": ("role", "content", *LOSS_KEYS),
     "user": ("role", "content", *LOSS_KEYS),
     "assistant": ("role", "content", "tool_calls", *THOUGHT_KEYS, *LOSS_KEYS),
-    "tool": ("role", "content", "name", "tool_call_id", *LOSS_KEYS),  # name and id of the answered tool call
+    "tool": ("role", "content", "name", "tool_call_id", *LOSS_KEYS),  # name and id of the tool call with this result
 }
 CALL_KEYS = ("id", "type", "index", "function", "name", "arguments")
 # typical names of image and video columns

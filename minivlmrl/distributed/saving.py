@@ -32,7 +32,7 @@ def save_model(
     """Save a model and its processor as a folder for transformers and vLLM.
 
     Adapters are merged, and also saved in adapter/ in PEFT format. An existing folder is replaced only after all files
-    are written. Weights are saved in model.save_dtype, None = their own dtype.
+    are written. Weights are saved in model.save_dtype or, if it is None, in their own dtype.
 
     All ranks must call this function. Rank 0 writes the files, and its errors are raised on all ranks. Weights are
     gathered one file at a time, because the full model may not fit in memory on rank 0.

@@ -115,8 +115,8 @@ def rollout_weights(model: VisionLanguageModel, gather_weights: bool) -> Iterato
     """Yield the model for sampling, without gradients.
 
     Args:
-        gather_weights: whether to gather all weights first, so that ranks can sample independently. False: forward
-            passes gather one layer at a time, and all ranks must run the same number (fsdp.in_lockstep).
+        gather_weights: whether to gather all weights first, so that ranks can sample independently. If not, forward
+            passes gather one layer at a time, and all ranks must run equally many (see fsdp.in_lockstep).
     """
     if not model.sharding:
         with adapter_copies(model), torch.inference_mode():

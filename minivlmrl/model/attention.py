@@ -20,7 +20,7 @@ from minivlmrl.kernels.backend import to_device
 from minivlmrl.kernels.dense_attention import Reorder, attention_scores, dense_attention
 from minivlmrl.kernels.shared_prefix import PromptSlots, completion_attention
 
-# split completions by length only above this padding, in tokens: below, extra calls cost more than padding
+# completions are split by length only if padding exceeds this many tokens; with less, extra calls cost more
 MAX_PADDING = 4096
 
 
@@ -81,7 +81,7 @@ class PackedLayout:
         filled = order >= 0
         self.in_order = torch.equal(order, torch.arange(self.num_tokens))
         self.order = to_device(order.clamp(min=0), device)
-        # (N,) position of each token in the concatenated matrices of pad_blocks
+        # (N,) where each token is in the concatenated matrices from pad_blocks
         self.inverse = to_device(filled.nonzero()[:, 0][order[filled].argsort()], device)
 
     def pad_blocks(self, device: torch.device | str) -> tuple[list[Tensor], list[list[PromptSlots]]]:
@@ -164,7 +164,7 @@ class GroupAttention:
             out.append(dense_attention(prompt_q, prompt_k, prompt_v, is_causal=True))
             for row_q, row_k, row_v, part in zip(queries, keys, values, slots, strict=True):
                 out.append(completion_attention(row_q, row_k, row_v, prompt_k, prompt_v, part))
-        out = [x.transpose(1, 2).flatten(0, 1) for x in out]  # (rows * tokens, H, D)
+        out = [x.transpose(1, 2).flatten(0, 1) for x in out]  # (rows * tokens, H, D) outputs per block
         out = torch.cat(out) if len(out) > 1 else out[0]
         return out if layout.in_order else Reorder.apply(out, layout.inverse)
 
@@ -276,8 +276,8 @@ class DecodeAttention:
         row_k, row_v = self.remember(layer_index, k, v)  # (R, K, C, D)
         prompt_k, prompt_v = self.prompt_kv[layer_index]  # (B, K, P, D)
         q = q.view(R, K, H // K, D)
-        prompt_bias = self.prompt_bias[:, None, None] if self.masks_prompts else None  # (B, 1, 1, P)
-        row_bias = self.row_bias[..., : self.num_row_keys] if self.masks_rows else None  # (R, 1, 1, C)
+        prompt_bias = self.prompt_bias[:, None, None] if self.masks_prompts else None  # (B, 1, 1, P) score bias
+        row_bias = self.row_bias[..., : self.num_row_keys] if self.masks_rows else None  # (R, 1, 1, C) score bias
         to_prompt = attention_scores(self.slots.by_prompt(q), prompt_k, prompt_bias)
         to_row = self.slots.by_prompt(attention_scores(q, row_k, row_bias))
         weights = torch.cat([to_prompt, to_row], dim=-1).softmax(-1).to(q.dtype)

@@ -50,7 +50,7 @@ def quantize(values: Tensor, code: Tensor, block: int = GROUP) -> tuple[Tensor, 
     num_rows, num_values = values.shape
     value_blocks = F.pad(values, (0, -num_values % block)).view(num_rows, -1, block)
     scales = value_blocks.abs().amax(2)  # (rows, blocks)
-    normalized = value_blocks * (1 / scales.clamp(min=1e-38))[..., None]  # (rows, blocks, values)
+    normalized = value_blocks * (1 / scales.clamp(min=1e-38))[..., None]  # (rows, blocks, values) in [-1, 1]
     nearest_indices = torch.bucketize(normalized, (code[:-1] + code[1:]) / 2, out_int32=True)
     return nearest_indices.to(torch.uint8).view(num_rows, -1)[:, :num_values], scales
 

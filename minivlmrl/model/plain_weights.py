@@ -118,7 +118,7 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor | PackedLinear]:
-    """Return {name: weight without adapter}, with names as in a model without adapters."""
+    """Return {name: weight without adapter}; a name is the same as in a model without adapters."""
     weights: dict[str, Tensor | PackedLinear] = {
         plain_name(name): parameter
         for name, parameter in model.named_parameters()

@@ -107,9 +107,9 @@ def vision_rotary(
     )
     frames = []
     for t, h, w in image_grid_thw.tolist():
-        row_col = torch.cartesian_prod(torch.arange(h), torch.arange(w))  # (h * w, 2)
+        row_col = torch.cartesian_prod(torch.arange(h), torch.arange(w))  # (h * w, 2) row and column of each patch
         blocks = row_col.view(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
-        angles = blocks.reshape(h * w, 2, 1) * inv_freq  # (h * w, 2, D/4)
+        angles = blocks.reshape(h * w, 2, 1) * inv_freq  # (h * w, 2, D/4) angles for row and column
         frames.append(angles.flatten(1).repeat(t, 1))
     return _cos_sin(to_device(torch.cat(frames), device))
 

@@ -173,7 +173,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv3d(vision_config.in_channels, vision_config.hidden_size, size, size, bias=False)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        weight = self.proj.weight.flatten(1)  # (E, channels * frames * patch * patch)
+        weight = self.proj.weight.flatten(1)  # (E, channels * frames * patch * patch) matrix
         return F.linear(pixel_values.to(weight.dtype), weight, self.proj.bias)
 
 
@@ -198,9 +198,9 @@ class VisionAttention(nn.Module):
         self.proj = nn.Linear(vision_config.hidden_size, vision_config.hidden_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (P, 3, H, D)
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (P, 3, H, D) queries, keys and values
         # rotary embedding in float32
-        q, k = apply_rotary(qkv[:, :2], cos, sin).to(qkv.dtype).unbind(1)  # (P, H, D)
+        q, k = apply_rotary(qkv[:, :2], cos, sin).to(qkv.dtype).unbind(1)  # (P, H, D) rotated queries and keys
         return self.proj(window_attention(q, k, qkv[:, 2], segments).flatten(1))
 
 
@@ -216,4 +216,4 @@ class PatchMerger(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(self.ln_q(x).view(-1, self.width))  # (P, E) -> (M, out_hidden_size)
+        return self.mlp(self.ln_q(x).view(-1, self.width))  # (P, E) patches -> (M, out_hidden_size) merged tokens

@@ -53,7 +53,7 @@ def run_training(config: RunConfig, callbacks: Sequence[Callback] | None = None)
         with notify_on_error(callbacks):
             with error_phase("load"):
                 model, processor, datasets = prepare(config, trainers, world, callbacks)
-            # check output_dir last: its error message tells users to delete earlier results
+            # check output_dir last, because its error message tells users to delete earlier results
             check_output_dir(config)
             if world.is_main:  # mark the folder before any other file is written
                 mark_output_dir(config)

@@ -302,7 +302,7 @@ class StateSaver:
         try:
             yield
         except (Exception, SystemExit) as error:
-            errors = (error, error.__cause__)  # the original error, if a callback has raised another from it
+            errors = (error, error.__cause__)  # __cause__: the original error, if a callback raised this one from it
             in_update = any(getattr(part, "phase", "") == UPDATE for part in errors)
             on_all_ranks = self.world.size == 1 or any(hasattr(part, "on_all_ranks") for part in errors)
             if self.signals.can_save and on_all_ranks and not in_update:

@@ -53,7 +53,7 @@ class DPOTrainer(PairTrainer):
         """Compute DPO's implicit reward margins, chosen minus rejected: (pairs,), in nats."""
         batch = self.micro_batch(rows)
         logps, _ = per_token_logps(self.policy, batch.group)
-        log_ratio = by_pair(batch.group.pad(logps)) - reference_logps(batch)  # (pairs, 2 answers, tokens)
+        log_ratio = by_pair(batch.group.pad(logps)) - reference_logps(batch)  # (pairs, 2 answers, tokens) log-ratios
         chosen, rejected = answer_logps(log_ratio, by_pair(batch.loss_mask), self.options.ld_alpha).unbind(1)
         return chosen - rejected
 

@@ -93,8 +93,8 @@ class GRPOTrainer(RolloutTrainer):
             parts: the groups for every optimizer step on the rollout.
         """
         options = self.options
-        rewards = self.world.all_gather(rollout.rewards)  # (all ranks' samples, K)
-        totals = self.world.all_gather(self.total_rewards(rollout.samples))  # (all ranks' samples,)
+        rewards = self.world.all_gather(rollout.rewards)  # (n, K) rewards on all ranks
+        totals = self.world.all_gather(self.total_rewards(rollout.samples))  # (n,) weighted reward sums on all ranks
         rollout.metrics = group_metrics(totals, options.num_generations) | rollout.metrics
         rollout.metrics = self.rollout_metrics(rollout, rewards, totals)
         advantages = self.compute_advantages(rollout, totals, rewards)

@@ -141,7 +141,7 @@ class RolloutTrainer(Trainer):
         return batches
 
     def generate_rollout(self, rows: Sequence[Row]) -> Rollout:
-        """Sample a rollout. GRPOTrainer overrides this method for dynamic sampling."""
+        """Sample a rollout; GRPOTrainer overrides generate_rollout for dynamic sampling."""
         return self.sample_and_score(rows)
 
     def sample_and_score(self, rows: Sequence[Row]) -> Rollout:
