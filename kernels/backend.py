@@ -8,7 +8,7 @@ interpreter. The environment variable MINIVLMRL_KERNELS selects the code:
     triton: use Triton for float32, float16 and bfloat16 tensors, or raise an error if Triton cannot run.
 
 Before a kernel's first use on a GPU, self_test.py compares it with float64 results. If the kernel fails, or has a
-relative error above 2 %, PyTorch code is used with a warning, or MINIVLMRL_KERNELS=triton raises an error.
+relative error above 2 %, PyTorch code is used with a warning; with MINIVLMRL_KERNELS=triton, an error is raised.
 MINIVLMRL_SELF_TEST=0 disables the check.
 """
 
@@ -83,7 +83,7 @@ def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
 def _rejection(device: torch.device, kernel: str) -> str | None:
     """Check a kernel before its first use on a GPU; return why it is rejected, None if it is correct."""
     if (device, kernel) not in rejections:
-        rejections[device, kernel] = None  # accept the kernel during the check, which runs it
+        rejections[device, kernel] = None  # accepted for now, because the check runs the kernel
         rejections[device, kernel] = _check(device, kernel)
     return rejections[device, kernel]
 
@@ -96,7 +96,7 @@ def _check(device: torch.device, kernel: str) -> str | None:
         with ThreadPoolExecutor(1) as pool:
             error = pool.submit(self_test.largest_error, kernel, str(device)).result()
     except Exception as failure:  # compilers may raise any error
-        cause = str(failure).partition("\n")[0]  # CUDA's messages have three more lines of advice
+        cause = str(failure).partition("\n")[0]  # CUDA's messages go on with three lines of advice
         reason = f"failed its self-test ({type(failure).__name__}: {cause})"
     else:
         if error <= self_test.TOLERANCE:  # False for NaN

@@ -147,7 +147,7 @@ def flash_attention_backward(
         out, lse: as from flash_attention, over all keys.
         state: third result of flash_attention(q, k, v).
     """
-    lse = lse.contiguous()  # because the GPU kernel ignores its strides
+    lse = lse.contiguous()  # contiguous, because the GPU kernel ignores strides
     if q.is_cuda:
         *lengths, seed, offset = state
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(

@@ -167,7 +167,7 @@ def _score_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
     top, s, t = _describe_row(row_logits, width, k)
-    column = tl.load(ids + row) - first  # chosen token's column, which may be in another part
+    column = tl.load(ids + row) - first  # chosen token's column, perhaps in another vocabulary part
     inside = (column >= 0) & (column < width)
     chosen = tl.load(row_logits + column, mask=inside, other=float("nan")).to(tl.float32) * k
     if not FIRST:

@@ -139,7 +139,7 @@ def grouped_attention(
     q = slots.by_prompt(q).flatten(2, 3)  # (B, K, S*C*h, D) queries, grouped by prompt
     own_q = q.unflatten(2, (S, C * h))
     own_k, own_v = (slots.by_prompt(x).unflatten(2, (S, C)) for x in (k, v))
-    causal_mask = q.new_full((C, C), -math.inf).triu(1).repeat_interleave(h, dim=0)  # (C*h, C) queries, keys
+    causal_mask = q.new_full((C, C), -math.inf).triu(1).repeat_interleave(h, dim=0)  # (C*h, C) causal mask
     to_own = attention_scores(own_q, own_k, causal_mask).flatten(2, 3)  # (B, K, S*C*h, C) scores with completion keys
     to_prompt = attention_scores(q, prompt_k)  # (B, K, S*C*h, P) scores with prompt keys
     weights = torch.cat([to_prompt, to_own], dim=-1).softmax(-1).to(q.dtype)

@@ -196,8 +196,8 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Ten
     """Compute attention (T, H, D) inside segments, with scores scaled by D^-1/2.
 
     The Triton kernel supports float16 and bfloat16, up to 64 tokens per segment and 128 elements per head. Without
-    Triton, segments of different lengths, up to 64 tokens, take one varlen_attn call on NVIDIA GPUs. If neither
-    supports the inputs, each series of equally long segments takes one dense_attention call.
+    Triton, segments of different lengths, up to 64 tokens, take one varlen_attn call on NVIDIA GPUs. Other
+    inputs take one dense_attention call for every run of adjacent segments with equal length.
 
     Args:
         q, k, v: (T, H, D), same dtype.

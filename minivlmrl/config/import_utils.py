@@ -141,7 +141,7 @@ def with_arguments(
     options: dict[str, Any],
     on_request: Collection[str] = (),
 ) -> Callable:
-    """Wrap `function` to accept all arguments from callers, but get only those in its signature.
+    """Wrap `function`: accept all arguments from callers, but pass on only those in its signature.
 
     Args:
         positional: names of arguments that callers pass by position; `function` may use other names.

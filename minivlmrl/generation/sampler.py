@@ -227,7 +227,7 @@ def resolve_engine(sampling: SamplingOptions) -> tuple[type[Sampler], Callable[.
     with error_context(f"sampling.engine {sampling.engine}"):
         kind, options = resolve_object("engine", sampling.engine, ENGINES)
         own = [p.name for p in parameters_of(kind).values() if p.default is not p.empty]
-        own = [name for name in own if name not in parameters_of(Sampler)]  # without those from the trainer
+        own = [name for name in own if name not in parameters_of(Sampler)]  # drop options set by the trainer
         for name in options.keys() - own:
             raise UserError(f"the engine has no option {name!r}; its options are: {', '.join(own) or 'none'}")
         return kind, with_options(kind, options)

@@ -273,8 +273,8 @@ class DecodeAttention:
         """Compute attention (R, H, D) for new tokens from q (R, H, D), k and v (R, K, D)."""
         R, H, D = q.shape
         K = k.shape[1]
-        row_k, row_v = self.remember(layer_index, k, v)  # (R, K, C, D)
-        prompt_k, prompt_v = self.prompt_kv[layer_index]  # (B, K, P, D)
+        row_k, row_v = self.remember(layer_index, k, v)  # (R, K, C, D) completion keys and values
+        prompt_k, prompt_v = self.prompt_kv[layer_index]  # (B, K, P, D) prompt keys and values
         q = q.view(R, K, H // K, D)
         prompt_bias = self.prompt_bias[:, None, None] if self.masks_prompts else None  # (B, 1, 1, P) score bias
         row_bias = self.row_bias[..., : self.num_row_keys] if self.masks_rows else None  # (R, 1, 1, C) score bias

@@ -88,7 +88,7 @@ def train_stages(
         if trainer is not None:
             # save a reward model with all weights, because later stages load it
             trainer.save(results.folder, merge=config.save != "adapter" or not trainer.trains_policy)
-            results.world.barrier()  # the next stage may read the saved files
+            results.world.barrier()  # wait, because the next stage may read the saved files
         seed_user_code(f"{config.seed}/{stage}")  # equal seeds on all ranks, which must start with the same weights
         with error_phase("load"):
             trainer = trainers[stage](

@@ -59,7 +59,7 @@ def check_optimizer(section: OptimizerOptions):
             # the training loop sets group["lr"]
             require("lr" in group, "a parameter group", sorted(group), 'a dictionary with "lr"')
     with error_context(f"optimizer.name {section.name}: its state cannot be saved"):
-        save(state)  # fails if two tensors share memory, or if a value is not a tensor
+        save(state)  # saving fails if two tensors share memory, or if a value is not a tensor
 
 
 def group_numbers(optimizer: Optimizer) -> list[dict[str, float]]:

@@ -107,7 +107,7 @@ def changes(old: TrainerState, new: TrainerState) -> Iterator[tuple[str, str]]:
         now = new.recipe.get(name)
         if before != now:
             yield name, f"{name} was {truncate(before, 80)} and is now {truncate(now, 80)}"
-    for name in sorted(old.hashes.keys() & new.hashes.keys()):  # if only one has a file, an option has changed
+    for name in sorted(old.hashes.keys() & new.hashes.keys()):  # files in both; others are changed options
         if old.hashes[name] != new.hashes[name]:
             yield name, f"{name} changed"
 

@@ -47,7 +47,7 @@ LONGEST_SIDE = 384  # maximum side of logged images, in pixels
 
 @dataclass
 class LogLine:
-    """Fields of all log file lines."""
+    """Fields in every line of a log file."""
 
     stage: str
     step: int

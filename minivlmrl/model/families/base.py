@@ -81,7 +81,7 @@ class Family:
         return True
 
     def share_counts(self, model: VisionLanguageModel, sum_counts: Callable[[list[int]], list[float]]):
-        """Make the expert layers in a sharded model sum token counts over all ranks, with sum_counts.
+        """In a sharded model, let expert layers sum their token counts over all ranks with `sum_counts`.
 
         If one rank uses an expert, all ranks must run it, because FSDP gathers its weights on all ranks.
         """
