@@ -318,7 +318,7 @@ class TrainingOptions:
     """Options for all training stages."""
 
     max_steps: Annotated[int, ">= 0"] = 100  # optimizer steps
-    prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts per optimizer step, summed over ranks
+    prompts_per_step: Annotated[int, ">= 1"] = 32  # prompts per optimizer step, over all ranks
     micro_batch_size: Annotated[int, ">= 1"] = 32  # prompts per forward and backward pass
     learning_rate: Annotated[float, "(0, inf)"] = 1e-6  # learning rate after the warmup
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # learning rate schedule after warmup

@@ -219,7 +219,7 @@ class Reader:
         if isinstance(value, str) and self.root is not None:
             advice = self._foreign_name(self.root, "", value)
             choices = re.findall("'(.*?)'", type_text(hint))
-            meant = [word for word in re.findall(r"`([^`]+)`", advice) if word in choices]  # advice such as "`k3`"
+            meant = [word for word in re.findall(r"`([^`]+)`", advice) if word in choices]  # names in backticks
             if meant:
                 error += f"; write {meant[0]}"
             else:

@@ -15,7 +15,7 @@ READ = {*PROMPTS, *MEDIA, "system", "box_space"}
 VALUES = {  # {column: type hint, with bounds for numbers}
     "system": str,
     "box_space": BoxSpace,
-    "margin": Annotated[float, "(-inf, inf)"],  # how much better `chosen` is than `rejected`
+    "margin": Annotated[float, "(-inf, inf)"],  # how much better the chosen answer is than the rejected one
     "label": bool,  # KTO: True for a good answer
 }
 

@@ -122,7 +122,7 @@ class Media:
 
 
 def read_media(columns: dict) -> dict[str, list[Media]]:
-    """Read columns `image`, `images`, `video` and `videos`.
+    """Read a row's media from the columns `image`, `images`, `video` and `videos`.
 
     An entry is a path or other source, or a dict with options: {"image": "cat.jpg", "max_pixels": 200704}.
 

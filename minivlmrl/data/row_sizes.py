@@ -83,7 +83,7 @@ def row_size(row: Row, processor: Processor, answers: Sequence[str]) -> RowSize:
 
 
 def measure(rows: Dataset, index: int, processor: Processor, answers: Sequence[str] = ()) -> RowSize:
-    """Return a row's size, cached per processor.
+    """Return a row's size in tokens, cached per processor.
 
     Args:
         answers: Row fields to measure besides the prompt, such as ("chosen", "rejected").

@@ -125,7 +125,7 @@ class Step:
 
     micro_batches: Sequence[MicroBatch]
     metrics: dict[str, float] = field(default_factory=dict)  # {metric: value}, identical on all ranks
-    ends_rollout: bool = True  # states are saved only between rollouts
+    ends_rollout: bool = True  # whether this is the last step on its rollout, so a state may be saved
     rollout: Rollout | None = None
     groups: Sequence[list[Sample]] = ()  # the step's samples on this rank, one list per prompt
 
