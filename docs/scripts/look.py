@@ -54,7 +54,10 @@ COMPARED = (
     ("more sft", "sft", "digit"), ("sft on the sums", "grpo", "sum"),
     ("shuffled rewards", "sft", "sum"),
 )  # fmt: skip
-TRANSFER = tuple(("grpo", "sft", kind) for kind in SIGNS)
+TRANSFER = (
+    ("signs grpo", "signs sft", "difference"), ("aloud grpo", "aloud sft", "difference"),
+    ("aloud grpo", "signs grpo", "difference"),
+)  # fmt: skip
 
 
 def difference_rows(results: dict, compared: tuple) -> list[str]:
@@ -89,6 +92,12 @@ def sign_rows(results: dict) -> list[str]:
     return rows
 
 
+def signs_by_arm() -> dict:
+    """Return the results about signs with the arm in the name of a run, such as "aloud grpo"."""
+    runs = read("look_signs")["runs"]
+    return {"runs": [{**run, "run": f"{run['arm']} {run['run']}"} for run in runs]}
+
+
 def draw(results: dict) -> str:
     """Draw accuracies of GRPO and more SFT from one start: thin lines are seeds, thick ones means."""
     picture = Picture(760, 320, "Rewards for sums teach a pretrained decoder to see digits, and more SFT does not")
@@ -119,7 +128,7 @@ TABLES = {  # {first heading cell: rows}
     "run": lambda: accuracy_rows(read("look")),
     "difference": lambda: difference_rows(read("look"), COMPARED),
     "arm": lambda: sign_rows(read("look_signs")),
-    "sign, difference": lambda: difference_rows(read("look_signs"), TRANSFER),
+    "sign, difference": lambda: difference_rows(signs_by_arm(), TRANSFER),
     "trainer": lambda: beside_rows(read("look_trl")),
 }
 

@@ -27,18 +27,24 @@ LEARNED = {  # {row: runs in benchmarks/learning.py}
     "Qwen3-VL": ["qwen3-vl, grpo"],
     "Qwen3.5": ["qwen3.5, grpo"],
 }
-NO_LOGS = [
-    "| grpo in bfloat16 | 3 | 0.883 to 0.934 (log not kept) |",
-    "| LoRA (rank 16, learning rate 1e-3) | 3 | 0.898 to 0.934 (log not kept) |",
-    "| LoRA on NF4 | 3 | 0.887 to 0.914 (log not kept) |",
-]
+# runs/sft: python train.py --stages=[sft] --output_dir=runs/sft --num_threads=1
+LORA = [
+    "--stages=[grpo]", "--model.config=null", "--model.path=runs/sft/checkpoint", "--adapter.r=16",
+    "--adapter.target=[language, vision, merger]", "--grpo.learning_rate=1e-3",
+]  # fmt: skip
+OPTIONS = {  # {row: options of `benchmarks/learning.py --only grpo -- OPTIONS`}
+    "grpo in bfloat16": ["--model.compute_dtype=bfloat16"],
+    "LoRA (rank 16, learning rate 1e-3)": LORA,
+    "LoRA on NF4": [*LORA, "--adapter.quantize=nf4"],
+}
 PARTS = ["step", "sampling", "reference", "forward", "backward", "update"]
 
 
 def runs_of(name: str) -> list[dict]:
-    """Return the recorded one-thread runs of a row in benchmarks/learning.py."""
+    """Return the recorded one-thread runs of a row in OPTIONS or benchmarks/learning.py."""
     expected = json.loads((DOCS.parent / "recipes" / "expected.json").read_text(encoding="utf-8"))
-    same = [run for run in expected if (run["recipe"], run["overrides"]) == PLAN[name]]
+    plan = ("shapes.yaml", OPTIONS[name]) if name in OPTIONS else PLAN[name]
+    same = [run for run in expected if (run["recipe"], run["overrides"]) == plan]
     return [run for run in same if run["threads"] == 1]
 
 
@@ -50,11 +56,11 @@ def learning_rows() -> list[str]:
     """Return the table rows about algorithms: seeds, and the range of the accuracy after the last stage."""
     grpo = [accuracy(run["results"]["after_sft"]) for run in runs_of("grpo")]
     found = {"after SFT": (len(grpo), grpo)}
-    for row, names in LEARNED.items():
+    for row, names in [*LEARNED.items(), *((row, [row]) for row in OPTIONS)]:
         runs = [run for name in names for run in runs_of(name)]
         last = [accuracy([*run["results"].values()][-1]) for run in runs]
         found[row] = len({run["seed"] for run in runs}), last
-    return [f"| {row} | {n} | {min(x):.3f} to {max(x):.3f} |" for row, (n, x) in found.items()] + NO_LOGS
+    return [f"| {row} | {n} | {min(x):.3f} to {max(x):.3f} |" for row, (n, x) in found.items()]
 
 
 def speed_rows() -> list[str]:
