@@ -28,7 +28,7 @@ from tests.helpers.stages import folder, loss_calls, one_rank, samples, script, 
 
 # the slowest files run first, so that parallel workers finish at about the same time
 LONGEST_FILES = (
-    "test_process_group", "test_states", "test_trl_steps", "test_audit", "test_memory", "test_out_of_memory",
+    "test_process_group", "test_states", "test_memory", "test_out_of_memory",
     "test_wait", "test_trajectories", "test_backend", "test_benchmarks", "test_wheel",
 )  # fmt: skip
 

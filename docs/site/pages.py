@@ -24,6 +24,7 @@ STEP = "docs/scripts/step.py"  # writes docs/step.html
 TESTS = {  # files without a test file of the same name
     "minivlmrl/data/messages.py": "tests/rows/test_refused.py",
     "minivlmrl/data/rows.py": "tests/data/test_loader.py",
+    "minivlmrl/model/logprobs.py": "tests/model/test_decoder.py",
 }
 PAGE = re.compile(r"\[([^]]+)\]\(([\w/]+\.(?:md|html|ipynb))\)")
 # first in the search: pages that explain options

@@ -79,17 +79,6 @@ def test_the_version_is_what_a_bug_report_asks_for(capsys):
     assert re.fullmatch(pattern, capsys.readouterr().out)
 
 
-def test_too_little_memory_is_one_line(capsys, monkeypatch):
-    monkeypatch.setitem(__main__.COMMANDS, "report", ("tests.commands.test_main:fill", ""))
-    assert __main__.main(["report"]) == 2
-    message = "minivlmrl report: not enough memory; reduce the sizes in the recipe or in the model's files\n"
-    assert capsys.readouterr().err == message
-
-
-def fill(_arguments):
-    return bytearray(2**60)
-
-
 def test_a_closed_stdout_is_no_error():
     done = subprocess.run(f"{sys.executable} -m minivlmrl | true", shell=True, capture_output=True, text=True)
     assert done.stderr == ""

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import pytest
 
 from minivlmrl.config import parsing
-from minivlmrl.config.loading import load_config
 from minivlmrl.config.parsing import build, parse_yaml, read_value
 from minivlmrl.errors import error_context, require, truncate, truncate_message
 
@@ -103,17 +102,6 @@ def test_json_files_may_have_more_keys_and_are_not_converted():
         build(Base, {"rate": "1e-4"}, "x.json", prefix="vision.", json=True)
     with pytest.raises(ValueError, match=r"^x.json: names is 'one', but it must be of type list\[str\]$"):
         build(Whole, {"needed": 1, "names": "one"}, "x.json", json=True)
-
-
-@pytest.mark.parametrize(("override", "meant"), [
-    ("grpo.learning_rat=1", "did you mean --grpo.learning_rate?"),
-    ("max_step=1", "did you mean --grpo.max_steps?"),
-    ("reward=accuracy", "did you mean --rewards?"),
-    ("grpo.lr=1", "the name in minivlmrl is --grpo.learning_rate"),
-])  # fmt: skip
-def test_an_unknown_option_gets_a_suggestion(override, meant):
-    with pytest.raises(ValueError, match="command line: unknown key .*; " + re.escape(meant)):
-        load_config("shapes.yaml", [f"--{override}"])
 
 
 def test_many_keys_and_values_are_read_in_one_pass(monkeypatch):

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minivlmrl.config.options import RunConfig, SamplingOptions
 from minivlmrl.data.image import ImageProcessor
 from minivlmrl.data.processor import Processor
 from minivlmrl.distributed.weights import is_sharded
 from minivlmrl.extras.families.qwen3_vl import Qwen3VisionTransformer
-from minivlmrl.generation import cuda_graphs, environments, generate, stop_strings
+from minivlmrl.generation import cuda_graphs, generate, stop_strings
 from minivlmrl.generation.sampler import Sampler
 from minivlmrl.generation.stop_strings import StopStrings
 from minivlmrl.model.vision import VisionTransformer
@@ -150,8 +149,12 @@ class Counting(Sampler):
         if run.sampling.top_k == 9:
             raise ValueError("no top_k of 9")
 
+    def __init__(self, *arguments, strength=1.0):
+        super().__init__(*arguments)
+        self.strength = strength
+
     def __call__(self, prompts, num_generations, keys):
-        self.calls.append(len(prompts))
+        self.calls.append((self.step, len(prompts)))
         return super().__call__(prompts, num_generations, keys)
 
 class Changed(Sampler):
@@ -178,14 +181,17 @@ def engine_file(tmp_path):
 
 def test_a_custom_engine_samples_rollouts(stage, engine_file):
     """The custom engine wraps the native sampler, so the steps of both runs are equal."""
-    expected = stage("grpo").go(2)
-    run = stage("grpo", f"--sampling.engine={engine_file}:Counting")
-    assert run.go(2) == expected and run.trainer.sampler.calls == [4, 4]
+    reused = "--grpo.steps_per_generation=2"
+    expected = stage("grpo", reused).go(4)
+    run = stage("grpo", f"--sampling.engine={engine_file}:Counting(strength=0.5)", reused)
+    assert run.go(4) == expected
+    assert (run.trainer.sampler.strength, run.trainer.sampler.calls) == (0.5, [(0, 8), (2, 8)])
 
 
 @pytest.mark.parametrize(("engine", "options", "expected"), [
     ("Counting", ["--sampling.top_k=9"], "no top_k of 9"),
-    ("Counting(a=1)", [], r"^sampling\.engine .*: the engine has no option 'a'; its options are: none"),
+    ("Counting(a=1)", [], r"^sampling\.engine .*: the engine has no option 'a'; its options are: strength"),
+    ("Counting(world=1)", [], "the engine has no option 'world'"),
     ("Counting", ["--sampling.environment=recipes/zoom.py:Zoom"], "it must be native with an environment"),
     ("Even", [], r"lists of \[2, 4, 3, 3\] completions, but it must return 3 for each of the 4 prompts"),
     ("NotFinite", [], "sampling.engine returned log-probabilities that are NaN or infinite"),
@@ -193,10 +199,3 @@ def test_a_custom_engine_samples_rollouts(stage, engine_file):
 def test_a_wrong_engine_is_named(stage, engine_file, engine, options, expected):
     with pytest.raises(ValueError, match=expected):
         stage("grpo", f"--sampling.engine={engine_file}:{engine}", *options).go(1)
-
-
-def test_a_reward_that_reads_the_environment_needs_one():
-    run = RunConfig(rewards={"environment": 1.0}, sampling=SamplingOptions())
-    with pytest.raises(ValueError, match=r"sampling\.environment \(None\) has a method get_reward"):
-        environments.check_environment(run)
-    environments.check_environment(RunConfig(rewards={"format": 1.0}, sampling=SamplingOptions()))

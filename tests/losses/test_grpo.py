@@ -83,21 +83,6 @@ def test_beta_weights_the_kl_and_token_weights_the_policy_term():
     assert policy([[1.0]], [2.0], **given, use_bias_correction_kl=False)[1] == [near(-6 + 0.4 * (1 - exp(0.5)))]
 
 
-def test_without_old_log_probabilities_the_ratio_is_1():
-    logps = tensor([-1.0]).requires_grad_()
-    loss, _ = loss_of(logps, tensor(2.0), torch.ones(1, 1))
-    assert loss.item() == -2 and torch.autograd.grad(loss, logps)[0].item() == -2
-
-
-def test_clipped_tokens_are_counted():
-    """Padding of the first completion has the ratio e^5."""
-    ratios, advantages = [[1.5, 0.5], [0.5, 1.5, 0.9]], [1.0, -1.0]
-    names = "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"
-    metrics = policy(ratios, advantages)[2]
-    assert [metrics[name] for name in names] == near(1 / 5, 1 / 5, 2 / 5)
-    assert policy(ratios, advantages, loss_type="cispo", epsilon_high=1.2)[2] == {"cispo_clip_ratio": near(1 / 5)}
-
-
 def test_bounds_may_be_zero_equal_or_infinite():
     """Ratios 1.5 and 0.5 are clipped to 1 by an epsilon of 0, and not clipped by an infinite epsilon."""
     ratios, advantages = [[1.5], [0.5]], [1.0, -1.0]

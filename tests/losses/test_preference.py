@@ -64,23 +64,6 @@ def test_two_pairs_in_a_step_of_four():
     assert both.item() == pytest.approx((2 * 0.5 + 3 * expected["sft"]) / 4)
 
 
-def test_aot_sorts():
-    """Policy margins are 1 and -3, those of the reference -2 and 0.5."""
-    logps, ref = tensor([[1.0], [0.0]], [[0.0], [3.0]]), tensor([[0.0], [2.0]], [[0.5], [0.0]])
-    for name, margins in (("aot", (-1, 0.5)), ("aot_unpaired", (1.5, -2))):
-        loss, _ = losses.dpo_loss(logps, torch.ones(2, 2, 1), loss_type=name, ref_per_token_logps=ref, beta=0.5)
-        assert loss.item() == pytest.approx(sum(softplus(-0.5 * margin) for margin in margins) / 2), name
-
-
-def test_divergences_and_rewards_by_hand():
-    scores = [
-        losses.f_score(tensor(log(4)), name).item() for name in ("forward_kl", "js_divergence", "alpha_divergence")
-    ]
-    assert scores == pytest.approx([3 / 4, log(8 / 5), 1])
-    given = {"center_rewards_coefficient": 0.1, "margin": tensor(0.5), "normalizer": SimpleNamespace(sequences=6)}
-    assert losses.reward_loss(tensor(2.0), tensor(1.0), **given)[0].item() == pytest.approx((softplus(-0.5) + 0.9) / 3)
-
-
 def test_a_divergence_that_grows_too_fast_is_bounded():
     """The divergence bounds its exponent by 80, so a chosen answer that is far more likely has a finite gradient."""
     logps = torch.tensor([[[0.0], [-1000.0]]], requires_grad=True)

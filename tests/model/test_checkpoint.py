@@ -278,9 +278,6 @@ REFUSED = {  # fault of a folder: (change, sentence of the error)
     "a tensor under two names": (shards(partial(repeat, prefix="model.")), TWICE),
     "a missing shard": (
         shards(lambda files: files[-1].unlink()), r"lists model-(\d+)-of-\1\.safetensors, but the folder lacks it"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors does not exist"),
-    "no config.json": (
-        lambda folder: (folder / "config.json").unlink(), "has no config.json. Download the folder again."),
     "an unknown dtype": (config(torch_dtype="int8"), "torch_dtype is 'int8', but it must be 'float32', "),
 }  # fmt: skip
 

@@ -50,12 +50,6 @@ def test_the_top_level_decides_whether_the_head_is_tied():
     assert not config_json.from_dict(config | {"tie_word_embeddings": False}).tie_word_embeddings
 
 
-def test_a_null_in_text_config_does_not_replace_a_value():
-    given = tiny_config("qwen2_5_vl", tied=True)
-    nulls = {"text_config": dict.fromkeys(("hidden_size", "rope_theta", "num_key_value_heads"))}
-    assert config_json.from_dict(given | nulls) == config_json.from_dict(given)
-
-
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_unknown_keys_are_kept(model_type):
     given = tiny_config(model_type, tied=False)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minivlmrl.model import rope
+from minivlmrl.model import attention, rope
 from minivlmrl.model.families.registry import hub_name
 from minivlmrl.model.logprobs import per_token_logps
 from tests.helpers import tiny
@@ -16,8 +16,8 @@ from tests.helpers.oracle import in_float64, saved_pair, their_inputs
 
 # image sizes that do not fill whole windows, several images in one row, and a row without images
 ROWS = [[(1, 6, 10)], [(1, 18, 4), (1, 6, 10)], [], [(1, 4, 4), (1, 20, 18)]]
-# videos with several time steps, alone and next to images
-VIDEO_ROWS = [[(3, 6, 10)], [(1, 4, 6), (5, 4, 4), (1, 6, 10)], [(2, 18, 4), (4, 6, 6)]]
+# videos with several time steps, alone and next to images, and a row without images
+VIDEO_ROWS = [[(3, 6, 10)], [(1, 4, 6), (5, 4, 4), (1, 6, 10)], [(2, 18, 4), (4, 6, 6)], []]
 
 
 @pytest.fixture(
@@ -39,12 +39,14 @@ def prompts(seed=0, rows=ROWS):
     return [tiny.prompt(generator, grids, dtype=torch.float64) for grids in rows]
 
 
-def test_a_packed_group_of_videos_has_the_gradients_of_single_rows(pair):
+@pytest.mark.parametrize("padding", [attention.MAX_PADDING, 0])
+def test_a_packed_group_of_videos_has_the_gradients_of_single_rows(pair, monkeypatch, padding):
     """transformers gets our positions, because version 5.23 computes wrong positions for videos (test_rope.py)."""
+    monkeypatch.setattr(attention, "MAX_PADDING", padding)  # with 0, completions are split by length
     theirs, ours = pair
     rows = prompts(4, VIDEO_ROWS)
     generator = torch.Generator().manual_seed(4)
-    groups = [[tiny.completion(generator, n) for n in lengths] for lengths in ((5, 2), (3, 7, 1), (4,))]
+    groups = [[tiny.completion(generator, n) for n in lengths] for lengths in ((5, 2), (3, 7, 1), (4,), (1, 6))]
     theirs.zero_grad(), ours.zero_grad()
     logps, _ = per_token_logps(ours, tiny.pack(rows, groups, ours.config), temperature=0.7)
     expected = []

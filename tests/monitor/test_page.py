@@ -20,7 +20,7 @@ CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
 # the folder of a run that is trained once, and copied for each test
 FOLDERS = []
-WRITE_PAGE = report.write_page  # which `plain` replaces, so that most tests write no page
+WRITE_PAGE = report.write_page  # which `quick` replaces, so that most tests write no page
 
 JUDGES = "--data.eval_rewards=[accuracy, format]"
 

@@ -22,9 +22,6 @@ QUIET = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "repor
 QUIET |= {"disable_tqdm": True, "logging_steps": 1000, "learning_rate": 1e-3}
 # tests make the end token likely, so that completions end at different lengths
 END = shapes.tokenizer().special_tokens["<|im_end|>"]
-STEP = {"gradient_accumulation_steps": 2, "max_steps": 1}
-# options for trainers that sample completions
-SAMPLED = STEP | {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 10}
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
@@ -79,13 +76,3 @@ def questions(rows):
 
 def distinct(completions, **_):
     return [len(set(message["content"])) / 3 + (len(message["content"]) % 3) / 7 for (message,) in completions]
-
-
-def lower(completions, **_):
-    return [sum(letter.islower() for letter in message["content"]) / 5 for (message,) in completions]
-
-
-def grpo(folder, output, rewards=(distinct, lower), rows=4, **options):
-    policy, judges = model(folder), list(rewards)
-    options = SAMPLED | {"generation_kwargs": {"sequence_bias": [[[END], 5.0]]}} | options
-    return build("GRPO", policy, output, questions(rows), options, processor(folder), reward_funcs=judges)

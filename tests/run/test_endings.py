@@ -3,7 +3,6 @@
 test_wait.py tests slow and hanging callbacks.
 """
 
-import json
 import os
 import signal
 
@@ -14,7 +13,6 @@ from minivlmrl.monitor import report
 from minivlmrl.run.callbacks import Callback, Watcher, default_callbacks
 from minivlmrl.run.loop import run_training
 from minivlmrl.run.process import run_rank
-from tests.helpers.children import fork_processes
 from tests.helpers.runs import metrics
 
 pytestmark = pytest.mark.usefixtures("default_signals")
@@ -68,19 +66,12 @@ def tracker(config, steps, closing):
 def end(home, varied_rollouts, tmp_path, capfd):
     """Return a function that trains with callbacks, and returns the exit code and what was printed."""
 
-    def end(*callbacks, options=(), ranks=1):
-        def work():
-            config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'run'}", *OPTIONS, *options])
-            return run_training(config, [*default_callbacks(config), *callbacks])
-
-        if ranks > 1:
-            codes = fork_processes(ranks, lambda rank: run_rank(work))
-        else:
-            with pytest.raises(SystemExit) as ended:
-                run_rank(work)
-            codes = [ended.value.code]
+    def end(*callbacks, options=()):
+        config = load_config(home / "recipe.yaml", [f"--output_dir={tmp_path / 'run'}", *OPTIONS, *options])
+        with pytest.raises(SystemExit) as ended:
+            run_rank(lambda: run_training(config, [*default_callbacks(config), *callbacks]))
         message = capfd.readouterr()
-        return codes, message.out + message.err
+        return ended.value.code, message.out + message.err
 
     return end
 
@@ -109,11 +100,11 @@ def states(tmp_path):
 @pytest.mark.parametrize("place", METHODS, ids=[f"{method} {number}" for method, number in METHODS])
 def test_a_callback_that_raises_ends_the_run_with_1(end, tmp_path, place):
     method, number = place
-    codes, message = end(Bad(method, number))
-    assert codes == [1] and "a bug of mine" in message
+    code, message = end(Bad(method, number))
+    assert code == 1 and "a bug of mine" in message
     steps = METHODS[place]
     assert states(tmp_path) == [] if steps is None else states(tmp_path)[-1] == steps
-    assert end()[0] == [0]
+    assert end()[0] == 0
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
 
 
@@ -122,23 +113,23 @@ def test_a_watcher_that_raises_ends_no_run(end, tmp_path):
         raise KeyError("a bug of the watcher")
 
     hooks = {method for method, _ in METHODS}
-    codes, message = end(*(type(f"Fails_{hook}", (Watcher,), {hook: fail})() for hook in sorted(hooks)))
-    assert codes == [0]
+    code, message = end(*(type(f"Fails_{hook}", (Watcher,), {hook: fail})() for hook in sorted(hooks)))
+    assert code == 0
     for hook in hooks:
         line = f"Fails_{hook} failed and no longer watches this run: KeyError: 'a bug of the watcher'. The run"
         assert message.count(line) == 1
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("place", "code", "line", "steps"), [
+@pytest.mark.parametrize(("place", "expected", "line", "steps"), [
     ("begin", 1, "a bug of mine", []), ("close", 1, "a bug of mine", [2, 3]),
     ("step", 0, "tracker failed, and gets no more metrics: ConnectionError: offline, after all\n", [2, 3]),
 ])  # fmt: skip
-def test_a_tracker_that_raises(end, tmp_path, place, code, line, steps):
+def test_a_tracker_that_raises(end, tmp_path, place, expected, line, steps):
     """An error at a step does not end the run."""
     (tmp_path / "my_tracker.py").write_text(TRACKER.format(place=place))
-    codes, message = end(options=[f"--report_to=[{tmp_path}/my_tracker.py:tracker]"])
-    assert codes == [code] and line in message and message.count("gets no more metrics") == (place == "step")
+    code, message = end(options=[f"--report_to=[{tmp_path}/my_tracker.py:tracker]"])
+    assert code == expected and line in message and message.count("gets no more metrics") == (place == "step")
     assert states(tmp_path) == steps
 
 
@@ -148,13 +139,6 @@ def test_a_page_that_cannot_be_written_ends_no_run(end, tmp_path, monkeypatch, f
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(report, "write_page", full)
-    codes, message = end(*filter(None, [first]))
-    assert codes == [75 if first else 0]
+    code, message = end(*filter(None, [first]))
+    assert code == (75 if first else 0)
     assert "report.html was not written: OSError: [Errno 28] No space left on device" in message
-
-
-def test_two_ranks_end_with_1_and_a_state(end, tmp_path):
-    codes, message = end(Bad("on_run_end"), ranks=2)
-    assert codes == [1, 1] and "a bug of mine" in message
-    assert states(tmp_path)[-1] == 3
-    assert json.loads((tmp_path / "run" / "states" / "000003" / "run.json").read_text())["steps"] == 3

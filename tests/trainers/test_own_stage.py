@@ -21,7 +21,8 @@ def asks(logps, advantages, mask, *, normalizer, entropies, sampling_per_token_l
     SEEN.update(entropies=entropies, sampler=sampling_per_token_logps, ids=completion_ids, rows=rows, step=step, rest=o)
     return -(advantages[:, None] * logps * mask).sum() / normalizer.tokens
 
-def by_text(rewards, num_generations, completions, completion_lengths, rows, step):
+def by_text(rewards, rewards_per_func, reward_weights, completions, completion_lengths, rows, step, learning_rate):
+    assert torch.equal(rewards_per_func @ reward_weights, rewards) and learning_rate == 0.01
     SEEN.update(completions=completions, lengths=completion_lengths, rows=rows, step=step)
     return rewards - rewards.mean()
 
@@ -158,32 +159,6 @@ def test_advantages_may_be_per_token(stage, mine, script):
     assert run.update()["grad_norm"] > 0
     with pytest.raises(ValueError, match=r"(?s)grpo\.advantages .*too_wide returned .* or of shape \(12, \d\)"):
         stage("grpo", mine("advantages", "too_wide")).next()
-
-
-ENGINE = """
-from minivlmrl.generation.sampler import Sampler
-
-class Noisy(Sampler):
-    def __init__(self, *arguments, strength=1.0):
-        super().__init__(*arguments)
-        self.strength, self.steps = strength, []
-
-    def __call__(self, prompts, num_generations, keys):
-        self.steps.append(self.step)
-        return super().__call__(prompts, num_generations, keys)
-"""
-
-
-def test_an_engine_takes_options_and_is_told_the_step(stage, tmp_path):
-    (tmp_path / "engine.py").write_text(ENGINE)
-    engine = f"--sampling.engine={tmp_path / 'engine.py'}:Noisy"
-    run = stage("grpo", f"{engine}(strength=0.5)", "--grpo.steps_per_generation=2")
-    run.go(4)
-    assert (run.trainer.sampler.strength, run.trainer.sampler.steps) == (0.5, [0, 2])
-    for options, message in (("stength=1", "the engine has no option 'stength'; its options are: strength"),
-                             ("world=1", "the engine has no option 'world'")):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            stage("grpo", f"{engine}({options})")
 
 
 DRAWS = """

@@ -8,18 +8,15 @@ from safetensors.torch import load_file, save_file
 
 from minivlmrl.config.options import RunConfig
 from minivlmrl.data.row_sizes import RowSize
-from minivlmrl.data.rows import uniform_numbers
 from minivlmrl.distributed.saving import save_model
-from minivlmrl.generation.generate import Decode, generate, make_token_sampler, prefill, sample_by_uniforms
-from minivlmrl.model import build, checkpoint, config_json, logprobs
-from minivlmrl.model.attention import GroupAttention, PackedLayout
+from minivlmrl.generation.generate import Decode, prefill
+from minivlmrl.model import build, checkpoint, config_json
+from minivlmrl.model.attention import GroupAttention
 from minivlmrl.model.families.registry import find_family
 from minivlmrl.monitor.memory.estimate import BatchShape, MemoryEstimator
 from minivlmrl.tasks import shapes
 from tests.extras.families.test_qwen3_vl import film_prompt, qwen3_vl_name
 from tests.helpers import tiny
-from tests.helpers.attention_mask import attention_mask
-from tests.helpers.draws import STOP
 from tests.helpers.hub_configs import real_config
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
@@ -59,38 +56,6 @@ def mixed_group():
     film, _ = film_prompt(generator, (1, 2, 2), (3, 4, 6), (2, 4, 2))
     lengths = ((5, 2, 7), (1, 4), (3, 1, 1), (6, 90))
     return [*rows, film], [[tiny.completion(generator, n) for n in group] for group in lengths]
-
-
-def test_an_output_depends_on_its_prompt_and_on_its_own_completion_alone():
-    """The output at a token depends exactly on the inputs that the attention mask allows."""
-    layout = PackedLayout([4, 3, 4], [[4, 3], [3], []])
-    layer = tiny.model(model_type="qwen3_5", dtype=torch.float64).model.layers[0].linear_attn
-    x = torch.randn(layout.num_tokens, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    moved = torch.autograd.functional.jacobian(lambda x: layer(x, GroupAttention(layout)).sum(1), x)  # (N, N, 64)
-    assert torch.equal((moved != 0).any(2), attention_mask(layout))
-
-
-def sample_completions(model, rows, tokens):
-    numbers = uniform_numbers([str(i) for i in range(len(rows))], 3, tokens)
-    original = make_token_sampler(1.0, STOP, sample_by_uniforms(numbers))
-
-    def choose(logits, rows, step):
-        ids, _, ends = original(logits, rows, step)
-        return ids, logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0], ends
-
-    return generate(model, rows, 3, tokens, choose)
-
-
-def test_sampler_and_trainer_agree_on_every_token():
-    """Rows that end are removed from the batch, and the other rows keep their recurrent states."""
-    model = tiny.model(model_type="qwen3_5", dtype=torch.float64)
-    rows, _ = mixed_group()
-    found = sample_completions(model, rows, 40)
-    ids = [[completion.ids for completion in group] for group in found]
-    assert len({len(own) for group in ids for own in group}) > 4
-    with torch.no_grad():
-        logps, _ = logprobs.per_token_logps(model, tiny.pack(rows, ids, model.config))
-    assert (logps - torch.cat([c.logps for group in found for c in group])).abs().max() <= 1e-12
 
 
 def test_recurrent_states_take_the_estimated_memory():

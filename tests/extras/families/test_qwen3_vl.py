@@ -29,7 +29,6 @@ from minivlmrl.tasks import shapes
 from tests.helpers import tiny
 from tests.helpers.runs import write_lines
 from tests.helpers.stages import snapshot
-from tests.helpers.talk import IMAGE_PART, assistant, renders_as_transformers, system, text, user
 from tests.record.record_vision import digest, film_cases, film_size_cases, noise, recorded, sampling_cases
 
 transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
@@ -107,28 +106,6 @@ def test_logits_of_40_random_configs_equal_transformers(model_type, close, seeds
 
 def qwen3_vl_name(name: str) -> str:
     return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
-
-
-SHOWN = [user([IMAGE_PART, text("What?")]), assistant("A cat."), user([text("And "), IMAGE_PART, IMAGE_PART])]
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"x": "é"}}}]}
-TALKS = {
-    "text": [user("Hi ")],
-    "system": [system("Be brief."), user([text(" a"), text("b ")])],
-    "images and turns": SHOWN,
-    "video": [system("s"), user([{"type": "video"}, text("What?")])],
-    "an answer of parts": [user("a"), assistant([text("b\n"), text("c")]), user("d")],
-    "thoughts": [user("a"), assistant("<think>\nhm\n</think>\n\nb"), user("c")],
-    "a call": [user("1 + 1?"), CALL, {"role": "tool", "content": "2"}, {"role": "tool", "content": "3"}, user("So?")],
-}
-
-
-@pytest.mark.parametrize("talk", TALKS.values(), ids=TALKS)
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_think", "qwen3_5_nothink"])
-def test_chat_templates_render_like_transformers(published, name, talk):
-    template = ChatTemplate(published(name), name)
-    renders_as_transformers(template, talk)
-    if name == "qwen3_vl" and talk is not TALKS["a call"]:
-        assert ChatTemplate(DEFAULT_QWEN3, "ours").render(talk) == template.render(talk)
 
 
 def read_images(settings, where, *bounds):
