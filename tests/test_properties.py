@@ -12,10 +12,10 @@ from minivlmrl.data.boxes import Box, iou, match
 from minivlmrl.data.chat_template import DEFAULT, DEFAULT_QWEN3, WITH_TOOLS, ChatTemplate, with_values
 from minivlmrl.data.image import smart_resize
 from minivlmrl.data.messages import content_parts, part_kind, text_of
-from minivlmrl.data.tokenizer import SpecialToken
 from minivlmrl.distributed.saving import divide
 from minivlmrl.generation.filters import filter_logits
 from minivlmrl.model.rope import get_rope_index
+from tests.data.test_chat_template import controls
 from tests.helpers import tiny
 from tests.helpers.talk import system
 
@@ -222,10 +222,6 @@ def published_template(published):
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     return _compile_jinja_template(published("qwen2_5_vl"))
-
-
-def controls(pieces):
-    return [piece for piece in pieces if isinstance(piece, SpecialToken)]
 
 
 @any_input

@@ -14,10 +14,7 @@ from minivlmrl.model.checkpoint import load_model
 from minivlmrl.model.families.registry import hub_name, module_name
 from tests.helpers import tiny
 from tests.helpers.hub_configs import tiny_config
-
-transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
-
-from tests.helpers.oracle import CLASSES, EAGER, in_float64, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
+from tests.helpers.oracle import CLASSES, EAGER, in_float64, our_logits, their_inputs, transformers
 
 TOLERANCE = 1e-13  # largest logit difference, relative to the largest logit
 ROWS = [[(1, 4, 4), (1, 20, 18)], [], [(1, 6, 10)]]  # one batch: two images, no image, one image

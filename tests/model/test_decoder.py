@@ -9,9 +9,6 @@ from minivlmrl.model import attention, rope
 from minivlmrl.model.families.registry import hub_name
 from minivlmrl.model.logprobs import per_token_logps
 from tests.helpers import tiny
-
-pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
-
 from tests.helpers.oracle import in_float64, saved_pair, their_inputs
 
 # image sizes that do not fill whole windows, several images in one row, and a row without images

@@ -23,10 +23,7 @@ from minivlmrl.monitor.memory.estimate import MemoryEstimator
 from tests.extras.families.test_qwen3_vl import random_config, random_prompt
 from tests.helpers import tiny
 from tests.helpers.hub_configs import real_config
-
-transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
-
-from tests.helpers.oracle import CLASSES, EAGER, in_float64, their_inputs  # noqa: E402 (asks for transformers too)
+from tests.helpers.oracle import CLASSES, EAGER, in_float64, their_inputs, transformers
 
 MOE = ("qwen3_vl_moe", "qwen3_5_moe")
 

@@ -27,13 +27,10 @@ from minivlmrl.model.checkpoint import load_model, load_processor
 from minivlmrl.model.config import ModelConfig
 from minivlmrl.tasks import shapes
 from tests.helpers import tiny
+from tests.helpers.oracle import CLASSES, in_float64, our_logits, their_inputs, transformers
 from tests.helpers.runs import write_lines
 from tests.helpers.stages import snapshot
 from tests.record.record_vision import digest, film_cases, film_size_cases, noise, recorded, sampling_cases
-
-transformers = pytest.importorskip("transformers", reason="oracle missing: pip install transformers==5.23.0")
-
-from tests.helpers.oracle import CLASSES, in_float64, our_logits, their_inputs  # noqa: E402 (asks for transformers too)
 
 FAMILY = qwen3_vl.Qwen3VL()
 
