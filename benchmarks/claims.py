@@ -1,16 +1,13 @@
 """Test published claims about reinforcement learning with a model that is small enough to enumerate all its answers.
 
-    python benchmarks/claims.py docs/curves/claims.json    # minutes on one core
+    python benchmarks/claims.py --json docs/curves/claims.json    # minutes on one core
 
 The model answers each of 32 prompts with a string of at most four tokens (341 strings, float64): an MLP reads the
 prompt and the tokens so far. An answer is right if the sum of its tokens modulo 4 is that of the prompt. Success,
 entropy, pass@k and KL are exact sums over all strings. CLAIMS was committed before the first run.
 """
 
-import argparse
-import json
 import sys
-import time
 from collections.abc import Iterable
 from itertools import product, takewhile
 from math import comb
@@ -469,28 +466,18 @@ def precision() -> tuple[dict, bool]:
 
 
 VERDICTS = {True: "holds here", False: "does not hold here", None: "cannot be seen at this size"}
-TESTS = (kl, length, deviation, gspo, two, negatives, clip, pass_at_k, dpo, entropy_tokens, forgetting, precision)
+TESTS = {name: globals()[name] for name in CLAIMS}
+
+
+def measure(name: str) -> dict:
+    numbers, holds = TESTS[name]()
+    return {**CLAIMS[name]._asdict(), "numbers": numbers, "verdict": VERDICTS[holds]}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("json", type=Path)
-    parser.add_argument("--only", nargs="+", default=[*CLAIMS], choices=[*CLAIMS])
-    options = parser.parse_args()
+    options = common.study_options(__doc__, arms=CLAIMS).parse_args()
     torch.set_num_threads(1)
-    results = json.loads(options.json.read_text()) if options.json.exists() else {}
-    for test in TESTS:
-        if test.__name__ in options.only:
-            begun = time.process_time()
-            numbers, holds = test()
-            verdict = VERDICTS[holds]
-            seconds = round(time.process_time() - begun, 1)
-            results[test.__name__] = {
-                **CLAIMS[test.__name__]._asdict(), "numbers": numbers, "verdict": verdict, "cpu_seconds": seconds,
-                "commit": common.commit(),
-            }  # fmt: skip
-            print(f"{test.__name__}: {verdict}, {seconds} CPU seconds", flush=True)
-            options.json.write_text(json.dumps(results | {"about": common.about()}, indent=1) + "\n", encoding="utf-8")
+    common.study(options.json, [{"name": name} for name in options.only], measure)
 
 
 if __name__ == "__main__":

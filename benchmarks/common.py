@@ -19,23 +19,22 @@ ROOT = Path(__file__).resolve().parents[1]
 CURVES = {"sampled": "accuracy_sampled", "greedy": "accuracy_greedy"}  # {name in results: name of an evaluation}
 
 
-def about() -> dict:
-    """Return device, date and package versions."""
+def provenance() -> dict:
+    """Return where results come from: machine, date, versions, commit and command."""
     versions = {}
-    for name in ("torch", "triton", "transformers"):
+    for name in ("torch", "triton", "transformers", "trl"):
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
             versions[name] = "not installed"
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    return {"card": card, "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "versions": versions}
-
-
-def provenance(*packages: str) -> dict:
-    """Return where results come from: machine, date, versions (also of `packages`), commit and command."""
-    found = about()
-    found["versions"] |= {name: version(name) for name in packages}
-    return found | {"processor": processor(), "commit": commit(), "command": shlex.join(["python", *sys.argv])}
+    return {
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": versions,
+        "processor": processor(),
+        "commit": commit(),
+        "command": shlex.join(["python", *sys.argv]),
+    }
 
 
 def processor() -> str:
@@ -67,6 +66,12 @@ def read_lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
+def data_files(folder: Path, recipe: str, demonstrations: str | None = None) -> list[str]:
+    """Return options for the rows that a recipe's script wrote to a folder."""
+    options = [f"--data.{kind}_file={folder / f'{recipe}_{kind}.jsonl'}" for kind in ("train", "eval")]
+    return options + ([f"--data.files={{sft: {folder / demonstrations}}}"] if demonstrations else [])
+
+
 def train(recipe: str, model: Path | None, folder: Path, *options: str, curves: Mapping[str, str] = CURVES) -> dict:
     """Train a model with the reward accuracy unless its folder is complete; return curves, cost and command.
 
@@ -94,20 +99,45 @@ def train(recipe: str, model: Path | None, folder: Path, *options: str, curves: 
     }
 
 
-def collect(file: Path, runs: Iterable[dict], summarize: Callable = lambda runs: {}, **more) -> dict:
-    """Write runs, with where they come from and summarize(runs), to a file after each run."""
-    results = {**provenance(), **more, "runs": []}
-    for run in runs:
-        results["runs"].append(run)
+def evaluate(model: Path, rows: Path, out: Path, *options: str):
+    """Answer rows greedily, unless `out` is complete."""
+    if not out.with_suffix(".summary.json").exists():  # `evaluate` writes its summary last
+        call(["evaluate", f"--model={model}", f"--data={rows}", f"--out={out}", "--num_threads=1", *options])
+
+
+def read(file: Path) -> dict:
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def study(file: Path, keys: Iterable[dict], run: Callable, summarize: Callable = lambda runs: {}, **more) -> dict:
+    """Run what a file of results lacks; write it, with where the results come from, after each run.
+
+    Args:
+        keys: arguments of `run`, such as {"arm": "grpo", "seed": 0}; they name a run in the file.
+        run: returns numbers. CPU seconds and the commit are added.
+        summarize: {"runs": list of runs} -> further results.
+    """
+    results = {"runs": [], **read(file), **provenance(), **more}
+    for key in keys:
+        if any(key.items() <= old.items() for old in results["runs"]):
+            continue
+        begun = sum(os.times()[:4])  # with child processes
+        numbers = run(**key)
+        seconds = round(sum(os.times()[:4]) - begun, 1)
+        results["runs"].append({**key, "cpu_seconds": seconds, **numbers, "commit": results["commit"]})
         results |= summarize(results["runs"])
         file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return results
 
 
-def study_options(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser for a study of a recipe: a model, a folder of all outputs, and the file of the results."""
+def study_options(description: str | None, *paths: str, json: Path | None = None, arms=(), seeds=()):
+    """Return a parser for a study: positional paths, a file of results, and which arms and seeds to run."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=lambda text: Path(text).resolve())
-    parser.add_argument("work", type=lambda text: Path(text).resolve())
-    parser.add_argument("--json", type=Path, required=True)
+    for path in paths:
+        parser.add_argument(path, type=lambda text: Path(text).resolve())
+    parser.add_argument("--json", type=Path, default=json, required=json is None)
+    if arms:
+        parser.add_argument("--only", nargs="+", choices=arms, default=[*arms], metavar="NAME")
+    if seeds:
+        parser.add_argument("--seeds", nargs="+", type=int, default=[*seeds])
     return parser

@@ -31,12 +31,12 @@ differences, and so is its 95 % interval (bootstrap over seeds and rows). Readin
 aloud minus signs, both after GRPO.
 """
 
-import argparse
 import json
 import shutil
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,76 +67,59 @@ RUNS = {
     "random decoder": ["--stages=[sft]", "--eval_steps=44"],
 }  # fmt: skip
 SEEDED = "grpo", "more sft"  # runs with all seeds
-# {arm of --signs: options}
-ARMS = {"signs": [], "aloud": ["--data.answer_format=last_line", "--sampling.max_new_tokens=12"]}
+CONTROLS = "sft on the sums", "shuffled rewards", "random decoder"
+ARMS = {"sums": [], "signs": [], "aloud": ["--data.answer_format=last_line", "--sampling.max_new_tokens=12"]}
 
 
-def write_random_decoder(model: Path, folder: Path):
-    """Write a folder with the configuration and tokenizer of `model`, and random weights."""
+def begin(name: str, vlm: Path, work: Path) -> Path:
+    """Return the folder of the model from which a run starts."""
+    if name == "sft":
+        return vlm
+    if name != "random decoder":
+        return work / "sft_0/checkpoint"
+    folder = work / "random_decoder"
     if not folder.exists():
-        tokenizer = load_tokenizer(model / "tokenizer.json")
-        save_model(folder, *random_model(model / "config.json", tokenizer, 0))
+        tokenizer = load_tokenizer(vlm / "tokenizer.json")
+        save_model(folder, *random_model(vlm / "config.json", tokenizer, 0))
+    return folder
 
 
-def run(model: Path, work: Path, name: str, seed: int, *more: str) -> dict:
+def train(vlm: Path, folder: Path, arm: str, run: str, seed: int) -> dict:
     """Train a model and answer look_eval.jsonl unless its folder is complete; return curves, answers and cost."""
-    folder = work / f"{name.replace(' ', '_')}_{seed}"
-    rows, answers = work / "look_eval.jsonl", folder / "answers.jsonl"
-    files = [f"--data.{kind}_file={work / f'look_{kind}.jsonl'}" for kind in ("train", "eval")]
-    files.append(f"--data.files={{sft: {work / 'look_demonstrations.jsonl'}}}")
-    options = [f"--seed={seed}", "--state_minutes=5", "--resume=auto", *files, *RUNS[name], *more]
-    if name == "sft on the sums":
+    work = folder / arm
+    out = work / f"{run.replace(' ', '_')}_{seed}"
+    rows, answers = work / "look_eval.jsonl", out / "answers.jsonl"
+    demonstrations = "look_demonstrations.jsonl"
+    if run == "sft on the sums":
+        demonstrations = "look_sums.jsonl"
         lines = [row | {"completion": row["solution"]} for row in common.read_lines(work / "look_train.jsonl")]
-        (work / "look_sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        options.append(f"--data.files={{sft: {work / 'look_sums.jsonl'}}}")
-    curves = common.train("look", model, folder, *options)
-    if not answers.with_suffix(".summary.json").exists():  # `evaluate` writes its summary last
-        command = ["evaluate", f"--model={folder / 'checkpoint'}", f"--data={rows}", f"--out={answers}"]
-        common.call([*command, "--num_threads=1"])
-    if name != "sft":
-        shutil.rmtree(folder / "checkpoint", ignore_errors=True)  # 2.5 GB
+        (work / demonstrations).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = common.data_files(work, "look", demonstrations)
+    options = [f"--seed={seed}", "--state_minutes=5", "--resume=auto", *files, *RUNS[run], *ARMS[arm]]
+    curves = common.train("look", begin(run, vlm, work), out, *options)
+    common.evaluate(out / "checkpoint", rows, answers)
+    if run != "sft":
+        shutil.rmtree(out / "checkpoint", ignore_errors=True)  # 2.5 GB
     right, solutions = defaultdict(str), defaultdict(Counter)
     for row, line in zip(common.read_lines(rows), common.read_lines(answers), strict=True):
         right[row["kind"]] += f"{line['answers'][0]['rewards']['accuracy']:.0f}"
         solutions[row["kind"]][row["solution"]] += 1
     most_frequent = {kind: max(counts.values()) / counts.total() for kind, counts in solutions.items()}
-    return {"run": name, "seed": seed, "right": right, "most_frequent": most_frequent, **curves}
-
-
-def signs(options: argparse.Namespace) -> Iterator[dict]:
-    """Run the arms of --signs."""
-    for arm, changes in ARMS.items():
-        work = options.work / arm
-        look.main(work, signs=True, aloud=arm == "aloud")
-        yield {"arm": arm, **run(options.model, work, "sft", 0, *changes)}
-        for seed in options.seeds:
-            yield {"arm": arm, **run(work / "sft_0/checkpoint", work, "grpo", seed, *changes)}
-
-
-def sums(options: argparse.Namespace) -> Iterator[dict]:
-    """Run GRPO, more SFT and the controls."""
-    work = options.work
-    look.main(work)
-    start = work / "sft_0/checkpoint"
-    yield run(options.model, work, "sft", 0)
-    for seed in options.seeds:
-        for name in SEEDED:
-            yield run(start, work, name, seed)
-    yield run(start, work, "sft on the sums", 0)
-    yield run(start, work, "shuffled rewards", 0)
-    write_random_decoder(options.model, work / "random_decoder")
-    yield run(work / "random_decoder", work, "random decoder", 0)
+    return {"right": right, "most_frequent": most_frequent, **curves}
 
 
 def main():
-    parser = common.study_options(__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser = common.study_options(__doc__, "model", "work", seeds=range(5))
     parser.add_argument("--signs", action="store_true")
     options = parser.parse_args()
-    results = {**common.provenance(), "runs": []}
-    for result in (signs if options.signs else sums)(options):
-        results["runs"].append(result)
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    arms, runs, controls = (["signs", "aloud"], ["grpo"], []) if options.signs else (["sums"], SEEDED, CONTROLS)
+    keys = []
+    for arm in arms:
+        look.main(options.work / arm, signs=options.signs, aloud=arm == "aloud")
+        keys.append({"arm": arm, "run": "sft", "seed": 0})
+        keys += [{"arm": arm, "run": run, "seed": seed} for seed, run in product(options.seeds, runs)]
+        keys += [{"arm": arm, "run": run, "seed": 0} for run in controls]
+    common.study(options.json, keys, partial(train, options.model, options.work))
 
 
 if __name__ == "__main__":

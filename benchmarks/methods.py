@@ -21,10 +21,10 @@ with gray pictures. What a model sees is the difference of the two. Runs are pai
 3. It sees more, or less, if the same holds for accuracy minus blind accuracy.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -46,6 +46,7 @@ COMMON = [
 NOISY = f"{FOLDER}/noisy_rollout.py:NoisyRollout(steps={STEPS})"
 # {arm: stages and options}
 ARMS = {
+    "sft": ["--stages=[sft]"],
     "grpo": ["--stages=[grpo]"],
     "vppo": [f"--stages=[{FOLDER}/vppo.py:VPPO]"],
     "papo": [f"--stages=[{FOLDER}/papo.py:PAPO]"],
@@ -64,14 +65,15 @@ MEASURES: dict[str, Callable[[dict], float]] = {
 
 
 def train(work: Path, arm: str, seed: int) -> dict:
-    """Train an arm unless its folder is complete; return its curves and cost."""
+    """Train an arm, after SFT, unless its folder is complete; return its curves and cost."""
     folder = work / f"{arm}_{seed}"
-    start = (
-        ["--stages=[sft]"] if arm == "sft" else ["--model.config=null", f"--model.path={work}/sft_{seed}/checkpoint"]
-    )
-    run = common.train("shapes", None, folder, f"--seed={seed}", *COMMON, *start, *ARMS.get(arm, []), curves=CURVES)
+    options = [f"--seed={seed}", *COMMON, *ARMS[arm]]
+    if arm != "sft":
+        train(work, "sft", seed)
+        options += ["--model.config=null", f"--model.path={work}/sft_{seed}/checkpoint"]
+    run = common.train("shapes", None, folder, *options, curves=CURVES)
     rewards = [round(line["reward"], 4) for line in common.read_lines(folder / "metrics.jsonl") if "reward" in line]
-    return {"arm": arm, "seed": seed, **run, "reward": rewards}
+    return {**run, "reward": rewards}
 
 
 def verdict(pairs: list[tuple[float, float]]) -> dict:
@@ -87,7 +89,7 @@ def verdict(pairs: list[tuple[float, float]]) -> dict:
 def compare(runs: list[dict]) -> dict[str, dict]:
     """Return {arm: {measure: mean over seeds, and the verdict against GRPO}}; for GRPO, against SFT."""
     found = {}
-    for arm in ("sft", *ARMS):
+    for arm in ARMS:
         by_seed = {run["seed"]: run for run in runs if run["arm"] == arm}
         other = {run["seed"]: run for run in runs if run["arm"] == ("sft" if arm == "grpo" else "grpo")}
         found[arm] = {"seeds": len(by_seed)}
@@ -99,15 +101,10 @@ def compare(runs: list[dict]) -> dict[str, dict]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", default=[*ARMS], choices=ARMS)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[5, 6, 7, 8, 9])
-    options = parser.parse_args()
-    work = options.work.resolve()
-    runs = (train(work, arm, seed) for seed, arm in product(options.seeds, ["sft", *options.only]))
-    results = common.collect(options.json, runs, lambda runs: {"comparison": compare(runs)})
+    options = common.study_options(__doc__, "work", arms=ARMS, seeds=range(5, 10)).parse_args()
+    keys = [{"arm": arm, "seed": seed} for seed, arm in product(options.seeds, options.only)]
+    train_arm = partial(train, options.work)
+    results = common.study(options.json, keys, train_arm, lambda runs: {"comparison": compare(runs)})
     for arm, found in results["comparison"].items():
         print(arm, json.dumps(found))
 

@@ -1,17 +1,16 @@
 """Train minimal.py with the diff on each page of docs/papers, on the smallest task where its claim can be seen.
 
     python benchmarks/papers.py                          # all pages, five seeds: 20 minutes on one core
-    python benchmarks/papers.py --only used --seeds 0 1  # runs in docs/curves/papers.json are skipped
-    python benchmarks/papers.py --draw                   # only write pages and pictures
+    python benchmarks/papers.py --only used --seeds 0 1  # one task
 
 TASKS and CLAIMS were committed before the first run with these seeds; sizes were tried with seed 100. All methods of a
-task start from the same SFT model, which knows the form of an answer, and guesses.
+task start from the same SFT model, which knows the form of an answer, and guesses. Runs in docs/curves/papers.json are
+not repeated. At the end, pages and pictures are written.
 """
 
 import argparse
 import importlib.util
 import itertools
-import json
 import random
 import re
 import shutil
@@ -19,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,12 +31,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import minimal  # noqa: E402
 from benchmarks import common  # noqa: E402
-from docs.scripts.it_learns import chart  # noqa: E402
+from docs.scripts.it_learns import chart, write_tables  # noqa: E402
 from docs.scripts.picture import BLUES, ORANGES, Picture  # noqa: E402
 from minivlmrl.extras.compare import difference  # noqa: E402
 
 FOLDER = ROOT / "docs" / "papers"
 CURVES = ROOT / "docs" / "curves" / "papers.json"
+CACHE = ROOT / "build" / "papers"  # models after SFT
 STEPS, EVERY, SEEDS = 48, 16, 5
 REUSE = 16  # steps for which a copy of the model samples
 SAMPLES = 384  # answers of an evaluation
@@ -252,19 +251,22 @@ def train_sft(task: Task, folder: Path):
     module.save(model, folder)
 
 
-def measure(task_name: str, method: str, seed: int, cache: Path) -> list[float]:
+def measure(task: str, method: str, seed: int) -> dict[str, list[float]]:
     """Train a method on a task; return the success after 0, EVERY, 2 * EVERY, ... steps."""
-    task = TASKS[task_name]
+    return {"success": train(TASKS[task], CACHE / f"{task}-{seed}", method, seed)}
+
+
+def train(task: Task, folder: Path, method: str, seed: int) -> list[float]:
+    """Train a method from the SFT model in a folder, which is written if it is missing; return measures of success."""
     changes = {"step % 4 == 0": f"step % {REUSE} == 0"}
     if method == "unclipped":
         changes |= {f"epsilon_{side}=0.2": f"epsilon_{side}=1e9" for side in ("low", "high")}
     module = load_patched(pages_of(method), changes)
-    folder = cache / f"{task_name}-{seed}"
     if not (folder / "minivlmrl.yaml").exists():
         seed_all(seed)
         train_sft(task, folder)
     if method == "opd":
-        module.TEACHER = cache / f"teacher-{seed}"
+        module.TEACHER = CACHE / f"teacher-{seed}"
         seed_all(seed)
         train_sft(replace(task, begin={"share": 1.0}), module.TEACHER)
     seed_all(seed)
@@ -302,17 +304,15 @@ def success(module: ModuleType, model, rows: list[dict], max_new_tokens: int) ->
 # ---- pictures and pages
 
 
-def compared(page: str, results: dict) -> tuple[list, list] | None:
-    """Return a page's curves and those without it, a list per seed; None if a run is missing."""
-    if page not in CLAIMS:
-        return None
+def compared(page: str, results: dict) -> list[list]:
+    """Return a page's curves and those without it, a list per seed; [] if a seed is missing."""
     claim = CLAIMS[page]
-    found = results.get("runs", {}).get(claim.task, {})
-    ours, theirs = found.get(page, {}), found.get(claim.base, {})
-    seeds = sorted(ours.keys() & theirs.keys(), key=int)
-    if len(seeds) < SEEDS:
-        return None
-    return [ours[seed]["success"] for seed in seeds], [theirs[seed]["success"] for seed in seeds]
+    ours, theirs = (
+        {run["seed"]: run["success"] for run in results["runs"] if (run["task"], run["method"]) == (claim.task, method)}
+        for method in (page, claim.base)
+    )
+    seeds = sorted(ours.keys() & theirs.keys())
+    return [[ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]] if len(seeds) >= SEEDS else []
 
 
 def picture(page: str, ours: list, theirs: list) -> str:
@@ -350,82 +350,41 @@ def ending(page: str, ours: list, theirs: list) -> str:
     return f"\n[![{alt}]({page}.svg)](README.md#pages-and-results)\n\n{textwrap.fill(text, 120)}\n"
 
 
-def changed_lines(page: str) -> int:
-    """Count the lines that a page's diff removes or adds."""
-    diff = (FOLDER / f"{page}.md").read_text().partition("```diff\n")[2].partition("\n```\n")[0]
-    return len(re.findall(r"^[+-](?!\+\+ |-- )", diff, re.M))
-
-
-def table(results: dict) -> str:
-    rows = []
-    for page in PARTS:
-        found = compared(page, results)
-        numbers, shown = verdict(page, *found) if found else ("", "")
-        task = CLAIMS[page].text if page in CLAIMS else "[tested exactly](../claims.md#what-was-seen)"
-        parts = ", ".join(sorted(PARTS[page]))
-        rows.append(
-            f"| [{name_of(page)}]({page}.md) | {changed_lines(page)} | {parts} | {task} | {shown} | {numbers} |"
-        )
-    return (
-        f"""## Pages and results
-
-A page's claim meets a tiny task in which it could be seen. The criterion was written before the runs (4fc72e34,
-6339e838, 27fb9be2): after {STEPS} steps, the 95 % interval of the paired difference over {SEEDS} seeds is above 0 (for
-LoRA, above -0.1). A tiny task does not show which method is better for your model.
-
-| page | changed lines | changed parts | claim | here | with the page, and without (95 % interval of the difference) |
-|---|---|---|---|---|---|
-"""
-        + "\n".join(rows)
-        + """
-
-`python benchmarks/papers.py` measures what [papers.json](../curves/papers.json) lacks, and writes this section.
-"""
-    )
+def rows(results: dict) -> list[str]:
+    """Return the table rows: one per page."""
+    found = []
+    for page, parts in PARTS.items():
+        diff = (FOLDER / f"{page}.md").read_text().partition("```diff\n")[2].partition("\n```\n")[0]
+        changed = len(re.findall(r"^[+-](?!\+\+ |-- )", diff, re.M))  # lines
+        text, numbers, shown = "[tested exactly](../claims.md#what-was-seen)", "", ""
+        if page in CLAIMS:
+            text = CLAIMS[page].text
+            curves = compared(page, results)
+            numbers, shown = verdict(page, *curves) if curves else ("", "")
+        link = f"[{name_of(page)}]({page}.md)"
+        found.append(f"| {link} | {changed} | {', '.join(sorted(parts))} | {text} | {shown} | {numbers} |")
+    return found
 
 
 def written(results: dict) -> dict[str, str]:
-    """Return {file in docs/papers: text} for all pages with their endings, and pictures."""
-    texts = {}
-    for page in PARTS:
-        found = compared(page, results)
-        text = (FOLDER / f"{page}.md").read_text()
-        diff_end = text.index("\n```\n", text.index("```diff\n")) + len("\n```\n")
-        texts[f"{page}.md"] = text[:diff_end] + (ending(page, *found) if found else "")
-        if found:
-            texts[f"{page}.svg"] = picture(page, *found)
-    readme = (FOLDER / "README.md").read_text()
-    texts["README.md"] = readme.partition("## Pages and results")[0] + table(results)
+    """Return {file in docs/papers: text}: the table, pages with their endings, and pictures."""
+    texts = {"README.md": write_tables(FOLDER / "README.md", {"page": lambda: rows(results)})}
+    for page in CLAIMS:
+        if curves := compared(page, results):
+            diff = (FOLDER / f"{page}.md").read_text().rpartition("\n```\n")[0]
+            texts[f"{page}.md"] = diff + "\n```\n" + ending(page, *curves)
+            texts[f"{page}.svg"] = picture(page, *curves)
     return texts
 
 
-def read(file: Path) -> dict:
-    return json.loads(file.read_text()) if file.exists() else {}
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=TASKS, default=[*TASKS], metavar="TASK")
-    parser.add_argument("--seeds", nargs="+", type=int, default=range(SEEDS))
-    parser.add_argument("--draw", action="store_true", help="train nothing")
-    parser.add_argument("--cache", type=Path, default=ROOT / "build" / "papers", help="folder for models after SFT")
-    options = parser.parse_args()
+    options = common.study_options(__doc__, json=CURVES, arms=TASKS, seeds=range(SEEDS)).parse_args()
     torch.set_num_threads(1)
-    commit = common.commit()  # before results change a file
-    runs = [(seed, *run) for seed in options.seeds for run in all_runs() if run[0] in options.only]
-    for seed, task, method in [] if options.draw else runs:
-        if str(seed) in read(CURVES).get("runs", {}).get(task, {}).get(method, {}):
-            continue
-        begun = time.process_time()
-        curve = measure(task, method, seed, options.cache)
-        seconds = round(time.process_time() - begun, 1)
-        run = {"success": curve, "cpu_seconds": seconds, "commit": commit}
-        print(f"{task}, {method}, seed {seed}: {run}", flush=True)
-        results = read(CURVES) or {"runs": {}}  # read again, because another process may have added a run
-        results["runs"].setdefault(task, {}).setdefault(method, {})[str(seed)] = run
-        results["about"] = common.provenance()
-        CURVES.write_text(re.sub(r"\s+(?=[^][]*])", " ", json.dumps(results, indent=1)) + "\n")  # lists on one line
-    for name, text in written(read(CURVES)).items():
+    keys = [
+        {"task": task, "method": method, "seed": seed}
+        for seed in options.seeds for task, method in all_runs() if task in options.only
+    ]  # fmt: skip
+    for name, text in written(common.study(options.json, keys, measure)).items():
         (FOLDER / name).write_text(text)
 
 

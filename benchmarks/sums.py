@@ -3,23 +3,27 @@
     python benchmarks/sums.py vlm work --seeds 0 1 --json docs/curves/sums.json    # half an hour a run on one core
 
 `vlm` is a folder written by recipes/from_text_model.py. `work` keeps all outputs, and finished runs are not repeated.
-In the control run, rewards are shuffled in every step.
+Each seed has a control run, in which rewards are shuffled in every step.
 """
 
 import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import common  # noqa: E402
-from benchmarks.common import call, read_lines  # noqa: E402
 from recipes import sums  # noqa: E402
 
-SHUFFLED = ["--rewards={recipes/shuffled.py:shuffled: 1.0}", "--data.eval_rewards=[accuracy]"]
+# {run: options}
+RUNS = {
+    "grpo": [],
+    "shuffled rewards": ["--rewards={recipes/shuffled.py:shuffled: 1.0}", "--data.eval_rewards=[accuracy]"],
+}
 # {question: regular expression for a correct answer}, without arithmetic, chosen before the first run
 QUESTIONS = {
     "What is the capital of France?": "Paris",
@@ -41,10 +45,9 @@ def ask(model: Path, work: Path, name: str) -> dict:
     correct = defaultdict(list)
     for part in ("eval", "new", "questions"):
         rows, out = work / f"sums_{part}.jsonl", work / f"{name}_{part}.jsonl"
-        if not out.with_suffix(".summary.json").exists():  # `evaluate` writes its summary last
-            command = ["evaluate", f"--model={model}", f"--data={rows}", f"--out={out}", "--recipe=recipes/sums.yaml"]
-            call([*command, "--num_threads=1", *["--sampling.max_new_tokens=48"] * (part == "questions")])
-        for row, line in zip(read_lines(rows), read_lines(out), strict=True):
+        longer = ["--sampling.max_new_tokens=48"] if part == "questions" else []
+        common.evaluate(model, rows, out, "--recipe=recipes/sums.yaml", *longer)
+        for row, line in zip(common.read_lines(rows), common.read_lines(out), strict=True):
             [answer] = line["answers"]
             if part == "questions":
                 text = answer["text"].removesuffix("<|im_end|>")
@@ -55,26 +58,23 @@ def ask(model: Path, work: Path, name: str) -> dict:
     return {"kinds": kinds, "questions": found}
 
 
+def train(model: Path, work: Path, run: str, seed: int) -> dict:
+    """Train, and answer with the trained model."""
+    folder = work / f"{run.replace(' ', '_')}_{seed}"
+    files = common.data_files(work, "sums")
+    found = common.train("sums", model, folder, f"--seed={seed}", *files, *RUNS[run])
+    return {**found, **ask(folder / "checkpoint", work, folder.name)}
+
+
 def main():
-    parser = common.study_options(__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    options = parser.parse_args()
+    options = common.study_options(__doc__, "model", "work", seeds=range(5)).parse_args()
     model, work = options.model, options.work
+    work.mkdir(parents=True, exist_ok=True)
     sums.main(work)
     rows = [{"problem": problem, "solution": solution} for problem, solution in QUESTIONS.items()]
     (work / "sums_questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = [f"--data.{kind}_file={work / f'sums_{kind}.jsonl'}" for kind in ("train", "eval")]
-
-    def runs() -> Iterator[dict]:
-        for seed in options.seeds:
-            folder = work / f"grpo_{seed}"
-            run = common.train("sums", model, folder, f"--seed={seed}", *files)
-            yield {"run": "grpo", "seed": seed, **run, **ask(folder / "checkpoint", work, folder.name)}
-        seed = options.seeds[0]
-        run = common.train("sums", model, work / f"shuffled_rewards_{seed}", f"--seed={seed}", *files, *SHUFFLED)
-        yield {"run": "shuffled rewards", "seed": seed, **run}
-
-    common.collect(options.json, runs(), before=ask(model, work, "before"))
+    keys = [{"run": run, "seed": seed} for seed, run in product(options.seeds, RUNS)]
+    common.study(options.json, keys, partial(train, model, work), before=ask(model, work, "before"))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@
 """
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -14,23 +13,27 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import common  # noqa: E402
 from recipes import two_steps  # noqa: E402
 
-DIRECT = ["--data.answer_format=whole", "--data.prompt_template={problem} Answer with the number only."]
+# {run: (demonstrations, options)}
+RUNS = {
+    "with thinking": ("think", []),
+    "number only": (
+        "direct", ["--data.answer_format=whole", "--data.prompt_template={problem} Answer with the number only."],
+    ),
+}  # fmt: skip
 
 
 def main():
-    options = common.study_options(__doc__).parse_args()
+    options = common.study_options(__doc__, "model", "work").parse_args()
     work = options.work
     work.mkdir(parents=True, exist_ok=True)
     two_steps.main(work)
-    files = [f"--data.{kind}_file={work / f'two_steps_{kind}.jsonl'}" for kind in ("train", "eval")]
 
-    def runs() -> Iterator[dict]:
-        for name, demonstrations, changes in (("with thinking", "think", []), ("number only", "direct", DIRECT)):
-            shown = f"--data.files={{sft: {work / f'two_steps_{demonstrations}.jsonl'}}}"
-            folder = work / name.replace(" ", "_")
-            yield {"run": name, **common.train("two_steps", options.model, folder, *files, shown, *changes)}
+    def train(run: str) -> dict:
+        shown, changes = RUNS[run]
+        files = common.data_files(work, "two_steps", f"two_steps_{shown}.jsonl")
+        return common.train("two_steps", options.model, work / run.replace(" ", "_"), *files, *changes)
 
-    common.collect(options.json, runs())
+    common.study(options.json, [{"run": run} for run in RUNS], train)
 
 
 if __name__ == "__main__":

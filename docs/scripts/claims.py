@@ -30,19 +30,19 @@ ACROSS, DOWN = 250, 200  # panel size in pixels
 def claim_rows(results: dict) -> list[str]:
     """Return the table rows: claim, papers, verdict and CPU seconds."""
     rows = []
-    for result in results.values():
-        if "claim" in result:
-            paper = re.sub(r"(\d{4}\.\d{5})", r"[\1](https://arxiv.org/abs/\1)", result["paper"])
-            rows.append(f"| {result['claim']} | {paper} | {result['verdict']} | {result['cpu_seconds']:.0f} |")
+    for run in results["runs"]:
+        paper = re.sub(r"(\d{4}\.\d{5})", r"[\1](https://arxiv.org/abs/\1)", run["paper"])
+        rows.append(f"| {run['claim']} | {paper} | {run['verdict']} | {run['cpu_seconds']:.0f} |")
     return rows
 
 
 def draw(results: dict) -> str:
     """Draw a panel for each claim: one dot per seed and arm."""
+    numbers = {run["name"]: run["numbers"] for run in results["runs"]}
     picture = Picture(3 * ACROSS, 3 * DOWN, "Numbers behind the verdicts, one dot per seed")
-    for number, (name, (label, arms_of)) in enumerate(PANELS.items()):
-        left, top = ACROSS * (number % 3), DOWN * (number // 3)
-        arms = arms_of(results[name]["numbers"])
+    for place, (name, (label, arms_of)) in enumerate(PANELS.items()):
+        left, top = ACROSS * (place % 3), DOWN * (place // 3)
+        arms = arms_of(numbers[name])
         values = [value for arm in arms.values() for value in arm]
         low, high = min(0, *values), max(0, *values)
         picture.text(left + 12, top + 20, f"{name.replace('_', ' ')}: {label}", 12, INK, "start", bold=True)
@@ -50,13 +50,13 @@ def draw(results: dict) -> str:
             y = top + 150 - 115 * share
             picture.line([(left + 45, y), (left + 240, y)], FAINT, 1)
             picture.text(left + 40, y + 4, f"{low + share * (high - low):.2g}", 11, SOFT, "end")
-        for place, (arm, dots) in enumerate(arms.items()):
-            x = left + 45 + 195 * (place + 0.5) / len(arms)
+        for column, (arm, dots) in enumerate(arms.items()):
+            x = left + 45 + 195 * (column + 0.5) / len(arms)
             for shift, value in enumerate(dots):
                 y = top + 150 - 115 * (value - low) / (high - low)
                 middle = x + 7 * (shift - (len(dots) - 1) / 2)
-                picture.box(middle - 2.5, y - 2.5, 5, 5, SHADES[place % 4])
-            picture.text(x, top + 172 + 13 * (place % 2), arm, 11, SHADES[place % 4])
+                picture.box(middle - 2.5, y - 2.5, 5, 5, SHADES[column % 4])
+            picture.text(x, top + 172 + 13 * (column % 2), arm, 11, SHADES[column % 4])
     return picture.svg()
 
 

@@ -1,6 +1,6 @@
 """Draw the curves in docs/it_learns.md, and write its tables from the JSON files in docs/curves.
 
-python -m docs.scripts.make_pages    # after benchmarks/same_curve.py, sums.py, trl_sums.py or two_steps.py
+python -m docs.scripts.make_pages    # after benchmarks/same_curve.py, sums.py, beside_trl.py or two_steps.py
 """
 
 import json

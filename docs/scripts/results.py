@@ -44,7 +44,7 @@ def runs_of(name: str) -> list[dict]:
     """Return the recorded one-thread runs of a row in OPTIONS or benchmarks/learning.py."""
     expected = json.loads((DOCS.parent / "recipes" / "expected.json").read_text(encoding="utf-8"))
     plan = ("shapes.yaml", OPTIONS[name]) if name in OPTIONS else PLAN[name]
-    same = [run for run in expected if (run["recipe"], run["overrides"]) == plan]
+    same = [run for run in expected["runs"] if (run["recipe"], run["overrides"]) == plan]
     return [run for run in same if run["threads"] == 1]
 
 

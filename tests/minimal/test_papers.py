@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks import papers
+from benchmarks import common, papers
 from minivlmrl.losses.ppo import gae, ppo_loss, token_rewards, whiten
 from tests.helpers.links import ROOT
 
@@ -30,8 +30,8 @@ def patched(*pages: str):
 
 
 def test_pages_and_pictures_show_what_was_measured():
-    for name, text in papers.written(papers.read(papers.CURVES)).items():
-        assert (FOLDER / name).read_text() == text, f"run python benchmarks/papers.py --draw: {name}"
+    for name, text in papers.written(common.read(papers.CURVES)).items():
+        assert (FOLDER / name).read_text() == text, f"run python benchmarks/papers.py: {name}"
 
 
 @pytest.fixture

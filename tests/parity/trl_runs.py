@@ -285,7 +285,7 @@ def main(file: str | None = None):
             print(f"{kind}: weights moved by {moved[-1]:.3f}; gradients were clipped in {clipped} of {STEPS} steps")
             runs.append({"trainer": kind, "moved": moved[-1]})
     if file:
-        Path(file).write_text(json.dumps(provenance("trl", "transformers") | {"runs": runs}) + "\n")
+        Path(file).write_text(json.dumps(provenance() | {"runs": runs}) + "\n")
 
 
 if __name__ == "__main__":
