@@ -10,7 +10,6 @@ entropy, pass@k and KL are exact sums over all strings. CLAIMS was committed bef
 import sys
 from collections.abc import Iterable
 from itertools import product, takewhile
-from math import comb
 from operator import sub
 from pathlib import Path
 from typing import NamedTuple
@@ -177,8 +176,12 @@ class Policy(nn.Module):
 
     def forward(self) -> Tensor:
         """Return log-probabilities of all tokens in all answers: (P, S, T)."""
-        flat = self.next_tokens().flatten(1)
-        return flat.index_select(1, (PLACES * VOCABULARY + TOKENS).flatten()).view(PROMPTS, -1, LENGTH) * MASK
+        return self.next_tokens()[:, PLACES, TOKENS] * MASK
+
+    def entropies(self) -> Tensor:
+        """Return entropies of the distributions from which the tokens come: (P, S, T)."""
+        table = self.next_tokens().detach()
+        return -(table.exp() * table).sum(-1)[:, PLACES]
 
     def answers(self) -> Tensor:
         """Return the probabilities of all answers: (P, S)."""
@@ -233,15 +236,13 @@ def grpo(policy: Policy, prompts: int = 16, group: int = 16, rollouts=range(200)
             mask = MASK[drawn].flatten(0, 1)
             # (advantages, epsilon_low, epsilon_high); grpo_loss refuses an epsilon_low above epsilon_high
             signed = (advantages.clamp(max=0), low, OFF), (advantages.clamp(min=0), 0.0, high)
-            places = rows[:, None, None] * len(PREFIXES) + PLACES[drawn]
+            chosen = rows[:, None], drawn
             old = None
             for _ in range(reuse):
-                table = policy.next_tokens()
-                picked = table.flatten().gather(0, (places * VOCABULARY + TOKENS[drawn]).flatten())
-                logps = picked.view_as(mask) * mask
+                logps = policy()[chosen].flatten(0, 1)
                 old = logps.detach() if old is None else old
-                entropy = -(table.exp() * table).detach().sum(-1).flatten()[places].view_as(mask)
-                options = {"old_per_token_logps": old, "token_weights": weigh(entropy, mask) if weigh else None}
+                weights = weigh(policy.entropies()[chosen].flatten(0, 1), mask) if weigh else None
+                options = {"old_per_token_logps": old, "token_weights": weights}
                 yield sum(
                     grpo_loss(logps, part, mask, epsilon_low=below, epsilon_high=above, **options)[0]
                     for part, below, above in signed
@@ -341,13 +342,12 @@ def length() -> tuple[dict, bool]:
 
 
 def deviation() -> tuple[dict, bool]:
+    rewards = torch.ones(9, 8).double().tril(-1)  # (right answers, completions)
+
     def weight(p: float, scale: str) -> float:
-        total = 0.0
-        for k in range(9):
-            rewards = torch.tensor([1.0] * k + [0.0] * (8 - k), dtype=torch.float64)
-            chance = comb(8, k) * p**k * (1 - p) ** (8 - k)
-            total += chance * (group_advantages(rewards, 8, scale) * (rewards - p)).sum().item()
-        return total
+        chances = torch.distributions.Binomial(8, torch.tensor(p).double()).log_prob(torch.arange(9)).exp()
+        advantages = group_advantages(rewards.flatten(), 8, scale).view(9, 8)
+        return (chances @ (advantages * (rewards - p)).sum(1)).item()
 
     ratios = {p: weight(p, "group") / weight(p, "none") for p in (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)}
     ratios = {p: ratio / ratios[0.5] for p, ratio in ratios.items()}
@@ -364,9 +364,9 @@ def gspo() -> tuple[dict, bool]:
 
     found = {"product": {}, "geometric mean": {}}
     for n in (1, 2, 4, 8, 16, 32, 64):
-        mean = moment(1 / n) ** n
-        found["product"][n] = {"mean": 1.0, "variance": moment(2) ** n - 1}
-        found["geometric mean"][n] = {"mean": mean, "variance": moment(2 / n) ** n - mean**2}
+        for name, power in (("product", 1), ("geometric mean", 1 / n)):
+            mean = moment(power) ** n
+            found[name][n] = {"mean": mean, "variance": moment(2 * power) ** n - mean**2}
     product, geometric = ([values[n]["variance"] for n in (1, 64)] for values in found.values())
     return found, product[1] > 10 * product[0] and geometric[1] < geometric[0]
 
@@ -466,7 +466,8 @@ def precision() -> tuple[dict, bool]:
 
 
 VERDICTS = {True: "holds here", False: "does not hold here", None: "cannot be seen at this size"}
-TESTS = {name: globals()[name] for name in CLAIMS}
+FUNCTIONS = kl, length, deviation, gspo, two, negatives, clip, pass_at_k, dpo, entropy_tokens, forgetting, precision
+TESTS = {function.__name__: function for function in FUNCTIONS}
 
 
 def measure(name: str) -> dict:

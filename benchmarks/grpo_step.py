@@ -9,13 +9,11 @@ all completions in one batch. On a CPU, its LM head scores all positions ("TRL, 
 
 All start from the same random weights (recipes/shapes_model.json), with the same prompts, tokens and pixels, and 8
 completions per prompt with an exact number of tokens. Steps alternate in one process, so other load on the machine
-slows all. Before timing, tokens and pixels of a prompt must be equal. With --model, all train LoRA
-adapters on the decoder of that model, in float32; the reference is the model without them.
+slows all. Before timing, tokens and pixels of a prompt must be equal. With --model, all train LoRA adapters on the
+decoder of that model, in float32; the reference is the model without them.
 """
 
-import argparse
 import functools
-import json
 import os
 import random
 import statistics
@@ -30,7 +28,7 @@ from pathlib import Path
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
 from beside_trl import trl_trainer
-from common import provenance
+from common import study, study_options
 
 from minivlmrl.config.options import GRPOOptions, LoRAOptions, RunConfig, SamplingOptions
 from minivlmrl.data.loader import Batches
@@ -49,12 +47,8 @@ from minivlmrl.trainers.grpo import GRPOTrainer
 
 MODEL_CONFIG = Path(__file__).resolve().parents[1] / "recipes" / "shapes_model.json"
 QUESTION = "What is it? Name it."  # 32 tokens with the template; 48, 96 and 288 with images in CASES
-NUM_GENERATIONS, NEW_TOKENS = 8, 14
 # (image side in pixels, prompts per step, tokens per completion)
 CASES = ((56, 16, 14), (112, 8, 14), (224, 4, 14), (56, 4, 128), (224, 4, 128), (56, 4, 512), (224, 4, 512))
-COMMON = {
-    "num_generations": NUM_GENERATIONS, "loss_type": "grpo", "beta": 0.02, "learning_rate": 3e-4, "adam_beta2": 0.99,
-}  # fmt: skip
 LORA_CASE = (56, 4, 14)  # with --model
 LORA = {"r": 16, "alpha": 32.0}
 DECODER_LAYERS = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
@@ -76,7 +70,7 @@ class EndlessProcessor(Processor):
 
 
 class Ours:
-    """GRPO in minivlmrl, as train.py runs it; `step` runs one optimizer step and returns its metrics.
+    """GRPO in minivlmrl, as train.py runs it; `step` runs one optimizer step.
 
     `skipped` is the share of the last step's completions that were not trained on, because their advantage is 0.
     """
@@ -88,13 +82,12 @@ class Ours:
         self.done = 0
         self.optimizer = build_optimizer(trainer.trained, trainer.options, trainer.config.optimizer)
 
-    def step(self) -> dict[str, float]:
+    def step(self):
         step = next(self.steps)
         completions = sum(map(len, step.groups))
         self.skipped = 1 - sum(len(batch.samples) for batch in step.micro_batches) / completions
-        metrics = optimizer_step(self.trainer, step, self.optimizer, self.done)
+        optimizer_step(self.trainer, step, self.optimizer, self.done)
         self.done += 1
-        return metrics
 
 
 class PartTimer:
@@ -116,42 +109,37 @@ class PartTimer:
         """Add the CPU seconds in a method of a class or object to a part, or to the part that a function returns."""
         call = getattr(owner, method)
 
-        @functools.wraps(call)
         def timed(*args, **kwargs):
             name = part if isinstance(part, str) else part()
             begin = time.process_time()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.parts[name] += time.process_time() - begin
+            result = call(*args, **kwargs)
+            self.parts[name] += time.process_time() - begin
+            return result
 
         setattr(owner, method, timed)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study_options(__doc__)
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each side and case")
     parser.add_argument("--cases", type=int, nargs="+", default=[*range(len(CASES))], help="indices in CASES")
     parser.add_argument("--model", type=Path, help="folder of a Qwen2.5-VL; trains LoRA adapters, one case")
-    parser.add_argument("--json", type=Path, required=True, help="file for the results, written after each case")
     options = parser.parse_args()
     torch.set_num_threads(1)
     import transformers
 
     warnings.simplefilter("ignore", FutureWarning)  # TRL uses old option names in transformers
     transformers.logging.disable_progress_bar()
-    results = {**provenance(), "steps": options.steps, "load": os.getloadavg()[0], "cases": []}
     timer = PartTimer()
     timer.watch(torch.Tensor, "backward", "backward")
     timer.watch(torch.optim.AdamW, "step", "update")
-    for shape in [LORA_CASE] if options.model else [CASES[index] for index in options.cases]:
-        case = measure(*shape, options.steps, timer, options.model)
-        results["cases"].append(case)
-        print(json.dumps(case), flush=True)
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    cases = [LORA_CASE] if options.model else [CASES[index] for index in options.cases]
+    keys = [{"size": size, "prompts": prompts, "new_tokens": new_tokens} for size, prompts, new_tokens in cases]
+    run = functools.partial(measure, options.steps, timer, options.model)
+    study(options.json, keys, run, steps=options.steps, load=os.getloadavg()[0])
 
 
-def measure(size: int, prompts: int, new_tokens: int, steps: int, timer: PartTimer, lora_model: Path | None) -> dict:
+def measure(steps: int, timer: PartTimer, lora_model: Path | None, size: int, prompts: int, new_tokens: int) -> dict:
     """Measure steps with one image size; return median CPU seconds per side and part."""
     import peft
     import transformers
@@ -202,11 +190,7 @@ def measure(size: int, prompts: int, new_tokens: int, steps: int, timer: PartTim
     for side, seconds in found.items():
         timed = seconds[WARMUP:]
         medians[side] = {part: statistics.median(step[part] for step in timed) for part in ("step", *PARTS)}
-    return {
-        "prompt_tokens": prompt_tokens, "prompts": prompts, "new_tokens": new_tokens, "completions": NUM_GENERATIONS,
-        "skipped": ours.skipped, "attention": theirs.config._attn_implementation,
-        "sides": medians,
-    }  # fmt: skip
+    return {"prompt_tokens": prompt_tokens, "skipped": ours.skipped, "sides": medians}
 
 
 def make_rows(size: int, count: int) -> list[Row]:
@@ -222,12 +206,14 @@ def make_rows(size: int, count: int) -> list[Row]:
 
 def our_side(model: VisionLanguageModel, processor: Processor, rows: list[Row], new_tokens: int) -> Ours:
     size = len(rows)
-    options = {"prompts_per_step": size, "micro_batch_size": size, "lr_scheduler_type": "constant", **COMMON}
     run = RunConfig(
         sampling=SamplingOptions(max_new_tokens=new_tokens),
         rewards={f"{__name__}:distinct_characters": 1.0},
-        grpo=GRPOOptions(**options),
-    )
+        grpo=GRPOOptions(
+            prompts_per_step=size, micro_batch_size=size, loss_type="grpo", beta=0.02, learning_rate=3e-4,
+            lr_scheduler_type="constant",
+        ),
+    )  # fmt: skip
     endless = EndlessProcessor(processor.tokenizer, processor.image_processor)
     return Ours(GRPOTrainer(run, model, endless, World()), rows)
 

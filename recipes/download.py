@@ -35,18 +35,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", type=Path, metavar="ROWS.jsonl", help="file with one JSON object a line")
     file = parser.parse_args(arguments).rows
-    try:
-        lines = file.read_bytes().split(b"\n")  # splitlines would also split at U+2028 inside text
-    except OSError as error:
-        parser.error(f"{file}: {error.strerror}")
+    lines = file.read_bytes().split(b"\n")  # splitlines would also split at U+2028 inside text
     folder = file.with_suffix(".files")
+    folder.mkdir(exist_ok=True)
     written = file.with_suffix(".local.jsonl")
     num_lost = 0
-    try:
-        folder.mkdir(exist_ok=True)
-        written.touch()
-    except OSError as error:
-        parser.error(f"{error.filename} cannot be written ({error.strerror}); move the rows to another folder")
     with written.open("wb") as out, ProgressBar("rows", len(lines)) as bar:
         for number, line in enumerate(lines, start=1):
             bar.update()

@@ -115,10 +115,7 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--max_pixels", type=int, default=12845056)
     options = parser.parse_args(arguments)
     bounds = options.min_pixels, options.max_pixels
-    try:
-        text = options.file.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        parser.error(f"{options.file}: {error.strerror}")
+    text = options.file.read_text(encoding="utf-8-sig")
     # splitlines would also split at U+2028 inside text
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     without = []  # line numbers of rows without boxes

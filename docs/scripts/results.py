@@ -67,7 +67,7 @@ def speed_rows() -> list[str]:
     """Return the table rows about a GRPO step: CPU seconds, and TRL's relative to minivlmrl's, also per part."""
     rows = []
     files = "grpo_step", "grpo_step_512", "grpo_step_0_5b"
-    for case in chain.from_iterable(read(file)["cases"] for file in files):
+    for case in chain.from_iterable(read(file)["runs"] for file in files):
         ours, trl, installed = (case["sides"][side] for side in ("minivlmrl", "TRL", "TRL, as installed"))
         cells = [f"{case[name]}" for name in ("prompt_tokens", "prompts", "new_tokens")]
         cells += [f"{case['skipped']:.0%}", f"{ours['step']:.2f}", f"{trl['step']:.2f}"]

@@ -114,9 +114,3 @@ def test_a_slow_or_large_download_ends(monkeypatch, limit, value, expected):
 def test_a_video_is_kept(tmp_path):
     for content in (b"\0\0\0\x18ftypmp42", b"\x1aE\xdf\xa3webm", b"RIFF\0\0\0\0AVI LIST", PNG):
         download.check_media("http://x", content)
-
-
-def test_a_missing_file_is_named(capsys):
-    with pytest.raises(SystemExit):
-        download.main(["none.jsonl"])
-    assert "none.jsonl: No such file" in capsys.readouterr().err

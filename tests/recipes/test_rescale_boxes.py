@@ -82,9 +82,3 @@ def test_a_file_with_other_line_separators_is_read(tmp_path, capsys):
     main([str(tmp_path / "rows.jsonl"), "thousandths"])
     printed = [json.loads(line)["completion"] for line in capsys.readouterr().out.split("\n")[:-1]]
     assert printed == ["[100, 200, 200, 400]"] * 2
-
-
-def test_a_missing_file_is_named(capsys):
-    with pytest.raises(SystemExit):
-        main(["none.jsonl", "unit"])
-    assert "none.jsonl: No such file or directory" in capsys.readouterr().err

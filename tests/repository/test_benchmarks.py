@@ -34,7 +34,7 @@ def test_grpo_step(monkeypatch, tmp_path):
     monkeypatch.setattr(grpo_step, "CASES", ((56, 2, 14), (224, 1, 20)))
     monkeypatch.setattr(sys, "argv", ["grpo_step.py", "--steps=1", f"--json={tmp_path / 'out.json'}"])
     grpo_step.main()
-    cases = json.loads((tmp_path / "out.json").read_text())["cases"]
+    cases = json.loads((tmp_path / "out.json").read_text())["runs"]
     assert [case["prompt_tokens"] for case in cases] == [48, 288]
     for side in grpo_step.SIDES:
         for seconds in (case["sides"][side] for case in cases):
@@ -106,6 +106,23 @@ def test_the_criterion_of_methods_pairs_runs_by_seed(scipy):
             assert measure["difference"] == pytest.approx((low + high) / 2)
             assert measure["half_width"] == pytest.approx((high - low) / 2, rel=1e-3)
         assert found[arm]["blind"]["difference"] == 0
+
+
+def test_a_study_runs_what_its_file_lacks(tmp_path):
+    common = importlib.import_module("benchmarks.common")
+    ran = []
+
+    def run(arm: str, seed: int) -> dict:
+        ran.append((arm, seed))
+        return {"value": 2 * seed}
+
+    keys = [{"arm": arm, "seed": seed} for arm in ("grpo", "gspo") for seed in (1, 2)]
+    for part in (keys[1:3], keys):
+        common.study(tmp_path / "out.json", part, run, lambda runs: {"sum": sum(run["value"] for run in runs)})
+    assert ran == [("grpo", 2), ("gspo", 1), ("grpo", 1), ("gspo", 2)]
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert [(run["arm"], run["seed"]) for run in results["runs"]] == ran and results["sum"] == 12
+    assert all(run["commit"] == results["commit"] and run["cpu_seconds"] >= 0 for run in results["runs"])
 
 
 @pytest.mark.parametrize(("gain", "shown"), [(0.3, "shows"), (0.01, "does not show"), (-0.3, "does the opposite")])
