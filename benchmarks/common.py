@@ -50,16 +50,12 @@ def commit() -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
-def call(command: list[str]) -> dict:
-    """Run a minivlmrl command on one thread; return CPU seconds, and peak memory over all commands so far."""
-    import resource  # Windows has no such module
-
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def call(command: list[str]) -> int:
+    """Run a minivlmrl command on one thread; return its CPU seconds."""
+    begun = sum(os.times()[2:4])
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-m", "minivlmrl", *command], cwd=ROOT, env=environment, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"cpu_seconds": round(seconds), "peak_gib": round(after.ru_maxrss / 2**20, 1)}
+    return round(sum(os.times()[2:4]) - begun)
 
 
 def read_lines(file: Path) -> list[dict]:
@@ -84,17 +80,16 @@ def train(recipe: str, model: Path | None, folder: Path, *options: str, curves: 
         if model:
             command.append(f"--model.path={model}")
         shown = f"minivlmrl {shlex.join(command)}".replace(str(folder.parent), "work")
-        file.write_text(json.dumps({**call(command), "command": shown}))
+        file.write_text(json.dumps({"cpu_seconds": call(command), "command": shown}))
     # a stage ends with an evaluation, even after that of the last step
     last = {(line["stage"], line["step"]): line for line in read_lines(folder / "evaluations.jsonl")}
     evaluations = [*last.values()]
-    metrics = [line for line in read_lines(folder / "metrics.jsonl") if "rewards/accuracy/mean" in line]
+    metrics = read_lines(folder / "metrics.jsonl")
     return {
         "at": [f"{line['stage']} {line['step']}" for line in evaluations],
         "steps": [line["step"] for line in evaluations],
         **{name: [line[f"eval/{key}"] for line in evaluations] for name, key in curves.items()},
-        "reward": [line["rewards/accuracy/mean"] for line in metrics],
-        "length": [line["completions/mean_length"] for line in metrics],
+        "reward": [round(line["reward"], 4) for line in metrics if "reward" in line],
         **json.loads(file.read_text()),
     }
 

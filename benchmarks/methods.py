@@ -71,9 +71,7 @@ def train(work: Path, arm: str, seed: int) -> dict:
     if arm != "sft":
         train(work, "sft", seed)
         options += ["--model.config=null", f"--model.path={work}/sft_{seed}/checkpoint"]
-    run = common.train("shapes", None, folder, *options, curves=CURVES)
-    rewards = [round(line["reward"], 4) for line in common.read_lines(folder / "metrics.jsonl") if "reward" in line]
-    return {**run, "reward": rewards}
+    return common.train("shapes", None, folder, *options, curves=CURVES)
 
 
 def verdict(pairs: list[tuple[float, float]]) -> dict:

@@ -384,7 +384,8 @@ def main():
         {"task": task, "method": method, "seed": seed}
         for seed in options.seeds for task, method in all_runs() if task in options.only
     ]  # fmt: skip
-    for name, text in written(common.study(options.json, keys, measure)).items():
+    common.study(options.json, keys, measure)
+    for name, text in written(common.read(CURVES)).items():
         (FOLDER / name).write_text(text)
 
 
