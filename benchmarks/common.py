@@ -68,17 +68,11 @@ def data_files(folder: Path, recipe: str, demonstrations: str | None = None) -> 
     return options + ([f"--data.files={{sft: {folder / demonstrations}}}"] if demonstrations else [])
 
 
-def train(recipe: str, model: Path | None, folder: Path, *options: str, curves: Mapping[str, str] = CURVES) -> dict:
-    """Train a model with the reward accuracy unless its folder is complete; return curves, cost and command.
-
-    Args:
-        model: folder of the model, None = the recipe's, or in `options`.
-    """
+def train(recipe: str, folder: Path, *options: str, curves: Mapping[str, str] = CURVES) -> dict:
+    """Train a recipe unless its folder is complete; return curves, cost and command."""
     file = folder / "run.json"
     if not file.exists():
         command = ["train", f"recipes/{recipe}.yaml", f"--output_dir={folder}", "--num_threads=1", *options]
-        if model:
-            command.append(f"--model.path={model}")
         shown = f"minivlmrl {shlex.join(command)}".replace(str(folder.parent), "work")
         file.write_text(json.dumps({"cpu_seconds": call(command), "command": shown}))
     # a stage ends with an evaluation, even after that of the last step

@@ -95,8 +95,9 @@ def train(vlm: Path, folder: Path, arm: str, run: str, seed: int) -> dict:
         lines = [row | {"completion": row["solution"]} for row in common.read_lines(work / "look_train.jsonl")]
         (work / demonstrations).write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = common.data_files(work, "look", demonstrations)
-    options = [f"--seed={seed}", "--state_minutes=5", "--resume=auto", *files, *RUNS[run], *ARMS[arm]]
-    curves = common.train("look", begin(run, vlm, work), out, *options)
+    model = f"--model.path={begin(run, vlm, work)}"
+    options = [model, f"--seed={seed}", "--state_minutes=5", "--resume=auto", *files, *RUNS[run], *ARMS[arm]]
+    curves = common.train("look", out, *options)
     common.evaluate(out / "checkpoint", rows, answers)
     if run != "sft":
         shutil.rmtree(out / "checkpoint", ignore_errors=True)  # 2.5 GB

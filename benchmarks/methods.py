@@ -71,7 +71,7 @@ def train(work: Path, arm: str, seed: int) -> dict:
     if arm != "sft":
         train(work, "sft", seed)
         options += ["--model.config=null", f"--model.path={work}/sft_{seed}/checkpoint"]
-    return common.train("shapes", None, folder, *options, curves=CURVES)
+    return common.train("shapes", folder, *options, curves=CURVES)
 
 
 def verdict(pairs: list[tuple[float, float]]) -> dict:

@@ -61,8 +61,8 @@ def ask(model: Path, work: Path, name: str) -> dict:
 def train(model: Path, work: Path, run: str, seed: int) -> dict:
     """Train, and answer with the trained model."""
     folder = work / f"{run.replace(' ', '_')}_{seed}"
-    files = common.data_files(work, "sums")
-    found = common.train("sums", model, folder, f"--seed={seed}", *files, *RUNS[run])
+    options = [f"--seed={seed}", f"--model.path={model}", *common.data_files(work, "sums"), *RUNS[run]]
+    found = common.train("sums", folder, *options)
     return {**found, **ask(folder / "checkpoint", work, folder.name)}
 
 

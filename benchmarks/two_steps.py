@@ -31,7 +31,8 @@ def main():
     def train(run: str) -> dict:
         shown, changes = RUNS[run]
         files = common.data_files(work, "two_steps", f"two_steps_{shown}.jsonl")
-        return common.train("two_steps", options.model, work / run.replace(" ", "_"), *files, *changes)
+        folder = work / run.replace(" ", "_")
+        return common.train("two_steps", folder, f"--model.path={options.model}", *files, *changes)
 
     common.study(options.json, [{"run": run} for run in RUNS], train)
 
