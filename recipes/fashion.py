@@ -1,7 +1,7 @@
 """Fashion-MNIST task for recipes/fashion.yaml: name the piece of clothing in a small photograph.
 
     apt-get install dataset-fashion-mnist   # on Debian and Ubuntu: /usr/share/datasets/fashion-mnist, 31 MB
-    hf download --repo-type dataset zalando-datasets/fashion_mnist --local-dir fashion-mnist   # the same from the Hub
+    git clone https://github.com/zalandoresearch/fashion-mnist   # the same files in fashion-mnist/data/fashion
 
 Fashion-MNIST (MIT license, arXiv 1708.07747) has 60,000 training and 10,000 test photographs with 28 x 28 gray pixels,
 in ten classes. SFT has a few demonstrations, a fifth of them with random labels. GRPO trains on all 60,000, and only
@@ -9,7 +9,6 @@ its reward uses labels.
 """
 
 import gzip
-import io
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ import PIL.Image
 from minivlmrl.data.messages import conversation
 from minivlmrl.data.rows import Dataset, Row
 from minivlmrl.data.tokenizer import Tokenizer, train_tokenizer
-from minivlmrl.errors import UserError
 from minivlmrl.tasks.registry import Task
 
 LABELS = ("t-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
@@ -34,30 +32,11 @@ FILES = {"train": "train", "test": "t10k"}  # {split: file name prefix}
 
 @cache
 def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read a split's photographs (n, 28, 28) and labels (n,), both uint8.
-
-    Args:
-        folder: four files from the Debian package, or parquet files from the Hub.
-    """
-    images = folder / f"{FILES[split]}-images-idx3-ubyte.gz"
-    if images.is_file():
-        labels = images.with_name(f"{FILES[split]}-labels-idx1-ubyte.gz")
-        # skip the file header: 16 bytes for images, 8 for labels
-        return (
-            np.frombuffer(gzip.decompress(images.read_bytes()), np.uint8, offset=16).reshape(-1, 28, 28),
-            np.frombuffer(gzip.decompress(labels.read_bytes()), np.uint8, offset=8),
-        )
-    tables = sorted(folder.rglob(f"{split}-*.parquet"))
-    if not tables:
-        raise UserError(
-            f"{folder} has neither {images.name} nor {split}-*.parquet; install Debian's package dataset-fashion-mnist "
-            "or download zalando-datasets/fashion_mnist from the Hub, and set data.task to fashion.py:TASK(folder=...)"
-        )
-    import pyarrow.parquet
-
-    rows = [row for table in tables for row in pyarrow.parquet.read_table(table).to_pylist()]
-    pictures = [np.asarray(PIL.Image.open(io.BytesIO(row["image"]["bytes"]))) for row in rows]
-    return np.stack(pictures), np.array([row["label"] for row in rows], np.uint8)
+    """Read a split's photographs (n, 28, 28) and labels (n,), both uint8."""
+    # skip the file header: 16 bytes for images, 8 for labels
+    images = gzip.decompress((folder / f"{FILES[split]}-images-idx3-ubyte.gz").read_bytes())
+    labels = gzip.decompress((folder / f"{FILES[split]}-labels-idx1-ubyte.gz").read_bytes())
+    return np.frombuffer(images, np.uint8, offset=16).reshape(-1, 28, 28), np.frombuffer(labels, np.uint8, offset=8)
 
 
 @dataclass
@@ -103,7 +82,7 @@ def datasets(
 
     Args:
         data: recipe section `data`.
-        folder: see read_split.
+        folder: has the four files of the Debian package.
         demonstrations: SFT rows.
         wrong_demonstrations: fraction of random labels in SFT.
     """
