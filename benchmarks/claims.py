@@ -10,6 +10,7 @@ entropy, pass@k and KL are exact sums over all strings. CLAIMS was committed bef
 import sys
 from collections.abc import Iterable
 from itertools import product, takewhile
+from math import comb
 from operator import sub
 from pathlib import Path
 from typing import NamedTuple
@@ -176,12 +177,8 @@ class Policy(nn.Module):
 
     def forward(self) -> Tensor:
         """Return log-probabilities of all tokens in all answers: (P, S, T)."""
-        return self.next_tokens()[:, PLACES, TOKENS] * MASK
-
-    def entropies(self) -> Tensor:
-        """Return entropies of the distributions from which the tokens come: (P, S, T)."""
-        table = self.next_tokens().detach()
-        return -(table.exp() * table).sum(-1)[:, PLACES]
+        flat = self.next_tokens().flatten(1)
+        return flat.index_select(1, (PLACES * VOCABULARY + TOKENS).flatten()).view(PROMPTS, -1, LENGTH) * MASK
 
     def answers(self) -> Tensor:
         """Return the probabilities of all answers: (P, S)."""
@@ -236,13 +233,15 @@ def grpo(policy: Policy, prompts: int = 16, group: int = 16, rollouts=range(200)
             mask = MASK[drawn].flatten(0, 1)
             # (advantages, epsilon_low, epsilon_high); grpo_loss refuses an epsilon_low above epsilon_high
             signed = (advantages.clamp(max=0), low, OFF), (advantages.clamp(min=0), 0.0, high)
-            chosen = rows[:, None], drawn
+            places = rows[:, None, None] * len(PREFIXES) + PLACES[drawn]
             old = None
             for _ in range(reuse):
-                logps = policy()[chosen].flatten(0, 1)
+                table = policy.next_tokens()
+                picked = table.flatten().gather(0, (places * VOCABULARY + TOKENS[drawn]).flatten())
+                logps = picked.view_as(mask) * mask
                 old = logps.detach() if old is None else old
-                weights = weigh(policy.entropies()[chosen].flatten(0, 1), mask) if weigh else None
-                options = {"old_per_token_logps": old, "token_weights": weights}
+                entropy = -(table.exp() * table).detach().sum(-1).flatten()[places].view_as(mask)
+                options = {"old_per_token_logps": old, "token_weights": weigh(entropy, mask) if weigh else None}
                 yield sum(
                     grpo_loss(logps, part, mask, epsilon_low=below, epsilon_high=above, **options)[0]
                     for part, below, above in signed
@@ -342,12 +341,13 @@ def length() -> tuple[dict, bool]:
 
 
 def deviation() -> tuple[dict, bool]:
-    rewards = torch.ones(9, 8).double().tril(-1)  # (right answers, completions)
-
     def weight(p: float, scale: str) -> float:
-        chances = torch.distributions.Binomial(8, torch.tensor(p).double()).log_prob(torch.arange(9)).exp()
-        advantages = group_advantages(rewards.flatten(), 8, scale).view(9, 8)
-        return (chances @ (advantages * (rewards - p)).sum(1)).item()
+        total = 0.0
+        for k in range(9):
+            rewards = torch.tensor([1.0] * k + [0.0] * (8 - k), dtype=torch.float64)
+            chance = comb(8, k) * p**k * (1 - p) ** (8 - k)
+            total += chance * (group_advantages(rewards, 8, scale) * (rewards - p)).sum().item()
+        return total
 
     ratios = {p: weight(p, "group") / weight(p, "none") for p in (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)}
     ratios = {p: ratio / ratios[0.5] for p, ratio in ratios.items()}
