@@ -17,7 +17,8 @@ class Method:
 
 
 METHODS = {
-    "grpo": Method("GRPO", "2402.03300", {"loss_type": "grpo"}),
+    # eq. 4: the KL has no ratio
+    "grpo": Method("GRPO", "2402.03300", {"loss_type": "grpo", "use_bias_correction_kl": False}),
     "dr_grpo": Method("Dr. GRPO", "2503.20783", {"loss_type": "dr_grpo", "scale_rewards": "none"}, "dr_grpo"),
     "dapo": Method(
         "DAPO", "2503.14476", {"loss_type": "dapo", "epsilon_high": 0.28, "max_num_gen_batches": 3, "beta": 0.0}, "dapo"

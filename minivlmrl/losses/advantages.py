@@ -34,11 +34,6 @@ def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str =
         (n,) advantages, 0 for NaN rewards.
     Source: DeepSeekMath eq. 21 (arXiv 2402.03300); TRL's GRPOTrainer (sum_then_normalize).
     """
-    if num_generations == 1 and scale_rewards != "none":
-        raise ValueError(
-            "num_generations is 1, but the standard deviation of a group is not defined for a "
-            "single completion; set num_generations to 2 or more"
-        )
     centered = center(to_groups(rewards, num_generations)).flatten()
     if scale_rewards == "none":
         return centered.nan_to_num(0.0)
@@ -111,6 +106,10 @@ def group_std(rewards: Tensor, num_generations: int) -> Tensor:
 
 def to_groups(rewards: Tensor, num_generations: int) -> Tensor:
     """Reshape rewards to one row per group: (n,) -> (n / num_generations, num_generations)."""
+    if num_generations == 1:
+        raise ValueError(
+            "num_generations is 1, but advantages compare the completions of a group; set num_generations to 2 or more"
+        )
     return rewards.view(-1, num_generations)
 
 

@@ -39,7 +39,7 @@ def grpo_loss(
     loss_type: str = "dapo",
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token",
     epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
+    epsilon_high: float | None = None,
     beta: float = 0.0,
     kl_estimator: Literal["k1", "k2", "k3", "k1+", "k2+", "k3+"] = "k3",
     use_bias_correction_kl: bool = True,
@@ -61,7 +61,8 @@ def grpo_loss(
         mask: (B, T), 1 for tokens to train on. Completions with mask 0 everywhere count in means over completions.
         loss_type: key in TERMS and AVERAGES; minimal.py, whose other defaults are equal, averages as "grpo".
         importance_sampling_level: key in RATIOS; "sequence" is GSPO.
-        epsilon_low, epsilon_high: clip the ratio to [1 - epsilon_low, 1 + epsilon_high].
+        epsilon_low, epsilon_high: clip the ratio to [1 - epsilon_low, 1 + epsilon_high]. None = 0.2, except for cispo,
+            where epsilon_high itself is the bound, and is required.
         beta: KL weight, at least 0.
         kl_estimator: see kl_term.
         use_bias_correction_kl: whether to multiply the KL by the ratio; see correct_kl.
@@ -78,6 +79,9 @@ def grpo_loss(
     Source: DeepSeekMath eq. 3 (arXiv 2402.03300), DAPO (2503.14476), Dr.GRPO (2503.20783), GSPO (2507.18071); equals
         GRPOTrainer._compute_loss in TRL 1.16 in value, gradient and defaults.
     """
+    if epsilon_high is None and loss_type == "cispo":
+        raise ValueError("loss_type cispo needs epsilon_high, the largest weight of a token; pass 5.0, as in ScaleRL")
+    epsilon_high = 0.2 if epsilon_high is None else epsilon_high
     check_bounds(epsilon_low, epsilon_high, beta)
     check_known("loss_type", loss_type, AVERAGES)
     known = TERMS[loss_type].__kwdefaults__ or {}

@@ -28,6 +28,7 @@ def loss_of(per_token_logps, advantages, mask, **given):
     loss_type = given.get("loss_type", "dapo")
     if given.pop("kl_straight_through", False):
         given["kl_estimator"] = given.get("kl_estimator", "k3") + "+"
+    given.setdefault("epsilon_high", 0.2)  # in TRL also for cispo, for which grpo_loss wants a value
     own = batch_normalizer(mask)
     totals = {"sequences": own.sequences, "tokens": own.tokens}
     normalizer = LossNormalizer(**totals | {name: given.pop(name) for name in COUNTS & given.keys()})

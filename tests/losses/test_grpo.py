@@ -103,6 +103,7 @@ def test_bounds_may_be_zero_equal_or_infinite():
     ({"beta": -0.1}, "beta is -0.1, but it must be "),
     ({"beta": math.nan}, "beta is nan, but it must be "),
     ({"beta": math.inf}, "beta is inf, but it must be "),
+    ({"loss_type": "cispo"}, "cispo needs epsilon_high, the largest weight of a token; pass 5.0"),
     ({"loss_type": "gspo"}, "loss_type is 'gspo', but it must be one of grpo, dapo, dr_grpo, bnpo"),
     ({"importance_sampling_level": "row"}, "level is 'row', but it must be one of token, sequence, sequence_token"),
     ({"advantages": torch.ones(2)}, "grpo_loss got 2 advantages for 1 completions"),
