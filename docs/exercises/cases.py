@@ -5,6 +5,7 @@ docstring is the task. Mistakes are {description: (lines of minimal.py, wrong li
 explains a wrong result.
 """
 
+import copy
 import functools
 import inspect
 import tempfile
@@ -378,6 +379,7 @@ class Chain:
 
     def __init__(self):
         self.calls = []
+        self.updates = 0
         self.tokenizer = SimpleNamespace(token_to_id=self.TOKENS.index)
         self.lm_head = torch.nn.Identity()
 
@@ -462,6 +464,8 @@ def _(sample):
              "with torch.no_grad():\n            states, cache = model(prompt.ids[None], prompt.positions, "
              "images=prompt.images)"),
         "the first prompt state predicts the prompt's second token; take the last": ("states[:, -1:]", "states[:, :1]"),
+        "you keep probabilities above 1e-4, so unlikely tokens have no gradient; log_softmax needs no limit":
+            ("logits.log_softmax(-1)", "logits.softmax(-1).clamp(min=1e-4).log()"),
     },
 )  # fmt: skip
 def _(log_probabilities):
@@ -474,6 +478,12 @@ def _(log_probabilities):
         leaves = {name: weight for name, weight in model.named_parameters() if images or "visual" not in name}
         answer = {"log-probabilities": logps.detach(), **gradients(logps, leaves)}
         yield f"2 completions of a prompt with {len(images)} images", answer
+    sure = copy.deepcopy(model)
+    with torch.no_grad():
+        sure.lm_head.weight *= 10
+    logps = log_probabilities(sure, prompt, completions)
+    answer = {"log-probabilities": logps.detach(), **gradients(logps, {"lm_head.weight": sure.lm_head.weight})}
+    yield "2 completions whose tokens have probabilities below 1e-7", answer
 
 
 @exercise(
