@@ -422,6 +422,7 @@ def sample(model, prompt, G, max_new_tokens) -> tuple[Tensor, Tensor]:
         for t in range(max_new_tokens):
             logits = model.lm_head(states[:, -1])  # (G, V)
             probabilities = logits.float().softmax(-1)
+            require_finite(model, probabilities, "probabilities")
             token = torch.multinomial(probabilities, 1)  # (G, 1), at temperature 1
             ids.append(token)
             mask.append(goes_on)
@@ -505,7 +506,7 @@ def plain(solution) -> str:
 def reward(text, solution) -> float:
     """Return 0.5 for <think>...</think><answer>...</answer>, and 1.5 if the answer is right."""
     match = ANSWER.fullmatch(text.strip())
-    if match is None:
+    if match is None or text.count("<answer>") > 1:  # one answer, no second guess
         return 0.0
     if plain(match[1]) == plain(solution):
         return 1.5
@@ -666,7 +667,7 @@ def endless(rows):
 def train(model, rows, stage, options):
     """Run optimizer steps; a step adds up the gradients of its rows, one after the other."""
     reference = None
-    if options.beta:
+    if options.beta and stage is not sft:
         reference = make_reference(model)
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -681,7 +682,8 @@ def train(model, rows, stage, options):
         for loss, metric in stage(model, reference, batch, options):
             loss.backward()
             metrics.append(metric)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        require_finite(model, norm, "gradients")
         # learning rate: rises during the warmup, then falls to a tenth of its maximum
         rise = (step + 1) / max(1, options.warmup_steps)
         left = (options.max_steps - step) / max(1, options.max_steps - options.warmup_steps)
@@ -745,6 +747,11 @@ class InputError(ValueError):
 def require(condition, message):
     if not condition:
         raise InputError(message)
+
+
+def require_finite(model, values, name):
+    message = f"{name} are not finite after {model.updates} optimizer steps; "
+    require(values.isfinite().all(), message + "try a lower --learning_rate")
 
 
 def read_json(file):
@@ -1110,6 +1117,10 @@ def train_tiny(model, options):
 
 # ---- Command line
 
+# smallest values
+LEAST = {"max_steps": 1, "prompts_per_step": 1, "max_new_tokens": 1, "max_pixels": 1}
+LEAST |= {"learning_rate": 0, "warmup_steps": 0, "beta": 0}
+
 
 def read_options() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
@@ -1139,8 +1150,9 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args(namespace=argparse.Namespace(reward=reward))
     if options.folder and not options.rows:
         parser.error("name a file of rows after the folder")
-    if min(options.max_steps, options.prompts_per_step, options.max_new_tokens) < 1:
-        parser.error("--max_steps, --prompts_per_step and --max_new_tokens must be at least 1")
+    for name, least in LEAST.items():
+        if not getattr(options, name) >= least:  # NaN is refused as well
+            parser.error(f"--{name} must be at least {least}")
     if options.stage is grpo and options.num_generations < 2:
         parser.error("--num_generations must be at least 2: the rewards of a group are compared")
     if options.stage is dpo and options.beta <= 0:

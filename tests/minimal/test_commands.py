@@ -144,14 +144,27 @@ def test_an_earlier_model_is_not_overwritten_unless_it_is_tiny(tiny, rows, tmp_p
 @pytest.mark.parametrize(("word", "expected"), [
     ("--beta=0", "--dpo needs a --beta above 0"),
     ("--num_generations=1", "--num_generations must be at least 2: the rewards of a group are compared"),
-    *((f"--{name}=0", "--max_steps, --prompts_per_step and --max_new_tokens must be at least 1")
-      for name in ("steps", "rows_per_step", "max_new_tokens")),
+    ("--steps=0", "--max_steps must be at least 1"), ("--rows_per_step=0", "--prompts_per_step must be at least 1"),
+    ("--max_new_tokens=0", "--max_new_tokens must be at least 1"), ("--beta=-0.1", "--beta must be at least 0"),
+    ("--max_pixels=-1", "--max_pixels must be at least 1"), ("--warmup=-1", "--warmup_steps must be at least 0"),
+    ("--learning_rate=-1", "--learning_rate must be at least 0"),
+    ("--learning_rate=nan", "--learning_rate must be at least 0"),
 ])  # fmt: skip
-def test_a_run_that_would_train_nothing_is_refused(word, expected, capsys):
+def test_a_run_that_would_train_nothing_is_refused(word, expected, monkeypatch, capsys):
     """With a beta of 0, the loss of DPO is log 2 for all models, and a group of one has NaN as advantage."""
+    monkeypatch.setattr(minimal, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises(SystemExit):
-        main(word, *["--dpo"] * ("beta" in word))
+        main(word, *["--dpo"] * (word == "--beta=0"))
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("stage", "copies"), [("sft", 0), ("grpo", 1), ("dpo", 1)])
+def test_only_stages_that_read_a_reference_copy_the_model(tiny, rows, tmp_path, monkeypatch, stage, copies):
+    made = []
+    make_reference = minimal.make_reference
+    monkeypatch.setattr(minimal, "make_reference", lambda model: made.append(1) or make_reference(model))
+    main(tiny, rows, *NAMES[stage], *OPTIONS, "--beta=0.3", f"--output_dir={tmp_path}")
+    assert len(made) == copies
 
 
 def test_each_row_comes_once_before_any_comes_again(capsys):

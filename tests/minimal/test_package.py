@@ -255,6 +255,8 @@ def test_sft_is_equal(both, num_tokens):
     "<think>a</think><answer>red circle</answer>", "<think></think><answer>red square</answer>",
     "<think>a</think><answer></answer>", "<answer>red square</answer>", "red square", "",
     "<think>a</think>no<answer>red square</answer>", "<think>a</think><answer>red square</answer> or so",
+    "<think>a</think><answer>blue square</answer><answer>red square</answer>",
+    "<think>a</think><answer>blue square</answer><think>b</think><answer>red square</answer>",
 ])  # fmt: skip
 def test_rewards_are_equal(text):
     """The reward is the weighted sum of recipes/shapes.yaml if the form is right, and otherwise 0."""

@@ -238,6 +238,22 @@ def test_what_was_trained_before_an_error_is_saved(tiny, cats, tmp_path, monkeyp
     assert not torch.equal(trained["model.norm.weight"], before["model.norm.weight"])
 
 
+def test_a_run_that_diverges_ends_with_one_line_and_saves_its_steps(tiny, cats, tmp_path):
+    command = [sys.executable, str(ROOT / "minimal.py"), str(tiny), str(cats), *SHORT, "--learning_rate=1e30"]
+    done = subprocess.run([*command, f"--output_dir={tmp_path / 'out'}"], capture_output=True, text=True)
+    message = "minimal.py: gradients are not finite after 1 optimizer steps; try a lower --learning_rate\n"
+    assert (done.returncode, done.stderr) == (1, message)
+    assert f"saved {tmp_path / 'out'}\n" in done.stdout and (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_model_that_diverged_does_not_sample(tiny):
+    model = minimal.load(tiny)
+    torch.nn.init.constant_(model.model["norm"].weight, torch.inf)
+    model.updates = 3
+    with pytest.raises(minimal.InputError, match="probabilities are not finite after 3 optimizer steps; try a lower"):
+        minimal.sample(model, minimal.make_prompt(model, minimal.draw_row()), 2, 5)
+
+
 def test_an_error_in_the_first_step_keeps_the_model_of_an_earlier_run(tiny, cats, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.safetensors").write_text("of an earlier run")
