@@ -3,7 +3,7 @@
 python -m docs.exercises.labs 1 my_reward.py             # a reward that cannot be hacked
 python -m docs.exercises.labs 2 curve.txt --seed=7       # write a curve with a bug of docs/museum.md ...
 python -m docs.exercises.labs 2 curve.txt --seed=7 --answer=4  # ... and check its number
-python -m docs.exercises.labs 3 FOLDER                   # a model that looks at the picture
+python -m docs.exercises.labs 3 FOLDER                   # a model that looks at pictures of another camera
 python -m docs.exercises.labs 4 FOLDER --base=FOLDER     # adapters that learned, merged
 """
 
@@ -28,6 +28,8 @@ THOUGHTS = "I see it", "the picture shows a shape", "let me look again"
 VISIBLE = (4, 5, 7)  # exhibits whose rewards look wrong
 STEPS = 60  # of lab 2
 ROWS = 64  # hidden rows
+SMALL = 32  # lab 3: side of a picture, in pixels
+RANK = 2  # lab 4
 
 
 def attacks(solution: str, draw: random.Random) -> dict[str, str]:
@@ -48,6 +50,8 @@ def attacks(solution: str, draw: random.Random) -> dict[str, str]:
         "an answer that denies the solution": form("I see it", f"not {solution}"),
         "nothing": form("", ""),
         "a wrong answer, very long": form("I see it. " * draw.randint(50, 200), wrong),
+        "an answer without a thought": form(" ", solution),
+        "an answer with one thought many times": form("I see it. " * draw.randint(50, 200), solution),
     }
 
 
@@ -99,33 +103,48 @@ def curve(names: dict, seed: int) -> str:
     return printed.getvalue()
 
 
-def accuracies(folder: str, seed: int) -> tuple[float, float]:
-    """Return the accuracy on hidden rows of the built-in task, and with gray pictures."""
+def hidden_rows(seed: int, side: int = 56) -> list[dict]:
+    """Draw rows of the built-in task, whose pictures have this side, at random places on white."""
     random.seed(f"lab {seed}")
-    torch.manual_seed(seed)
-    model = minimal.load(folder)
     rows = [minimal.draw_row() for _ in range(ROWS)]
-    gray = [row | {"images": [Image.new("RGB", (56, 56), "gray")]} for row in rows]
-    return minimal.accuracy(model, rows), minimal.accuracy(model, gray)
+    for row in rows:
+        [image] = row["images"]
+        place = random.randint(0, 56 - side), random.randint(0, 56 - side)
+        row["images"] = [Image.new("RGB", (56, 56), "white")]
+        row["images"][0].paste(image.resize((side, side)), place)
+    return rows
+
+
+def accuracy(folder: str, rows: list[dict], seed: int) -> float:
+    """Return the accuracy of a model on hidden rows."""
+    torch.manual_seed(seed)
+    return minimal.accuracy(minimal.load(folder), rows)
 
 
 def check_picture(path: str, seed: int, options: Namespace) -> Iterator[str]:
     """Compare the accuracy of a model with that of gray pictures."""
-    seen, blind = accuracies(path, seed)
-    if seen - blind < 0.6:
-        yield f"accuracy {seen:.3f}, with gray pictures {blind:.3f}; the picture must add at least 0.6"
+    rows = hidden_rows(seed, SMALL)
+    seen = accuracy(path, rows, seed)
+    blind = accuracy(path, [row | {"images": [Image.new("RGB", (56, 56), "gray")]} for row in rows], seed)
+    if seen - blind < 0.5:
+        yield f"accuracy {seen:.3f}, with gray pictures {blind:.3f}; the picture must add at least 0.5"
+        file = Path(path, "lab3.png")
+        rows[0]["images"][0].save(file)
+        yield f"{file} is a hidden picture; the answer is {rows[0]['solution']}"
 
 
 def check_adapters(path: str, seed: int, options: Namespace) -> Iterator[str]:
-    """Check that a merged model is better than its base, and differs by matrices of rank 16 or less."""
-    (before, _), (after, _) = accuracies(options.base, seed), accuracies(path, seed)
+    """Check that a merged model is better than its base, and differs by matrices of rank RANK or less."""
+    rows = hidden_rows(seed)
+    before = accuracy(options.base, rows, seed)
+    after = accuracy(path, rows, seed)
     if after - before < 0.15:
         yield f"accuracy {after:.3f}, before training {before:.3f}; it must rise by at least 0.15"
     base = minimal.load(options.base).state_dict()
     for name, weight in minimal.load(path).state_dict().items():
         change = weight - base[name]
-        if change.any() and (change.dim() < 2 or torch.linalg.matrix_rank(change, rtol=1e-3) > 16):
-            yield f"{name} changed by more than a product of two thin matrices"
+        if change.any() and (change.dim() < 2 or torch.linalg.matrix_rank(change, rtol=1e-3) > RANK):
+            yield f"{name} changed by more than a product of two matrices of rank {RANK}"
 
 
 LABS = {1: check_reward, 2: check_curve, 3: check_picture, 4: check_adapters}

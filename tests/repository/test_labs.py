@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,11 +10,13 @@ import minimal
 from docs.exercises import labs
 
 STRICT = """
-from minimal import LABELS, plain, reward as usual
+from minimal import reward as usual
 
 def reward(text, solution):
-    return usual(text, solution) if text.count("<answer>") == 1 else 0.0
+    thought = text.partition("<think>")[2].partition("</think>")[0].strip()
+    return usual(text, solution) if 0 < len(thought) < 100 else 0.0
 """
+USUAL = "from minimal import reward"
 FIRST = """
 import re
 
@@ -29,12 +32,14 @@ HACKED = "def reward(text, solution):\n    return float(solution.lower() in text
 
 
 def test_a_reward_that_counts_words_or_reads_the_first_tags_is_refused(tmp_path, capsys):
-    for code, status in ((STRICT, 0), (HACKED, 1), (FIRST, 1), (EXACT, 1)):
+    for code, status in ((STRICT, 0), (USUAL, 1), (HACKED, 1), (FIRST, 1), (EXACT, 1)):
         (tmp_path / "reward.py").write_text(code)
         assert labs.main(["1", str(tmp_path / "reward.py"), "--seed=3"]) == status
     printed = capsys.readouterr().out
     assert printed.startswith("pass\n") and "not yet: all answers at once earns as much" in printed
     assert "not yet: the right tags only in <think> earns" in printed
+    assert "not yet: an answer without a thought earns as much" in printed
+    assert "not yet: an answer with one thought many times earns as much" in printed
     assert "not yet: the right answer earns 1.0 and, spelled 'GREEN" in printed
 
 
@@ -70,9 +75,24 @@ def test_a_model_without_adapters_is_named(base, tmp_path, monkeypatch):
         for weight in (model.model["norm"].weight, model.lm_head.weight):
             weight.add_(torch.randn_like(weight))
         matrix = model.model["layers"][0].mlp.up_proj.weight
-        matrix.add_(torch.randn(len(matrix), 16) @ torch.randn(16, matrix.shape[1]))
+        matrix.add_(torch.randn(len(matrix), 2) @ torch.randn(2, matrix.shape[1]))
+        wider = model.model["layers"][1].mlp.up_proj.weight
+        wider.add_(torch.randn(len(wider), 3) @ torch.randn(3, wider.shape[1]))
     minimal.save(model, tmp_path)
-    monkeypatch.setattr(labs, "accuracies", lambda folder, seed: (float(folder != str(base)), 0.0))
+    monkeypatch.setattr(labs, "accuracy", lambda folder, rows, seed: float(folder != str(base)))
     options = labs.Namespace(base=str(base))
     faults = list(labs.check_adapters(str(tmp_path), 0, options))
-    assert [fault.split()[0] for fault in faults] == ["model.norm.weight", "lm_head.weight"]
+    names = ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"]
+    assert [fault.split()[0] for fault in faults] == names
+
+
+def test_the_hidden_pictures_of_lab_3_are_small_and_saved_for_a_model_that_fails(base, monkeypatch, capsys):
+    monkeypatch.setattr(labs, "ROWS", 2)
+    monkeypatch.setattr(labs, "accuracy", lambda folder, rows, seed: 0.5)
+    assert labs.main(["3", str(base)]) == 1
+    assert f"{base / 'lab3.png'} is a hidden picture; the answer is " in capsys.readouterr().out
+    near, far = (
+        (np.asarray(row["images"][0]) < 200).any(-1).sum()
+        for row in (labs.hidden_rows(0)[0], labs.hidden_rows(0, labs.SMALL)[0])
+    )
+    assert 0 < far < near / 2
