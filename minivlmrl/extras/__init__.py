@@ -1,6 +1,6 @@
 """Optional features: a recipe that uses none of them also runs without the folder extras/.
 
-A module is loaded by name if a recipe, a command or a model's config.json needs it.
+Each module is loaded by name when a recipe, a command or a model's config.json needs it.
 
 | module | used by |
 |---|---|
@@ -11,7 +11,7 @@ A module is loaded by name if a recipe, a command or a model's config.json needs
 | families/ | `model_type` in config.json (Qwen3-VL, Qwen3.5, MoE) |
 | adamw8bit.py | `optimizer.name: adamw_8bit` |
 | kto.py | your own training stage |
-| names.py | an unknown option, to suggest another |
+| names.py | errors about unknown options, to suggest others |
 | merge.py | `minivlmrl merge` |
 | moving_reference.py | `reference.sync_ref_model` |
 | parity/ | `minivlmrl parity` |

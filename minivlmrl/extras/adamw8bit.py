@@ -1,8 +1,8 @@
 """AdamW with 8-bit instead of 32-bit moments (arXiv 2110.02861).
 
-Rows of a moment tensor are split into blocks of 256 values. A block is stored as 256 bytes and a float32 scale, its
-largest absolute value. A byte is an index into 256 fixed numbers between -1 and 1, which are denser near 0. FSDP
-shards whole rows, so all 256 values of a block are on one rank.
+Rows of a moment tensor are split into blocks of 256 values. A block is stored as 256 bytes and a float32 scale, which
+is the largest absolute value in the block. A byte is an index into 256 fixed numbers between -1 and 1, which are denser
+near 0. FSDP shards whole rows, so all 256 values of a block are on one rank.
 
 Option: `optimizer: {name: adamw_8bit}`.
 """
@@ -17,8 +17,8 @@ from minivlmrl.distributed.weights import is_part
 from minivlmrl.kernels.nf4_unpack import GROUP
 from minivlmrl.model.nf4 import dequantize, dynamic_code, quantize
 
-SMALLEST = 4096  # smaller tensors, and all vectors, have float32 moments
-PIECE = 2**24  # values to dequantize at a time
+SMALLEST = 4096  # smaller tensors, and all vectors, keep float32 moments
+PIECE = 2**24  # values to dequantize at a time, to limit memory
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # {moment: whether values may be negative}
 
 
@@ -38,7 +38,9 @@ class AdamW8bit(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                state = self.state[parameter] = self.state.get(parameter) or empty_state(parameter)
+                if not self.state[parameter]:
+                    self.state[parameter] = empty_state(parameter)
+                state = self.state[parameter]
                 num_steps = state["step"].add_(1).item()
                 weight = _rows(parameter)
                 gradient = _rows(parameter.grad)
@@ -59,11 +61,14 @@ class AdamW8bit(torch.optim.Optimizer):
         m.mul_(beta1).add_(gradient, alpha=1 - beta1)
         v = self._read(state, "exp_avg_sq").to(dtype)
         v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        denominator = (v.sqrt() / math.sqrt(1 - beta2**num_steps)).add_(group["eps"])
+        correction1 = 1 - beta1**num_steps
+        correction2 = 1 - beta2**num_steps
+        denominator = v.sqrt() / math.sqrt(correction2)
+        denominator.add_(group["eps"])
         new_weight = weight.to(dtype, copy=True)
         new_weight.mul_(1 - learning_rate * group["weight_decay"])
         new_weight += state.get("rounded_off", 0)
-        new_weight.addcdiv_(m, denominator, value=-learning_rate / (1 - beta1**num_steps))
+        new_weight.addcdiv_(m, denominator, value=-learning_rate / correction1)
         weight.copy_(new_weight)
         if "rounded_off" in state:
             state["rounded_off"].copy_(new_weight - weight)
@@ -71,17 +76,19 @@ class AdamW8bit(torch.optim.Optimizer):
         self._write(state, "exp_avg_sq", v)
 
     def _read(self, state: dict[str, Tensor], name: str) -> Tensor:
-        """Return a moment in floating point."""
+        """Return a moment tensor, dequantized if it is stored in 8 bits."""
         if f"{name}_scale" not in state:
             return state[name]
-        code = dynamic_code(SIGNED[name], state[name].device)
-        return dequantize(state[name], state[f"{name}_scale"], code)
+        indices = state[name]
+        code = dynamic_code(SIGNED[name], indices.device)
+        return dequantize(indices, state[f"{name}_scale"], code)
 
     def _write(self, state: dict[str, Tensor], name: str, moment: Tensor):
-        """Store a moment, in 8 bits unless the tensor is small."""
+        """Store a moment tensor, quantized to 8 bits unless the parameter is small."""
         if f"{name}_scale" not in state:  # _update_rows has already changed float32 moments in place
             return
-        indices, scales = quantize(moment, dynamic_code(SIGNED[name], moment.device))
+        code = dynamic_code(SIGNED[name], moment.device)
+        indices, scales = quantize(moment, code)
         # avoid 0: AdamW divides by the square root of exp_avg_sq
         if name == "exp_avg_sq":
             indices.clamp_(min=1)
@@ -90,7 +97,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def empty_state(parameter: Tensor) -> dict[str, Tensor]:
-    """Create a parameter's optimizer state, sharded like the parameter."""
+    """Create a new parameter's optimizer state, sharded like the parameter."""
     parameter = parameter.detach()
     state = {"step": torch.zeros(())}
     if parameter.dtype.itemsize == 2:
@@ -100,11 +107,13 @@ def empty_state(parameter: Tensor) -> dict[str, Tensor]:
     for name in SIGNED:
         state[name] = torch.zeros_like(parameter, dtype=moment_dtype)
         if not is_small:
-            state[f"{name}_scale"] = torch.zeros_like(parameter.flatten(1)[:, ::GROUP], dtype=torch.float32)
+            blocks = parameter.flatten(1)[:, ::GROUP]  # one value per block of 256
+            state[f"{name}_scale"] = torch.zeros_like(blocks, dtype=torch.float32)
     return state
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """View the local shard as a matrix (rows, n)."""
+    """View this rank's tensor shard as a matrix (rows, n)."""
     local_rows = tensor.to_local() if is_part(tensor) else tensor.detach()
-    return local_rows.view(len(local_rows), math.prod(local_rows.shape[1:]))
+    row_size = math.prod(local_rows.shape[1:])
+    return local_rows.view(len(local_rows), row_size)

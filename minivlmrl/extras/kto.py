@@ -1,4 +1,4 @@
-"""KTO loss for training stages that you write."""
+"""KTO loss (Kahneman-Tversky optimization), to use in your own training stage."""
 
 from typing import Literal, get_args
 

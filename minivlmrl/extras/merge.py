@@ -16,7 +16,7 @@ from minivlmrl.model.peft import WEIGHTS, find_adapter, load_adapter
 
 
 def main(arguments: list[str]):
-    """Run `minivlmrl merge`; merged weights have the base model's dtype."""
+    """Run `minivlmrl merge`. The merged weights have the base model's dtype."""
     parser = argparse.ArgumentParser(prog="minivlmrl merge", description=__doc__)
     add = parser.add_argument
     add("--model", required=True, help="base model: a folder, or a repository id on the Hub")
@@ -30,7 +30,8 @@ def main(arguments: list[str]):
         raise UserError(f"--out is {options.out}, the base model, which would be lost; choose another folder")
     adapter_file = adapter / WEIGHTS
     merged_file = folder / "adapter" / WEIGHTS  # runs save their adapter beside the merged weights
-    if merged_file.is_file() and adapter_file.is_file() and filecmp.cmp(merged_file, adapter_file, shallow=False):
+    has_both = merged_file.is_file() and adapter_file.is_file()
+    if has_both and filecmp.cmp(merged_file, adapter_file, shallow=False):
         raise UserError(f"the weights in {folder} already contain this adapter; pass the base model as --model")
     with unchanged(folder, adapter):
         model = load_model(folder)

@@ -40,12 +40,12 @@ class MovingReference(Callback):
         is_due = (number + 1) % options.ref_model_sync_steps == 0
         if trainer.reference is not None and is_due:
             for theirs, ours in zip(*parameters_of(trainer.reference), strict=True):
-                if theirs is not ours:  # policy and reference share frozen weights
+                if theirs is not ours:  # frozen weights are shared between policy and reference
                     theirs.lerp_(ours.to(theirs.dtype), options.ref_model_mixup_alpha)
 
 
 def parameters_of(reference: Reference) -> tuple[list[Tensor], list[Tensor]]:
-    """Return two lists: reference weights, and policy weights in the same order."""
+    """Return the reference weights, and the policy weights in the same order."""
     model = reference.model
     policy = model.originals() if isinstance(model, SwappedParameters) else reference.policy.parameters()
     return [*model.parameters()], [*policy]

@@ -35,16 +35,16 @@ class StoredReference:
     """DPO reference model that looks up precomputed log-probs.
 
     Args:
-        stored: {key_of(prompt, ids of both answers): per-token log-probs, chosen then rejected}.
+        stored: {key_of(prompt, answer ids): per-token log-probs, chosen answer first}.
     """
 
     def __init__(self, stored: dict[str, Tensor]):
         self.stored = stored
         self.dtype = next((values.dtype for values in stored.values()), torch.float32)
-        self.model = nn.Module()  # a module without weights, so states save no reference model
+        self.model = nn.Module()  # empty: training states need not save a reference model
 
     def logps(self, group: GroupBatch, temperature: float = 1.0) -> Tensor:
-        """Return reference log-probs in nats, (answers, tokens)."""
+        """Look up reference log-probs for a batch, in nats, (answers, tokens)."""
         found = torch.zeros_like(group.completion_mask, dtype=self.dtype)
         for number, (prompt, ids) in enumerate(pairs_of(group)):
             values = self.stored.get(key_of(prompt, ids))
@@ -53,8 +53,9 @@ class StoredReference:
                     f"{prompt.row.name if prompt.row else 'a row'}: the row has changed since its reference "
                     f"log-probabilities were written to {FILE}. Restore the row, or start again with --resume=never"
                 )
-            for answer, own in enumerate(values.split([len(answer) for answer in ids]), 2 * number):
-                found[answer, : len(own)] = own
+            lengths = [len(answer) for answer in ids]
+            for answer, logps in enumerate(values.split(lengths), 2 * number):
+                found[answer, : len(logps)] = logps
         return found
 
 
@@ -81,7 +82,7 @@ class ReferenceLogps(Callback):
         self.datasets = datasets
 
     def on_stage_begin(self, trainer: Trainer, optimizer: Optimizer, state: TrainerState):
-        """Replace the reference model by precomputed log-probs."""
+        """Use precomputed log-probs instead of a reference model."""
         if not isinstance(trainer, DPOTrainer) or not trainer.options.precompute_ref_log_probs:
             return
         if trainer.options.reference_free:
@@ -100,7 +101,7 @@ class ReferenceLogps(Callback):
 
 @torch.no_grad()
 def compute(trainer: DPOTrainer, rows: Dataset) -> dict[str, Tensor]:
-    """Compute the policy's log-probs for all rows, on all ranks."""
+    """Compute policy log-probs for all rows: every rank computes a part, and gets all."""
     local = {}
     indices, _ = trainer.shard_rows_with_answers(rows)
     for part in split(indices, trainer.options.micro_batch_size):
@@ -125,10 +126,18 @@ def pairs_of(group: GroupBatch) -> list[tuple[Prompt, list[Tensor]]]:
             "dpo.precompute_ref_log_probs cannot read answers of several turns whose chat template gives each turn its "
             "own prompt; leave the option out"
         )
-    return [(prompt, list(answers[2 * i : 2 * i + 2])) for i, prompt in enumerate(group.prompts)]
+    pairs = []
+    for number, prompt in enumerate(group.prompts):
+        pair = answers[2 * number : 2 * number + 2]
+        pairs.append((prompt, list(pair)))
+    return pairs
 
 
 def key_of(prompt: Prompt, ids: list[Tensor]) -> str:
     """Hash everything that the log-probs depend on, except the model."""
     tensors = [prompt.input_ids, prompt.image_grid_thw, prompt.pixel_values, *ids]
-    return digest(x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for x in tensors)
+    contents = []
+    for tensor in tensors:
+        values = tensor.contiguous().flatten().view(torch.uint8)
+        contents.append(values.numpy().tobytes())
+    return digest(contents)

@@ -1,7 +1,7 @@
 """Train a reward model (InstructGPT, step 2), and score completions with it.
 
-The model starts as a copy of the policy, and learns to rank answers. Later stages and other runs can use the trained
-model as the reward `reward_model`.
+The reward model starts as a copy of the policy, and learns to rank answers. Later stages and other runs can use the
+trained model as the reward `reward_model`.
 """
 
 from collections.abc import Sequence
@@ -36,13 +36,13 @@ BATCH_SIZE = 16  # prompts to score per forward pass
 
 @dataclass(kw_only=True)
 class RewardBatch(AnswerBatch):
-    margin: Tensor  # (pairs,): target difference, chosen minus rejected score
+    margin: Tensor  # (pairs,): by how much the chosen answer should score higher
 
 
 class RewardTrainer(PairTrainer):
     """Train a reward model on answer pairs, without changing the policy.
 
-    Optional column `margin`: how much higher the chosen answer should score.
+    The optional column `margin` says by how much the chosen answer should score higher.
     """
 
     stage = "reward_model"
@@ -66,16 +66,18 @@ class RewardTrainer(PairTrainer):
         save_value_model(folder / FOLDER, self.trained, self.processor, self.world, self.config.model.path, merge)
 
     def micro_batch(self, rows: Sequence[Row]) -> RewardBatch:
-        """Pack answer pairs with their margins."""
+        """Pack answer pairs, with their margins, into a micro-batch."""
         prompts, answers = last_windows(*self.encode(rows))
         group = pack_with_last_token(prompts, answers, self.policy.config, self.world.device)
-        margin = torch.tensor([row.columns.get("margin") or 0.0 for row in rows], device=self.world.device)
+        margins = [row.columns.get("margin") or 0.0 for row in rows]
+        margin = torch.tensor(margins, device=self.world.device)
         mask = group.completion_mask
         return RewardBatch(group, mask, batch_normalizer(mask), margin=margin)
 
     def rewards(self, batch: RewardBatch) -> tuple[Tensor, Tensor]:
-        """Compute scores for chosen and rejected answers, both (B,)."""
-        chosen, rejected = last_token_scores(self.trained, batch.group).view(-1, 2).unbind(1)
+        """Score the chosen and the rejected answers, both (B,)."""
+        scores = last_token_scores(self.trained, batch.group)
+        chosen, rejected = scores.view(-1, 2).unbind(1)
         return chosen, rejected
 
     def loss(self, batch: RewardBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -89,7 +91,7 @@ class RewardTrainer(PairTrainer):
         )
 
     def margins(self, rows: Sequence[Row]) -> Tensor:
-        """Return score differences, chosen minus rejected, (B,)."""
+        """Compute the score differences, chosen minus rejected, (B,)."""
         chosen, rejected = self.rewards(self.micro_batch(rows))
         return chosen - rejected
 
@@ -97,18 +99,24 @@ class RewardTrainer(PairTrainer):
 def last_windows(
     prompts: Sequence[Prompt], answers: Sequence[Sequence[Completion]]
 ) -> tuple[Sequence[Prompt], Sequence[Sequence[Completion]]]:
-    """Return each conversation's last turn, with earlier turns as its prompt."""
+    """Reduce multi-turn answers to their last turn; earlier turns become part of the prompt."""
     if not any(answer.turns for group in answers for answer in group):
         return prompts, answers
-    pairs = [(prompt, answer) for prompt, group in zip(prompts, answers, strict=True) for answer in group]
-    turns = [(prompt, answer.turns[-1] if answer.turns else answer) for prompt, answer in pairs]
-    return [turn.prompt or prompt for prompt, turn in turns], [[turn] for _, turn in turns]
+    last_prompts = []
+    last_turns = []
+    for prompt, group in zip(prompts, answers, strict=True):
+        for answer in group:
+            turn = answer.turns[-1] if answer.turns else answer
+            last_prompts.append(turn.prompt or prompt)
+            last_turns.append([turn])
+    return last_prompts, last_turns
 
 
 class RewardModelScores:
-    """Score completions with the reward model in reward_model.path, by default the run's own.
+    """Score completions with the reward model in reward_model.path, by default the one trained in this run.
 
-    The reward model needs the policy's tokenizer, model family and patch size: it reads the same token ids and patches.
+    The reward model reads the same token ids and patches as the policy, so both must have the same tokenizer, model
+    family and patch size.
     """
 
     def __init__(self, config: RunConfig, policy: VisionLanguageModel, processor: Processor, world: World):
@@ -159,24 +167,30 @@ def pack_with_last_token(
     def longer(values: Tensor) -> Tensor:
         return torch.cat([values, values[-1:]])
 
-    groups = [
-        [replace(c, ids=longer(c.ids), policy_mask=longer(c.policy_mask)) for c in group] for group in completions
-    ]
+    groups = []
+    for group in completions:
+        longer_group = []
+        for completion in group:
+            ids = longer(completion.ids)
+            policy_mask = longer(completion.policy_mask)
+            longer_group.append(replace(completion, ids=ids, policy_mask=policy_mask))
+        groups.append(longer_group)
     return pack(prompts, groups, model_config, device)
 
 
 def last_token_scores(model: ValueModel, batch: GroupBatch) -> Tensor:
-    """Return values at the last tokens, (R,), for a batch from pack_with_last_token."""
-    return torch.stack([values[-1] for values in model(batch).split(batch.layout.row_lengths)])
+    """Return scores at the completions' last tokens, (R,), for a batch from pack_with_last_token."""
+    of_rows = model(batch).split(batch.layout.row_lengths)
+    return torch.stack([values[-1] for values in of_rows])
 
 
 def reward_model(completions: list[str], reward_model_scores: list[float], **columns) -> list[float]:
-    """Return the unbounded scores of the reward model."""
+    """Reward completions with the reward model's scores, which are not bounded."""
     return reward_model_scores
 
 
 def check_stage_order(config: RunConfig, stage: str):
-    """Raise UserError if `stage` has no reward model yet, or samples multi-turn trajectories."""
+    """Raise UserError if no earlier stage trains the reward model, or if the stage samples trajectories."""
     if samples_trajectories(config.sampling):
         raise UserError(
             "the reward reward_model cannot score trajectories, because each turn of a trajectory has its own context "

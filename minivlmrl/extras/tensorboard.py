@@ -24,7 +24,7 @@ def tracker(config: RunConfig, steps: int, closing: ExitStack) -> Callable:
 
     @cache
     def writer() -> SummaryWriter:
-        # called by the first log(), so runs that fail before any log() delete no old files
+        # only the first log() deletes old files, so runs that fail earlier delete nothing
         if not steps:
             shutil.rmtree(folder, ignore_errors=True)
         return closing.enter_context(SummaryWriter(str(folder), purge_step=steps + 1))

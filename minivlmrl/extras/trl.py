@@ -1,6 +1,6 @@
 """Use `minivlmrl.grpo_loss` or your own loss function in TRL's GRPOTrainer; see docs/library.md.
 
-Needs TRL 1.10 or newer: older releases normalize some losses differently.
+TRL must be 1.10 or newer: older releases normalize some losses differently.
 """
 
 # pyright cannot see TRL's lazy classes and attributes set at runtime
@@ -38,11 +38,13 @@ CONFIG_DEFAULTS = {field.name: field.default for field in fields(trl.GRPOConfig)
 
 
 class GRPOTrainer(trl.GRPOTrainer):
-    """TRL's GRPOTrainer with `minivlmrl.grpo_loss` or your own loss; overrides only `_compute_loss`.
+    """TRL's GRPOTrainer with `minivlmrl.grpo_loss` or your own loss function.
+
+    Only the method `_compute_loss` is overridden.
 
     Args:
         loss: loss_type for `grpo_loss`, or a function with the same signature; None = loss_type in `args`.
-        kl_estimator: see kl_term; other loss options are in `args`.
+        kl_estimator: estimator for the KL to the reference, see kl_term. Other loss options are in `args`.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         kl_estimator: str = "k3",
         **kwargs,
     ):
-        if args is None:  # default output folder, as in TRL
+        if args is None:  # the same default output folder as in TRL
             name = model if isinstance(model, str) else model.config._name_or_path
             args = trl.GRPOConfig(f"{name.split('/')[-1]}-GRPO")
         args = copy.copy(args)
@@ -76,9 +78,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         }
         self.loss_function: LossFunction = loss if callable(loss) else grpo_loss
         # pass only changed options: your own loss may not accept the others
-        self.term_options = {
-            name: getattr(args, name) for name in TERM_OPTIONS if getattr(args, name) != CONFIG_DEFAULTS[name]
-        }
+        self.term_options = {}
+        for name in TERM_OPTIONS:
+            value = getattr(args, name)
+            if value != CONFIG_DEFAULTS[name]:
+                self.term_options[name] = value
         check_options(args, self.loss_function, self.term_options)
         super().__init__(model, reward_funcs, args, *more_args, **kwargs)
 
@@ -87,14 +91,14 @@ class GRPOTrainer(trl.GRPOTrainer):
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T)
         logps, entropies, aux_loss = self._score(model, inputs)
         parts = self.current_gradient_accumulation_steps if self.model.training else 1
-        # the dapo loss is divided by tokens per process; num_items_in_batch counts the tokens of all processes
+        # dapo divides by tokens per process; num_items_in_batch counts tokens over all processes
         tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         if self.model.training:
             tokens = tokens * parts / self.args.steps_per_generation
         normalizer = LossNormalizer(len(mask) * parts, tokens, self.max_completion_length)
         kept = mask
         if self.top_entropy_quantile < 1:
-            # TRL computes the quantile over all processes
+            # entropy quantile over all processes, as in TRL
             kept = mask * self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
         weights, term_options = self._weights(inputs, logps, mask, kept)
         returned = self.loss_function(
@@ -109,9 +113,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             **term_options,
         )
         loss, metrics = (returned, {}) if isinstance(returned, Tensor) else returned
-        metrics = {**metrics, "entropy": (entropies * mask).sum() / mask.sum().clamp(min=1)}
+        entropy = (entropies * mask).sum() / mask.sum().clamp(min=1)
+        metrics = {**metrics, "entropy": entropy}
         if self.entropy_coef:
-            # TRL divides losses, except dapo's, by the number of micro-batches, but logs them undivided
+            # TRL divides all losses but dapo by the number of micro-batches, and logs them undivided
             by_tokens = AVERAGES.get(self.loss_type) is AVERAGES["dapo"]
             metrics["policy_loss"] = loss.detach() if by_tokens else loss.detach() * parts
             if self.model.training:
@@ -127,7 +132,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return loss
 
     def _score(self, model, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return completion log-probs and entropies, both (B, T), and the router's auxiliary loss."""
+        """Compute completion log-probs and entropies, both (B, T), and the MoE router's auxiliary loss."""
         score = self._get_per_token_logps_and_entropies
         arguments = inspect.signature(score).parameters.keys() - {"input_ids", "attention_mask"}
         return score(
@@ -137,18 +142,18 @@ class GRPOTrainer(trl.GRPOTrainer):
             inputs["completion_ids"].shape[1],
             compute_entropy=True,
             compute_aux_loss=self.aux_loss_enabled,
-            # pass image tensors, such as pixel_values and image_grid_thw
+            # image tensors, such as pixel_values and image_grid_thw
             **{name: inputs[name] for name in arguments & inputs.keys()},
         )
 
     def _weights(
         self, inputs: dict[str, Any], logps: Tensor, mask: Tensor, kept: Tensor
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Return token weights (None if all are 1) and keyword arguments for the policy loss."""
+        """Return the token weights (None if all are 1) and the other keyword arguments for the policy loss."""
         weights = None if kept is mask else kept
         if self.off_policy_mask_threshold is not None:
             old_logps = inputs.get("old_per_token_logps", logps.detach())
-            # without vLLM, TRL samples from the old policy
+            # without vLLM, the old policy has sampled the completions
             sampling_logps = inputs.get("sampling_per_token_logps", old_logps)
             near = off_policy_mask(logps, sampling_logps, inputs["advantages"], mask, self.off_policy_mask_threshold)
             weights = near if weights is None else weights * near
@@ -161,7 +166,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
 
 def check_options(args: trl.GRPOConfig, function: LossFunction, term_options: dict[str, Any]):
-    """Raise UserError for an option that the loss does not support."""
+    """Raise UserError if TRL's config sets an option that the loss does not support."""
     if args.use_adaptive_entropy:
         raise UserError("use_adaptive_entropy is true, but minivlmrl keeps entropy_coef constant; set it to false")
     if args.use_liger_kernel:
@@ -170,7 +175,8 @@ def check_options(args: trl.GRPOConfig, function: LossFunction, term_options: di
         check_known("loss_type", args.loss_type, AVERAGES)
         function = TERMS[args.loss_type]
     accepted = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    if takes_any:
         return
     for name in term_options:
         if name not in accepted:

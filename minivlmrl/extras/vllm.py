@@ -1,8 +1,8 @@
-"""Sample rollouts from vLLM's logits; see docs/use.md.
+"""Sample rollouts with vLLM; see docs/use.md.
 
     sampling: {engine: vllm, vllm: {max_model_len: 4096}}
 
-vLLM receives the policy weights before a rollout, and prompts as token ids and patches. vLLM computes only
+vLLM receives the policy weights before each rollout, and prompts as token ids and patches. vLLM computes only the
 logits, and minivlmrl samples from them. Completions do not depend on the other rows of a batch and, in float32, equal
 those without vLLM. To change the integration, copy vllm.py and set sampling.engine=my_vllm.py:VLLMSampler.
 
@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-# run the engine in the training process, which has the weights
+# run the vLLM engine in the training process, which has the policy weights
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -48,10 +48,10 @@ from minivlmrl.model.logprobs import per_token_logps
 from minivlmrl.model.packing import pack
 from minivlmrl.model.plain_weights import gather_full_tensor
 
-# vllm.LLM options that recipes cannot set
+# vllm.LLM arguments that recipes cannot change
 FIXED_OPTIONS = {
-    "mm_device_do_normalize": False,  # patches are already normalized
-    "limit_mm_per_prompt": {"video": 0},  # skip memory profiling with the longest video
+    "mm_device_do_normalize": False,  # pixels are already normalized
+    "limit_mm_per_prompt": {"video": 0},  # no video prompts, so no memory profiling with the longest video
     "mm_processor_cache_gb": 0,
     # TokenChooser must run exactly once per token
     "async_scheduling": False,
@@ -63,7 +63,7 @@ FIXED_OPTIONS = {
 
 @dataclass
 class VLLMOptions:
-    """vllm.LLM options for recipes. No option can load code, because recipes may be untrusted."""
+    """vllm.LLM arguments that recipes may set. No argument can load code, because recipes may be untrusted."""
 
     block_size: Count | None = None
     cpu_offload_gb: Annotated[float, "[0, inf)"] | None = None
@@ -85,51 +85,57 @@ class VLLMOptions:
     swap_space: Annotated[float, "[0, inf)"] | None = None
 
 
-# one vllm.LLM per policy, shared by all stages
+# {policy: its vllm.LLM}; all training stages share the engine
 STARTED = WeakKeyDictionary()
 
 
 class Sampling:
-    """Sample tokens from vLLM logits, and record them per completion."""
+    """Sample tokens from vLLM's logits, and record them per completion."""
 
     def __init__(self, sample_token: TokenSampler, num_rows: int):
         self.sample_token = sample_token
-        # per decode step: batch rows, token ids, log-probs and ended flags, all (r,)
+        # per decode step: batch rows, token ids, log-probs, and whether completions ended; all (r,)
         self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        self.counts = torch.zeros(num_rows, dtype=torch.long)  # sampled tokens per row
-        self.ended: list[str] = []  # requests that ended in the latest decode step
+        self.counts = torch.zeros(num_rows, dtype=torch.long)  # tokens sampled so far, per row
+        self.ended: list[str] = []  # vLLM request ids that ended in the latest decode step
 
     def sample(self, logits: Tensor, rows: list[int]) -> Tensor:
-        """Sample from logits (r, vocabulary); return logits for vLLM: 0 for the sampled tokens, else -inf."""
+        """Sample tokens from logits (r, V). Return logits that make vLLM select the same tokens: 0, else -inf."""
         index = torch.tensor(rows, device=logits.device)
-        ids, logps, ends = self.sample_token(logits, index, self.counts[rows].to(logits.device))
+        counts = self.counts[rows].to(logits.device)
+        ids, logps, ends = self.sample_token(logits, index, counts)
         self.steps.append((index, ids, logps, ends))
         self.counts[rows] += 1
         self.ended = [str(row) for row in index[ends].tolist()]
-        return torch.full_like(logits, -torch.inf).scatter_(1, ids[:, None], 0.0)
+        forced = torch.full_like(logits, -torch.inf)
+        return forced.scatter_(1, ids[:, None], 0.0)
 
 
 class TokenChooser:
-    """vLLM logits processor: sample with minivlmrl, and make vLLM select the sampled tokens."""
+    """Logits processor for vLLM that samples with minivlmrl, and makes vLLM select the sampled tokens."""
 
-    sampling: Sampling | None = None  # set on the class, because vLLM creates the TokenChooser instance
+    sampling: Sampling | None = None  # set on the class, because vLLM creates the instance
 
     def __init__(self, vllm_config, *_):
-        self.rows: dict[int, int] = {}  # {slot in the vLLM batch: row index}
+        self.rows: dict[int, int] = {}  # {position in vLLM's batch: row in ours}
 
     def is_argmax_invariant(self) -> bool:
         return False
 
-    def update_state(self, batch_update):  # vLLM V1 model runner
+    def update_state(self, batch_update):  # called by the vLLM V1 model runner
         builtin = import_module("vllm.v1.sample.logits_processor.builtin")
         builtin.process_dict_updates(self.rows, batch_update, row_of_request)
 
-    def add_request(self, slot: int, params) -> bool:  # vLLM V2 model runner
+    def add_request(self, slot: int, params) -> bool:  # called by the vLLM V2 model runner
         self.rows[slot] = (params.extra_args or {}).get("row", -1)  # -1 for warmup requests
         return True
 
     def apply(self, logits: Tensor, context=None) -> Tensor:
-        """Sample from logits (r, vocabulary); `context` has batch indices in vLLM's V2 model runner, None in V1."""
+        """Sample tokens from logits (r, V); return logits that make vLLM select the same tokens.
+
+        Args:
+            context: batch indices from the vLLM V2 model runner, None from V1.
+        """
         slots = context.idx_mapping_np.tolist() if context else sorted(self.rows)
         rows = [self.rows[slot] for slot in slots]
         sampling = TokenChooser.sampling
@@ -141,7 +147,7 @@ def row_of_request(params, prompt_ids, output_ids) -> int:
 
 
 class VLLMSampler(Sampler):
-    """Sampler that gets logits from vLLM; sampling.vllm has arguments for vllm.LLM."""
+    """Sample completions from vLLM's logits; the option sampling.vllm sets vllm.LLM arguments."""
 
     @classmethod
     def check(cls, config: RunConfig):
@@ -161,7 +167,7 @@ class VLLMSampler(Sampler):
         model_config = config.model.config
         if config.model.path is not None:
             model_config = find_folder(config.model.path) / "config.json"
-        if model_config is None:  # build_model reports a missing config.json
+        if model_config is None:  # build_model later reports that config.json is missing
             return
         model_type = read_json(Path(model_config)).get("model_type")
         if model_type in list(FAMILIES) and not find_family(model_type).in_vllm:
@@ -186,7 +192,7 @@ class VLLMSampler(Sampler):
         self.is_verified = False
 
     def __call__(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> list[list[Completion]]:
-        """Load merged and gathered weights into vLLM, then sample; all ranks must call this."""
+        """Load the gathered weights, with merged adapters, into vLLM, and sample. All ranks must call this."""
         if self.sleeps:
             self.llm.wake_up(tags=["weights"])
         weights = ((name, gather_full_tensor(x)) for name, x in file_weights(self.model).items())
@@ -214,7 +220,7 @@ class VLLMSampler(Sampler):
             params = vllm.SamplingParams(
                 max_tokens=self.sampling.max_new_tokens,
                 ignore_eos=True,
-                temperature=0,  # greedy: TokenChooser sets all logits but the sampled token to -inf
+                temperature=0,  # greedy, because TokenChooser leaves only the sampled token
                 detokenize=False,
                 extra_args={"row": row},
             )
@@ -231,7 +237,7 @@ class VLLMSampler(Sampler):
         return groups
 
     def make_input(self, prompt: Prompt) -> dict:
-        """Convert a prompt to vLLM inputs, without vLLM's tokenizer and image processor."""
+        """Convert a prompt to vLLM inputs, because vLLM must not tokenize or preprocess it again."""
         engine = import_module("vllm.inputs.engine")
         inputs = import_module("vllm.multimodal.inputs")
         ids = prompt.input_ids
@@ -252,13 +258,15 @@ class VLLMSampler(Sampler):
             return engine.tokens_input(ids.tolist())
         num_patches = prompt.image_grid_thw.prod(-1)
         num_tokens = (num_patches // config.vision_config.spatial_merge_size**2).tolist()
-        places = (ids == config.image_token_id).nonzero()[:, 0].split(num_tokens)
-        spans = [inputs.PlaceholderRange(int(index[0]), len(index)) for index in places]
+        places = (ids == config.image_token_id).nonzero()[:, 0]
+        spans = []
+        for index in places.split(num_tokens):
+            spans.append(inputs.PlaceholderRange(int(index[0]), len(index)))
         pixels = prompt.pixel_values.split(num_patches.tolist())
-        hashes = [  # uint8, because numpy has no bfloat16
-            sha256(grid.numpy().tobytes() + patches.view(torch.uint8).numpy().tobytes()).hexdigest()
-            for grid, patches in zip(prompt.image_grid_thw, pixels, strict=True)
-        ]
+        hashes = []
+        for grid, patches in zip(prompt.image_grid_thw, pixels, strict=True):
+            patch_bytes = patches.view(torch.uint8).numpy().tobytes()  # uint8, because NumPy has no bfloat16
+            hashes.append(sha256(grid.numpy().tobytes() + patch_bytes).hexdigest())
         field_config = inputs.MultiModalFieldConfig
         fields = {
             "pixel_values": field_config.flat_from_sizes("image", num_patches),
@@ -275,10 +283,10 @@ class VLLMSampler(Sampler):
         completions: Sequence[Sequence[Completion]],
         max_logp_mismatch: float,
     ):
-        """Compare log-probabilities of vLLM and policy in the first rollout.
+        """Raise UserError if log-probabilities from vLLM and the policy differ in the first rollout.
 
-        In float32, a token may differ by max_logp_mismatch * 1e-3 nats. In float16 or bfloat16, a prompt's completions
-        may have a root mean square difference of max_logp_mismatch * 0.5 nats.
+        In float32, a token may differ by max_logp_mismatch * 1e-3 nats. In float16 or bfloat16, the completions of a
+        prompt may have a root mean square difference of max_logp_mismatch * 0.5 nats.
         """
         if self.is_verified:
             return
@@ -289,7 +297,8 @@ class VLLMSampler(Sampler):
         for row, prompt, group in zip(rows, prompts, completions, strict=True):
             batch = pack([prompt], [group], self.model.config, self.device)
             logps, _ = per_token_logps(self.model, batch, self.sampling.temperature)
-            mismatch = (logps - torch.cat([completion.sampled_logps for completion in group]).to(self.device)).abs()
+            vllm_logps = torch.cat([completion.sampled_logps for completion in group])
+            mismatch = (logps - vllm_logps.to(self.device)).abs()
             mismatch = mismatch.square().mean().sqrt() if in_16_bits else mismatch.max()
             worst = max(worst, (mismatch.item(), row.name))
         mismatch, where = max(self.world.gather_objects(worst))
@@ -303,13 +312,13 @@ class VLLMSampler(Sampler):
 
 
 def computed_dtype(model: VisionLanguageModel) -> torch.dtype:
-    """Return the policy compute dtype."""
+    """Return the dtype in which a policy computes, which may differ from its weight dtype if sharded."""
     sharding = getattr(model, "sharding", None)
     return sharding.compute_dtype if sharding else model.lm_head.weight.dtype
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Hide vLLM's warning about rotary embeddings, which have no weights."""
+    """Hide vLLM's warning that it could not load rotary embedding weights, which do not exist."""
     return "RotaryEmbedding: Failed to load weights" not in record.getMessage()
 
 
@@ -344,7 +353,7 @@ def start_engine(model: VisionLanguageModel, processor: Processor, options: dict
             if is_out_of_memory(error):
                 raise
             raise UserError("sampling.vllm: " + " ".join(str(error).split())) from error
-    # vLLM destroys the process group itself
+    # vLLM destroys the process group when it ends
     world.ends_group = False
     if on_gpu:
         llm.sleep(level=2)

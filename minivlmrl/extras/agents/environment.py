@@ -1,4 +1,4 @@
-"""Load a tool environment with its tools and settings; see docs/agents.md."""
+"""Load a user-defined tool environment, a Python class whose methods a model can call; see docs/agents.md."""
 
 import inspect
 import typing
@@ -17,20 +17,21 @@ from minivlmrl.rewards.registry import run_async
 
 
 class Environment(Protocol):
-    """Tool environment; each completion gets its own instance.
+    """Interface for tool environments: a class whose public methods a model can call as tools.
 
-    All public methods except `reset` (required), `get_reward` and `observe` are tools. Setting `done = True` ends the
-    completion. With `rewards: {environment: 1}`, get_reward() returns a reward, None for no score, or one reward per
-    turn (the last turn may have none). Attributes such as `max_tool_calls = 3` override the defaults in Settings.
+    Each completion gets its own instance. The methods `reset` (required), `get_reward` and `observe` are not tools. If
+    a tool sets `done = True`, the completion ends. With `rewards: {environment: 1}`, get_reward() returns the reward: a
+    number, a list with one number per turn (optional for the last turn), or None for no score. Attributes such as
+    `max_tool_calls = 3` override the defaults in Settings.
     """
 
     def reset(self, **columns) -> None:
-        """Reset the environment before a completion; keyword arguments are the columns of the dataset row."""
+        """Prepare the environment for a completion. The keyword arguments are the columns of the dataset row."""
 
 
 @dataclass
 class Settings:
-    # declare the tools in the system message
+    # list the tools in the system message
     declare_tools: bool = True
     # maximum tool calls per completion; further calls are ignored
     max_tool_calls: Annotated[int, ">= 0"] = 8
@@ -38,21 +39,20 @@ class Settings:
     max_tool_seconds: Annotated[float, "(0, inf)"] = 30.0
     # maximum characters per tool result
     max_tool_characters: Annotated[int, ">= 1"] = 2**16
-    # maximum pixels per tool result, for all its images
+    # maximum pixels per tool result, all its images together
     max_tool_pixels: Annotated[int, ">= 1"] = 2**26
 
 
 def get_environment(name: str) -> Callable[[], Environment]:
-    """Resolve an environment name, such as "my_tools.py:Turn(step=45)", to its constructor."""
+    """Load the environment class named, for example, "my_tools.py:Turn(step=45)", and check its tools."""
     kind, options = resolve_object("sampling.environment", name, {})
     with error_context(f"sampling.environment {name}"):
-        if not inspect.isclass(kind):  # plain functions become the tools of a new class
+        if not inspect.isclass(kind):  # make plain functions the tools of a new class
             functions = kind if isinstance(kind, list) else [kind]
             if not all(map(inspect.isfunction, functions)):
                 raise UserError(f"expected a class, a function or a list of functions, but found {truncate(kind, 60)}")
-            kind = type(
-                "Functions", (Stateless,), {function.__name__: staticmethod(function) for function in functions}
-            )
+            methods = {function.__name__: staticmethod(function) for function in functions}
+            kind = type("Functions", (Stateless,), methods)
         make = with_options(kind, options)
         environment = make()
         settings_of(environment)
@@ -74,7 +74,7 @@ class Stateless:
 
 
 def with_tools(processor: Processor, name: str) -> Processor:
-    """Copy a processor, with the tools of an environment declared in its chat template."""
+    """Copy a processor, and list an environment's tools in its chat template."""
     environment = get_environment(name)()
     template = processor.template
     tools = tools_of(environment)
@@ -91,7 +91,7 @@ def with_tools(processor: Processor, name: str) -> Processor:
 
 
 def environment_reward(environments: Sequence[Any], turn_texts: list[list[str]], **columns) -> list[float | None]:
-    """Return get_reward() of each environment, as in TRL; a list with one reward per turn is summed."""
+    """Return one reward per environment: the result of get_reward(), summed if it is a list."""
     rewards = []
     for environment, texts in zip(environments, turn_texts, strict=True):
         with error_context("reward environment"):
@@ -107,7 +107,7 @@ def environment_reward(environments: Sequence[Any], turn_texts: list[list[str]],
 
 
 def check_reward(name: str | None, rewards: Iterable[str]):
-    """Raise UserError for the reward `environment` without a method get_reward, or vice versa."""
+    """Raise UserError if the recipe uses the reward `environment` without a method get_reward, or the reverse."""
     has_reward = name is not None and hasattr(get_environment(name)(), "get_reward")
     if has_reward != ("environment" in rewards):
         raise UserError(
@@ -118,21 +118,24 @@ def check_reward(name: str | None, rewards: Iterable[str]):
 def settings_of(environment: Environment) -> Settings:
     """Read settings from environment attributes, such as max_tool_calls."""
     names = [field.name for field in fields(Settings) if hasattr(environment, field.name)]
-    return build(Settings, {name: getattr(environment, name) for name in names}, type(environment).__name__)
+    values = {name: getattr(environment, name) for name in names}
+    return build(Settings, values, type(environment).__name__)
 
 
 def tools_of(environment: Environment) -> dict[str, Callable]:
-    """Return tools as {name: bound method of the environment}."""
+    """Return all environment tools as {name: bound method}."""
     tools = {}
     for name, member in inspect.getmembers(type(environment)):
-        function = inspect.unwrap(getattr(member, "__func__", member))  # class methods and cached methods are tools too
-        if inspect.isfunction(function) and name not in ("reset", "get_reward", "observe") and name[0] != "_":
+        # unwrap class methods and cached methods, which are valid tools
+        function = inspect.unwrap(getattr(member, "__func__", member))
+        is_hidden = name[0] == "_" or name in ("reset", "get_reward", "observe")
+        if inspect.isfunction(function) and not is_hidden:
             tools[name] = getattr(environment, name)
     return tools
 
 
 def arguments_of(tool: Callable) -> type:
-    """Create a dataclass to validate tool arguments."""
+    """Create a dataclass with a tool's parameters as fields, to validate arguments."""
     arguments = []
     with error_context(f"tool {tool.__name__}"):
         if inspect.iscoroutinefunction(tool) or inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):

@@ -1,4 +1,4 @@
-"""The functions that training calls if the recipe sets `sampling.environment`."""
+"""Export the functions that training calls if a recipe sets `sampling.environment`."""
 
 from minivlmrl.extras.agents.environment import check_reward, with_tools
 from minivlmrl.extras.agents.tool_calls import begin_with_row

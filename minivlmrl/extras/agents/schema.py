@@ -21,18 +21,18 @@ TYPES = {
     list: "array",
     dict: "object",
 }
-# one argument in a Google-style Args section: indentation, name, description
+# an argument in a Google-style Args section; groups: indentation, name, description
 ARGUMENT = re.compile(r"^([ \t]*)(\w+):((?:.|\n(?=\1[ \t]|(?![ \t]*\w+:)))*)", re.MULTILINE)
 
 
 def json_schema(tool: Callable) -> dict:
-    """Build a JSON schema from signature, type hints and Google-style docstring."""
+    """Build a function's JSON schema from its signature, type hints and Google-style docstring."""
     hints = typing.get_type_hints(tool, include_extras=True)
     parameters = inspect.signature(tool).parameters
     description, *rest = re.split(r"\s*\b(Args|Returns|Raises):", inspect.getdoc(tool) or "")
     sections = dict(zip(rest[::2], rest[1::2], strict=True))
     properties = {name: type_schema(hints[name]) for name in parameters}
-    # descriptions from the docstring's Args section
+    # add descriptions from the Args section
     without_blank_lines = re.sub(r"\n\s*\n", "\n", sections.get("Args", ""))
     for _, name, text in ARGUMENT.findall(without_blank_lines):
         if name in properties:
@@ -60,8 +60,8 @@ def type_schema(hint) -> dict:
     if origin is Annotated:
         return type_schema(inside[0])
     if origin is Literal and {*map(type, inside)} <= TYPES.keys():
-        kinds = list(dict.fromkeys(TYPES[type(value)] for value in inside))
-        return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(inside)}
+        kinds = dict.fromkeys(TYPES[type(value)] for value in inside)
+        return {"type": one_or_all(list(kinds)), "enum": list(inside)}
     if origin in (typing.Union, types.UnionType):
         return union_schema(inside)
     if origin is dict and inside[0] is str:
@@ -73,14 +73,20 @@ def type_schema(hint) -> dict:
     raise UserError(f"JSON cannot represent the type hint {truncate(hint, 80)}; use a type such as int or list[str]")
 
 
+def one_or_all(kinds: list[str]) -> str | list[str]:
+    """Return "type" for a JSON schema: one string, or a list if there are several."""
+    return kinds[0] if len(kinds) == 1 else kinds
+
+
 def union_schema(hints: tuple) -> dict:
     """Return the JSON schema for a union, such as {"type": ["integer", "string"]} for int | str."""
     schemas = [type_schema(hint) for hint in hints if hint is not types.NoneType]
+    union: dict[str, Any] = {"anyOf": schemas}
     if len(schemas) == 1:
         union = schemas[0]
     elif all(schema.keys() == {"type"} for schema in schemas):
         kinds = sorted({schema["type"] for schema in schemas})
-        union = {"type": kinds[0] if len(kinds) == 1 else kinds}
-    else:
-        union = {"anyOf": schemas}
-    return union | {"nullable": True} if types.NoneType in hints else union
+        union = {"type": one_or_all(kinds)}
+    if types.NoneType in hints:
+        union["nullable"] = True
+    return union

@@ -1,4 +1,4 @@
-"""Time limits for tool calls."""
+"""Limit the time for a tool call: interrupt tools that take too long."""
 
 import signal
 import threading
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-REPEATED = 0.01  # seconds until Overtime is raised again, if user code catches it
+REPEATED = 0.01  # seconds until the timer raises Overtime again, in case the tool has caught it
 
 
 class Overtime(BaseException):
@@ -36,11 +36,12 @@ def time_limit(seconds: float) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # stop the timer here too: Overtime may interrupt the call above
-        # None stands for a handler from C code, which signal.signal rejects
+        signal.setitimer(signal.ITIMER_REAL, 0)  # stop the timer again: Overtime may have interrupted the first call
+        # `former` is None if C code installed the handler; signal.signal rejects None
         signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
         if delay:
-            signal.setitimer(signal.ITIMER_REAL, max(start + delay - time.monotonic(), REPEATED), interval)
+            remaining = start + delay - time.monotonic()
+            signal.setitimer(signal.ITIMER_REAL, max(remaining, REPEATED), interval)
 
 
 def stop(seconds: float, *_):

@@ -1,4 +1,7 @@
-"""Parse tool calls (<zoom>1, 2</zoom> or Qwen's <tool_call>), run the tools, and render results as text."""
+"""Parse the tool calls in generated text, run the tools, and render their results as text.
+
+Tool calls have two formats: <zoom>1, 2</zoom>, and Qwen's <tool_call>...</tool_call>.
+"""
 
 import json
 import re
@@ -26,21 +29,21 @@ from minivlmrl.json_files import parse_json
 # Python constants in Qwen3.5 tool calls, and their JSON equivalents
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{8,}")  # memory address, such as 0x7f3a91c0
-# (tool name, text between the tags); the name is "" for Qwen's <tool_call>
+# (tool name, text between the tags); for Qwen's <tool_call>, the name is "" and the text contains it
 Call = tuple[str, str]
 # (image returned by a tool, its patches, its patch grid)
 Picture = tuple[Image, Tensor, Grid]
-# exceptions whose message becomes the tool result
+# exceptions in a tool do not end the run: the model reads the message as tool result
 FAILURES = Exception, SystemExit, Overtime
 
 
 def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
-    """Find tool calls in the text since the last tool result.
+    """Find tool calls, ready to run, in the text since the last tool result.
 
-    A call such as <zoom>1, 2</zoom> is returned alone, once its tag is closed. Calls in Qwen's format are returned
-    together, when the turn has ended.
+    A call such as <zoom>1, 2</zoom> runs as soon as its tag is closed, so only the first is returned. Calls in Qwen's
+    format run together when the turn has ended.
     """
-    begins = {}  # {tool name: index in `text` at which its arguments begin}
+    begins = {}  # {tool name: where its arguments begin in `text`}
     for tag in re.finditer(rf"<(/?)({'|'.join(tools)})>", text):
         name = tag[2]
         if not tag[1]:
@@ -54,12 +57,12 @@ def find_calls(text: str, tools: Collection[str], ended: bool) -> list[Call]:
 def answer_call(
     tools: dict[str, Callable], name: str, inside: str, processor: Processor, settings: Settings
 ) -> tuple[list[dict], list[Picture], bool]:
-    """Run a tool call; an exception or an oversized result becomes the text "error: ...".
+    """Run a tool call. If the tool fails or returns too much, the result is the text "error: ...".
 
     Args:
         name, inside: tool name, and tool arguments as text.
     Returns:
-        message parts of the result, images with patches and grids, and whether the call succeeded
+        message parts for the result, images with patches and grids, and whether the call succeeded
     """
     try:
         with time_limit(settings.max_tool_seconds):
@@ -74,7 +77,8 @@ def answer_call(
         for unit, size in sizes.items():
             limit = getattr(settings, f"max_tool_{unit}")
             require(size <= limit, f"the answer's number of {unit}", size, f"{limit} or less")
-        return parts, [(image, *processor.image_processor(image)) for image in images], True
+        pictures = [(image, *processor.image_processor(image)) for image in images]
+        return parts, pictures, True
     except FAILURES as error:
         # hide memory addresses: they differ between runs
         text = f"error: {ADDRESS.sub('0x', str(error)) or type(error).__name__}"
@@ -82,7 +86,7 @@ def answer_call(
 
 
 def begin(make: Callable[[], Environment], columns: dict) -> Environment:
-    """Make an environment and reset it."""
+    """Create an environment for a completion, and reset it."""
     environment = make()
     text = call_method(environment, "reset", **columns)
     if text is not None:
@@ -94,14 +98,14 @@ def begin(make: Callable[[], Environment], columns: dict) -> Environment:
 
 
 def begin_with_row(name: str, row: Row) -> Environment:
-    """Make an environment for a row, as in the trial call before training."""
+    """Create an environment for a dataset row, to test it before training."""
     columns = {"images": [*row.images], "extents": [x.size for x in row.images]}
     with error_context(f"{row.where or 'the first row'}: sampling.environment {name}"):
         return begin(get_environment(name), row.columns | columns | {"prompt": row.messages})
 
 
 def call_method(environment: Environment, name: str, /, *arguments, **columns):
-    """Call a method within the time limit for tools."""
+    """Call an environment method, with the time limit for tool calls."""
     try:
         with time_limit(settings_of(environment).max_tool_seconds):
             return getattr(environment, name)(*arguments, **columns)
@@ -110,7 +114,7 @@ def call_method(environment: Environment, name: str, /, *arguments, **columns):
 
 
 def call(tools: dict[str, Callable], name: str, inside: str):
-    """Parse tool call arguments, and run the tool."""
+    """Parse and validate tool call arguments, and run the tool."""
     if name:
         arguments = read_values(name, inside, tools)
     else:
@@ -122,13 +126,14 @@ def call(tools: dict[str, Callable], name: str, inside: str):
         if name not in tools:
             raise UserError(f"there is no tool {name!r}; the tools are {', '.join(tools)}")
     values = vars(build(arguments_of(tools[name]), arguments, name))
-    with error_context(name):  # reject infinities and lone surrogates: they could crash get_reward
+    # reject infinities and lone surrogates: they could crash get_reward
+    with error_context(name):
         json.dumps(values, allow_nan=False, ensure_ascii=False, default=str).encode()
     return tools[name](**values)
 
 
 def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
-    """Parse positional arguments, such as `1, "cat"`, from the text between the tags."""
+    """Parse positional arguments, such as `1, "cat"`, and return them by parameter name."""
     expected = fields(arguments_of(tools[name]))
     values = [inside.strip()]
     if [field.type for field in expected] != [str]:
@@ -140,7 +145,7 @@ def read_values(name: str, inside: str, tools: dict[str, Callable]) -> dict:
 
 
 def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
-    """Parse Qwen3.5's <function=...> format; return None for other formats."""
+    """Parse a tool call in Qwen3.5's format <function=...>; return None for other formats."""
     before, tag, call = inside.partition("<function=")
     if before.strip() or not tag:
         return None
@@ -155,9 +160,9 @@ def read_parameters(inside: str, tools: dict[str, Callable]) -> dict | None:
 
 
 def read_parameter(hint, text: str):
-    """Parse one argument in Qwen3.5's format: JSON with unquoted strings.
+    """Parse an argument in Qwen3.5's format: JSON with unquoted strings.
 
-    For the type int | str, 7 becomes an integer; other texts, such as 7.5, seven and "7" with quotes, stay strings.
+    Example: for the type int | str, 7 becomes an integer, but 7.5, seven and "7" (in quotes) stay strings.
     """
     value = text
     with suppress(ValueError):
@@ -168,16 +173,17 @@ def read_parameter(hint, text: str):
         with suppress(ValueError):
             read_value(hint, choice, "", json=True)
             return choice
-    return value  # a wrong type is reported later, by `build`
+    return value  # wrong type: `build` raises the error later
 
 
 def part(result) -> dict:
-    """Convert a tool result, such as a string or a PIL image, to a message part."""
+    """Convert a tool result, such as a string or a PIL image, to a chat message part."""
     kind = part_kind(result)
     shown = result.get("image") if kind == "image" else result
     if isinstance(shown, Image):
         return {"type": "image", "image": shown}
-    return {"type": "text", "text": valid_text(result["text"] if kind == "text" else str(result))}
+    text = result["text"] if kind == "text" else str(result)
+    return {"type": "text", "text": valid_text(text)}
 
 
 def valid_text(value: Any) -> Any:
@@ -186,18 +192,18 @@ def valid_text(value: Any) -> Any:
 
 
 def turn_opening(processor: Processor) -> list[str]:
-    """Return the chat template's text between a user turn and the assistant's text."""
+    """Return the text that the chat template inserts between a user turn and the assistant's answer."""
     pieces = processor.template.render([{"role": "user", "content": "?"}])
     last_end = len(pieces) - pieces[::-1].index(END)
     return pieces[last_end:]
 
 
 def render_answers(answers: list[list[dict]], opening: Sequence[str] = ()) -> list[str]:
-    """Render tool results as text pieces.
+    """Render tool results as text to append to the completion.
 
     Args:
         answers: message parts, one list per tool result.
-        opening: start of the next assistant turn, from turn_opening(). If `opening` is empty, tool results stay in the
+        opening: text from turn_opening(), which begins the next assistant turn. Without it, tool results stay in the
             current assistant turn, in <result> tags.
     """
     text = "<result>{}</result>"
@@ -213,4 +219,6 @@ def render_answers(answers: list[list[dict]], opening: Sequence[str] = ()) -> li
         for shown in parts:
             pieces += VISION if "image" in shown else [text.format(shown["text"])]
         pieces.append(end)
-    return join_text(["\n", START, "user", *pieces, END, *opening] if opening else pieces)
+    if opening:
+        pieces = ["\n", START, "user", *pieces, END, *opening]
+    return join_text(pieces)

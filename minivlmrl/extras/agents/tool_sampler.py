@@ -1,7 +1,7 @@
-"""Sample completions with tool calls.
+"""Sample completions in which the model calls tools.
 
-Tool results are prefilled in one forward pass, then decoding continues. Training uses the sampled ids, never
-re-tokenized text.
+A forward pass appends tool results to the completion and its KV cache, then decoding continues. Training uses the
+sampled token ids, never re-tokenized text.
 """
 
 import re
@@ -40,13 +40,13 @@ from minivlmrl.rewards.columns import box_scale
 
 
 class ToolEpisode:
-    """Sampling state for one completion and its environment."""
+    """A completion while it is sampled: its token ids so far, and its tool environment."""
 
     def __init__(self, environment: Environment, prompt: Prompt, key: str, processor: Processor):
         self.environment = environment
         self.prompt = prompt
         self.row: Any = prompt.row
-        self.key = key  # sampling seed
+        self.key = key  # seed for sampling this completion
         self.processor = processor
         self.tool_use = ToolUse(environment)
         self.tools = tools_of(environment)
@@ -56,11 +56,11 @@ class ToolEpisode:
         self.ids: list[int] = []  # completion ids, including tool results
         self.policy_mask: list[bool] = []  # True for sampled tokens, False for tool results
         self.pictures: list[tuple] = []  # images returned by tools
-        self.unread: list[Prompt] = []  # tool result, if not yet prefilled
+        self.unread: list[Prompt] = []  # tool results not yet in the KV cache (at most one)
         self.ended = False
 
     def step(self, token: int, turn_ends: bool, text_ends: bool, max_new_tokens: int) -> bool:
-        """Append a sampled token, and run the tool calls it completes.
+        """Append a sampled token, and run the tool calls that it completes.
 
         Args:
             turn_ends: whether the token is a stop token, such as <|im_end|>.
@@ -68,12 +68,12 @@ class ToolEpisode:
         Returns:
             whether the completion ends for a reason other than max_new_tokens
         """
-        if self.ended:  # this completion is finished; `generate` removes it later
+        if self.ended:  # `generate` later removes finished completions from the batch
             return True
         self.policy_mask.append(True)
         self.ids.append(token)
         tokens_left = max_new_tokens - len(self.policy_mask)
-        # a closing tag may span several tokens, so also search the end of the earlier text
+        # a closing tag may span several tokens, so also search where the earlier text ends
         searched_from = max(0, len(self.text) - len(self.closing_tag.pattern))
         self.text += token_bytes(self.processor.tokenizer, token, NO_TEXT)
         is_finished = turn_ends or text_ends
@@ -86,7 +86,7 @@ class ToolEpisode:
         return is_finished
 
     def closes_a_call(self, searched_from: int) -> bool:
-        """Return whether a tag such as </zoom> follows in the text, beginning at byte `searched_from`."""
+        """Return whether the text has a closing tag such as </zoom> from byte `searched_from` on."""
         return self.closing_tag.search(self.text, searched_from) is not None
 
     def answer(self, calls: list[Call], turn_ended: bool, tokens_left: int) -> bool:
@@ -97,7 +97,7 @@ class ToolEpisode:
         """
         _, answer, pictures = self.call_tools(calls, turn_ended)
         ids = answer.input_ids.tolist()
-        # a tool result that does not fit ends the completion, because images cannot be truncated
+        # oversized tool results end the completion, because images cannot be truncated
         self.tool_use.cut = not self.done and len(ids) >= tokens_left
         if self.done or self.tool_use.cut:
             return True
@@ -109,7 +109,7 @@ class ToolEpisode:
         return False
 
     def call_tools(self, calls: list[Call], turn_ended: bool) -> tuple[list[list[dict]], Prompt, list[Picture]]:
-        """Run tool calls; return results as message parts, as a Prompt, and as images.
+        """Run tool calls, and return the results in three forms: message parts, a Prompt to prefill, and images.
 
         Tool results become a user turn if the assistant turn has ended, else a part of the assistant turn.
         """
@@ -122,21 +122,23 @@ class ToolEpisode:
             self.tool_use.num_failed += not succeeded
         self.tool_use.num_calls += len(calls)
         grids = [grid for *_, grid in pictures]
-        pieces = render_answers(answers, turn_opening(self.processor) if turn_ended else ())
+        opening = turn_opening(self.processor) if turn_ended else ()
+        pieces = render_answers(answers, opening)
         ids = chain(*self.processor.encode(pieces, grids))
         images = self.processor.image_processor
         no_patches = torch.zeros(0, images.patch_dim, dtype=images.dtype)
         patches = torch.cat([no_patches, *(patches for _, patches, _ in pictures)])
         grid = torch.tensor(grids, dtype=torch.long).view(-1, 3)
-        return answers, Prompt(torch.tensor([*ids]), patches, grid, torch.zeros(len(grids))), pictures
+        prompt = Prompt(torch.tensor([*ids]), patches, grid, torch.zeros(len(grids)))
+        return answers, prompt, pictures
 
     @property
     def done(self) -> bool:
-        """Whether the environment ends a completion."""
+        """Whether the environment has ended the completion."""
         return bool(getattr(self.environment, "done", False))
 
     def finish(self, completion: Completion):
-        """Add tool results (with log-probability 0) and tool-use counts to a sampled completion."""
+        """Insert the tool results into the sampled completion, with log-probability 0, and add tool-use counts."""
         completion.stopped &= not self.tool_use.cut
         completion.tool_use = self.tool_use
         policy_mask = torch.tensor(self.policy_mask)
@@ -151,7 +153,7 @@ class ToolEpisode:
 
 
 def copy_on_write(image: Image) -> Image:
-    """Copy an image lazily: PIL copies its pixels only before a change."""
+    """Copy a PIL image lazily: the pixels are copied only when the copy is changed."""
     image.load()
     image = image._new(image.im)
     image.readonly = 1
@@ -159,27 +161,29 @@ def copy_on_write(image: Image) -> Image:
 
 
 class AnswerAttention(DecodeAttention):
-    """Attention for a forward pass over concatenated tool results.
+    """Attention to prefill new tool results for several completions in one forward pass.
 
     Tokens attend to their prompt and to all earlier tokens in their completion.
 
     Args:
-        rows: row in the decoding batch per tool result.
+        rows: decoding batch row per tool result.
         lengths: tokens per tool result.
     """
 
     def __init__(self, decoding: DecodeAttention, rows: list[int], lengths: list[int]):
         self.decoding = decoding
         self.layer_states = decoding.layer_states
-        self.spans = []  # (row in the decoding batch, packed tokens) per tool result
-        self.places = []  # (prompt index, prompt length, slice of its KV cache) per tool result
+        self.spans = []  # per tool result: (batch row, packed token slice)
+        self.places = []  # per tool result: (prompt index, prompt length, KV cache slice)
         prompt_lengths = (decoding.prompt_bias == 0).sum(1).tolist()
-        newest = decoding.newest.cpu()  # newest cache position per row
+        newest = decoding.newest.cpu()  # last used KV cache position per row
         for row, length, end in zip(rows, lengths, accumulate(lengths), strict=True):
             prompt = int(decoding.prompt_index[row])
             begin = int(newest[row]) + 1
-            self.spans.append((slice(row, row + 1), slice(end - length, end)))
-            self.places.append((prompt, prompt_lengths[prompt], slice(begin, begin + length)))
+            packed = slice(end - length, end)
+            cached = slice(begin, begin + length)
+            self.spans.append((slice(row, row + 1), packed))
+            self.places.append((prompt, prompt_lengths[prompt], cached))
         new_tokens = torch.zeros_like(newest)
         new_tokens[rows] = torch.tensor(lengths)
         growth = int((newest + new_tokens).max() - newest.max())
@@ -195,17 +199,19 @@ class AnswerAttention(DecodeAttention):
             keys_and_values = []
             for row_cache, prompts, new in zip(row_kv, prompt_kv, (k, v), strict=True):
                 row_cache[row, :, cached] = new[tokens].transpose(0, 1)
-                # prompt keys (or values) without padding, then completion keys up to this tool result
-                seen = prompts[prompt, None, :, :prompt_length], row_cache[row, :, : cached.stop]
-                keys_and_values.append(torch.cat(seen, dim=2))
+                # keys (or values): the prompt without padding, then the completion up to this tool result
+                of_prompt = prompts[prompt, None, :, :prompt_length]
+                of_completion = row_cache[row, :, : cached.stop]
+                keys_and_values.append(torch.cat([of_prompt, of_completion], dim=2))
             # queries: (1, heads, tokens, D)
             queries = q[tokens].transpose(0, 1)[None]
-            out.append(dense_attention(queries, *keys_and_values, is_causal=True)[0].transpose(0, 1))
+            attended = dense_attention(queries, *keys_and_values, is_causal=True)
+            out.append(attended[0].transpose(0, 1))
         return torch.cat(out)
 
 
 class ReadingDecode(Decode):
-    """Decode step that also prefills new tool results."""
+    """Decode one token per completion, and prefill new tool results."""
 
     def __init__(self, decode: Decode, sampler: "ToolSampler"):
         self.decode = decode
@@ -226,7 +232,7 @@ class ReadingDecode(Decode):
         start = attention.start[index] + attention.newest[index] + 1
         batch.position_ids += start.repeat_interleave(repeats)
         hidden = model(batch, AnswerAttention(attention, rows, lengths), batch.layout.last_index)
-        # an image of 10 x 10 tokens has 100 cache positions, but only 10 position ids (M-RoPE)
+        # M-RoPE: an image of 10 x 10 tokens takes 100 KV cache positions, but advances position ids by only 10
         last_positions = [x.max() for x in batch.position_ids.split(lengths, dim=1)]
         attention.start[index] = torch.stack(last_positions) - attention.newest[index]
         self.sampler.record_tokens(attention.rows[index].repeat_interleave(repeats), batch.input_ids)
@@ -246,7 +252,7 @@ class ToolSampler(Sampler):
         self.episodes: list[Any] = []  # one episode per row in the batch
 
     def token_sampler(self, prompts: Sequence[Prompt], num_generations: int, keys: Sequence[str]) -> TokenSampler:
-        """Reset one environment per completion."""
+        """Create and reset one environment per completion."""
         self.episodes = []
         for prompt, key in zip(prompts, keys, strict=True):
             row = prompt.row
@@ -273,15 +279,18 @@ class ToolSampler(Sampler):
         return ReadingDecode(super().decode(), self)
 
     def accept_tokens(self, rows: Tensor, ids: Tensor, turn_ends: Tensor) -> Tensor:
-        """Give sampled tokens to their episodes; return (r,) whether completions end."""
+        """Append sampled tokens to their completions; return which completions end, bool (r,)."""
         limit = self.sampling.max_new_tokens
-        sampled = (x.tolist() for x in (rows, ids, turn_ends, self.record_tokens(rows, ids)))
-        ends = [self.episodes[row].step(*token, limit) for row, *token in zip(*sampled, strict=True)]
+        text_ends = self.record_tokens(rows, ids)
+        sampled = (x.tolist() for x in (rows, ids, turn_ends, text_ends))
+        ends = []
+        for row, *token in zip(*sampled, strict=True):
+            ends.append(self.episodes[row].step(*token, limit))
         return to_device(torch.tensor(ends), rows.device)
 
 
 def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
-    """Return the keyword arguments for `reset`.
+    """Return the keyword arguments for an environment's `reset`: dataset row, prompt and images.
 
     The argument `extents` lists image sizes (width, height) in the units of box coordinates.
     """
@@ -290,8 +299,8 @@ def reset_columns(prompt: Prompt, row: Row, processor: Processor) -> dict:
     patch_size = processor.image_processor.patch_size
     # exclude videos, which have second_per_grid_ts > 0
     grids = prompt.image_grid_thw[prompt.second_per_grid_ts == 0].tolist()
-    extents = [
-        box_scale(space, image.size, (patch_size * columns, patch_size * rows))
-        for image, (_, rows, columns) in zip(images, grids, strict=True)
-    ]
+    extents = []
+    for image, (_, rows, columns) in zip(images, grids, strict=True):
+        resized = (patch_size * columns, patch_size * rows)
+        extents.append(box_scale(space, image.size, resized))
     return row.columns | {"images": images, "extents": extents, "prompt": row.messages}

@@ -1,9 +1,9 @@
 """Sample trajectories: multi-turn completions where every turn has its own prompt (context window).
 
-The first prompt comes from the dataset. Later prompts hold the messages that the environment method `observe(rounds)`
-returns. With sampling.history=K, later prompts hold all text so far and the images from the newest K rounds. A round is
-a turn with its tool results. A turn without a tool call, or an environment with `done = True`, ends the trajectory. The
-loss treats all turns as one completion.
+The first prompt comes from the dataset. Later prompts consist of the messages that the environment method
+`observe(rounds)` returns. With sampling.history=K, later prompts consist of all text so far and the images from the
+newest K rounds. A round is a turn with its tool results. A turn without a tool call, or an environment with
+`done = True`, ends the trajectory. The loss treats all turns as one completion.
 """
 
 from collections.abc import Sequence
@@ -33,12 +33,12 @@ VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", IMAGE, VIDEO)
 
 
 def find_sampler(name: str, history: int | None) -> type[Sampler]:
-    """Return the sampler for an environment."""
+    """Return the sampler class for an environment, which depends on whether later turns get new prompts."""
     return TrajectorySampler if has_windows(name, history) else ToolSampler
 
 
 def has_windows(name: str, history: int | None) -> bool:
-    """Return whether later turns get new prompts, from `observe` or sampling.history."""
+    """Return whether later turns get new prompts, defined by the method `observe` or by sampling.history."""
     observes = hasattr(get_environment(name)(), "observe")
     if observes and history is not None:
         raise UserError(
@@ -58,6 +58,8 @@ class Round:
 
 
 class Episode(ToolEpisode):
+    """A multi-turn completion while it is sampled."""
+
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.turns: list[Completion] = []
@@ -73,7 +75,8 @@ class Episode(ToolEpisode):
         parts, answers, pictures = self.call_tools(calls, turn_ended)
         if not self.done:
             text = self.processor.decode_assistant_turn(Completion(torch.tensor(self.ids)))
-            self.rounds.append(Round(text, [*chain(*parts)], answers, [image for image, *_ in pictures]))
+            images = [image for image, *_ in pictures]
+            self.rounds.append(Round(text, [*chain(*parts)], answers, images))
         return True
 
     def finish(self, completion: Completion):
@@ -87,7 +90,7 @@ class Episode(ToolEpisode):
     def trajectory(self) -> Completion:
         """Join all turns into one completion."""
         windows = [turn.prompt for turn in self.turns[1:]]
-        # images to log: the last image of each prompt but the first
+        # log the last image in each prompt but the first
         shown = [window.row.images[-1:] for window in windows if window and window.row]
         return Completion(
             ids=torch.cat([turn.ids for turn in self.turns]),
@@ -100,9 +103,10 @@ class Episode(ToolEpisode):
 
 
 class TrajectorySampler(ToolSampler):
-    """Sampler that gathers sharded weights before the first turn.
+    """Sample trajectories turn by turn.
 
-    Gathering needs all ranks, and some may have no later turns.
+    Sharded weights are gathered only before the first turn: gathering needs all ranks, and some ranks may have no
+    later turns.
     """
 
     episode_type = Episode
@@ -134,7 +138,7 @@ class TrajectorySampler(ToolSampler):
         return Sampler.decode(self)  # prefills no tool results, because the next turn's prompt contains them
 
     def window(self, episode: Episode) -> Prompt:
-        """Build the next prompt in an episode."""
+        """Build the prompt for an episode's next turn."""
         with error_context(f"{episode.row.name}: turn {len(episode.turns)}"):
             if self.sampling.history is None:
                 window = observed_window(episode, self.processor)
@@ -151,8 +155,9 @@ class TrajectorySampler(ToolSampler):
 
 
 def observed_window(episode: Episode, processor: Processor) -> Prompt:
-    """Build the next prompt from the messages that `observe` returns."""
-    messages = call_method(episode.environment, "observe", [(past.text, past.parts) for past in episode.rounds])
+    """Build the next prompt from the messages that the environment method `observe` returns."""
+    rounds = [(past.text, past.parts) for past in episode.rounds]
+    messages = call_method(episode.environment, "observe", rounds)
     require(isinstance(messages, list) and bool(messages), "the result of observe", messages, "a list of messages")
     check_messages(messages)
     messages = valid_text(messages)
@@ -163,19 +168,23 @@ def observed_window(episode: Episode, processor: Processor) -> Prompt:
 
 
 def history_window(episode: Episode, history: int, processor: Processor) -> Prompt:
-    """Build the next prompt: all text so far, and the images from the newest `history` turns and tool results."""
+    """Build the next prompt from all text so far and images in the newest `history` rounds."""
     shown = [episode.prompt, *(past.answers for past in episode.rounds)]
-    written = [*(turn.ids for turn in episode.turns), torch.empty(0, dtype=torch.long)]
+    written = [turn.ids for turn in episode.turns]
+    written.append(torch.empty(0, dtype=torch.long))
     tokens = processor.tokenizer.special_tokens
     vision_ids = torch.tensor([tokens[name] for name in VISION_TOKENS])
     ids = []
     for number, (prompt, turn_ids) in enumerate(zip(shown, written, strict=True)):
         is_new = number >= len(shown) - history
-        ids.append(prompt.input_ids if is_new else without_ids(prompt.input_ids, vision_ids))
-        # drop sampled vision tokens: they have no image
+        prompt_ids = prompt.input_ids
+        ids.append(prompt_ids if is_new else without_ids(prompt_ids, vision_ids))
+        # drop vision tokens that the model sampled: they have no image
         ids.append(without_ids(turn_ids, vision_ids))
-    names = ("pixel_values", "image_grid_thw", "second_per_grid_ts")
-    media = (torch.cat([getattr(prompt, name) for prompt in shown[-history:]]) for name in names)
+    media = []
+    for name in ("pixel_values", "image_grid_thw", "second_per_grid_ts"):
+        tensors = [getattr(prompt, name) for prompt in shown[-history:]]
+        media.append(torch.cat(tensors))
     window = Prompt(torch.cat(ids), *media)
     images = [episode.row.images, *(past.images for past in episode.rounds)]
     window.row = Row([], list(chain(*images[-history:])))
@@ -183,5 +192,5 @@ def history_window(episode: Episode, history: int, processor: Processor) -> Prom
 
 
 def without_ids(ids: Tensor, excluded: Tensor) -> Tensor:
-    """Remove some token ids from a sequence."""
+    """Remove the excluded token ids from a sequence."""
     return ids[~torch.isin(ids, excluded)]

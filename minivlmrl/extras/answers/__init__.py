@@ -1,1 +1,1 @@
-"""Answer one prompt (chat) or a file of rows (evaluate, generate) with a trained model."""
+"""Generate answers with a trained model: for one prompt (chat), a data file (evaluate, generate) or a page (serve)."""

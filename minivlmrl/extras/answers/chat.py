@@ -46,7 +46,8 @@ def main(arguments: list[str]):
     row = build_row(options, config.data)
     world = process_group.setup(torch.get_num_threads(), config.timeout, config.uses_fsdp)
     model, processor = build_model(config, world)
-    completion = answer(model, processor, config, world, row, options.seed, partial(print, end="", flush=True))
+    show = partial(print, end="", flush=True)
+    completion = answer(model, processor, config, world, row, options.seed, show)
     print()
     if not completion.stopped:
         num_tokens = pluralize(len(completion.ids), "token")
@@ -58,12 +59,14 @@ def answer(
     model: VisionLanguageModel, processor: Processor, config: RunConfig, world: World, row: Row, seed: int,
     show: Callable[[str], object],
 ) -> Completion:  # fmt: skip
-    """Sample one answer, and call `show` with its text, token by token."""
+    """Sample one answer, and pass its text to `show`, token by token."""
     prompt = row.prompt(processor)
     # no CUDA graph, because tokens are shown one by one
     sampling = replace(config.sampling, engine="native", cuda_graph="never")
-    stream = Stream(processor.tokenizer, sampling.stop_token_ids or processor.stop_token_ids, show)
-    show(processor.decode_assistant_turn(Completion(torch.empty(0, dtype=torch.long))))
+    stop_ids = sampling.stop_token_ids or processor.stop_token_ids
+    stream = Stream(processor.tokenizer, stop_ids, show)
+    no_tokens = torch.empty(0, dtype=torch.long)
+    show(processor.decode_assistant_turn(Completion(no_tokens)))  # shows "<think>" if the prompt ends with it
     sampler = make_sampler(model, processor, sampling, world)
     sampler.on_tokens = stream.write
     [[completion]] = sampler([prompt], 1, [f"ask/{seed}"])
@@ -72,7 +75,7 @@ def answer(
 
 
 def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
-    """Combine command-line options with the prompt and stopping options saved with the model."""
+    """Build the configuration from the command line, and from the prompt and stop options saved with the model."""
     is_adapter = is_adapter_folder(options.model)
     path = base_model(options.model) if is_adapter else options.model
     dtype = read_config(find_folder(path)).torch_dtype
@@ -81,24 +84,28 @@ def inference_config(options: argparse.Namespace, overrides: list[str]) -> RunCo
     recipe = folder / INFERENCE_CONFIG
     if recipe.is_file():
         saved = read_section(recipe, "sampling")
-        fields["sampling"] = {name: saved[name] for name in ("stop_token_ids", "stop_strings") if name in saved}
+        names = ("stop_token_ids", "stop_strings")
+        fields["sampling"] = {name: saved[name] for name in names if name in saved}
         config = load_config(recipe, [*as_overrides(fields), *overrides], is_found=True)
         text = truncate(config.data.prompt_template, 80)
         print(f"prompt template of {recipe}: {text}", file=sys.stderr)
     else:
-        config = load_config(recipes_folder() / "own_data.yaml", [*as_overrides(fields | {"data": {}}), *overrides])
+        recipe = recipes_folder() / "own_data.yaml"
+        defaults = as_overrides(fields | {"data": {}})
+        config = load_config(recipe, [*defaults, *overrides])
     if is_adapter:
         config.adapter = adapter_options(options.model, trained_quantization(find_recipe(folder)))
     return config
 
 
 def build_row(options: argparse.Namespace, data: DataOptions) -> Row:
-    """Build a row from prompt and media on the command line."""
+    """Build a dataset row from the prompt, images and videos on the command line."""
     media_counts = {"image": len(options.image), "video": len(options.video)}
     template = data.prompt_template if "{problem}" in data.prompt_template else "{problem}"
     system_message = data.system_prompt if options.system is None else options.system
     turns = conversation(options.prompt, media_counts, template, system_message)
-    messages, media = place_media(turns, read_media({"images": options.image, "videos": options.video}), data)
+    files = read_media({"images": options.image, "videos": options.video})
+    messages, media = place_media(turns, files, data)
     images = [fetch_image(item.sources[0]) for item in media if item.kind == "image"]
     return Row(messages, images, videos=load_videos(media, Path(), load_video))
 
@@ -110,7 +117,7 @@ class Stream:
         self.tokenizer = tokenizer
         self.hidden = hidden
         self.show = show
-        # a character may span several tokens
+        # incremental, because a UTF-8 character may span several tokens
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, rows: Tensor, ids: Tensor):
@@ -120,7 +127,7 @@ class Stream:
                 self.show(self.decoder.decode(token_bytes(self.tokenizer, token_id)))
 
     def end(self):
-        """Show the answer's end; an incomplete character becomes U+FFFD."""
+        """Show remaining bytes; an incomplete UTF-8 character becomes U+FFFD."""
         self.show(self.decoder.decode(b"", final=True))
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from math import comb, isnan
 from pathlib import Path
 
@@ -100,26 +101,28 @@ def answer_file(tool: str, arguments: list[str]):
         for part in generate_for_rows(sample, rows, options.num_generations, rewards, key, describe):
             if file is not None:
                 file.writelines(f"{json_text(line)}\n".encode() for line in part)
-                file.flush()  # if the command stops, the draft has the answers so far
+                file.flush()  # if the command stops, the partial file has the answers so far
             lines += part
     if world.is_main:
-        write_summary({"rows": len(rows), **summarize(lines, names), **by_value(lines, names, options.by)}, out)
+        summary = {"rows": len(rows), **summarize(lines, names), **by_value(lines, names, options.by)}
+        write_summary(summary, out)
     process_group.shutdown(world)
 
 
 def check_column(name: str | None, rows: Dataset):
-    """Raise UserError if --by names no column."""
+    """Raise UserError if the option --by names an unknown column."""
     known = rows[0].columns
     if name not in (None, *known):
         raise UserError(f"--by is {name}, but the rows have no such column; their columns are {', '.join(known)}")
 
 
 def results_file(tool: str, options: argparse.Namespace) -> Path:
-    """Return --out, by default beside the model, with the data file in its name."""
+    """Return the results file: --out, or a file beside the model such as evaluate_DATA.jsonl."""
     model_folder = Path(options.model)
     out_folder = model_folder.resolve().parent if model_folder.is_dir() else Path()
     out = Path(options.out or out_folder / f"{tool}_{Path(options.data).stem}.jsonl")
-    if Path(options.data).resolve() in (out.resolve(), Path(f"{out}.partial").resolve()):
+    written = (out.resolve(), Path(f"{out}.partial").resolve())
+    if Path(options.data).resolve() in written:
         raise UserError(f"--data is {options.data}, where the answers would be written; choose another name with --out")
     return out
 
@@ -129,10 +132,10 @@ generate_main = partial(answer_file, "generate")
 
 
 def evaluation_config(options: argparse.Namespace, overrides: list[str], with_rewards: bool) -> RunConfig:
-    """Load the recipe with the model and data file from the command line."""
+    """Load the recipe, with model, data file and other options from the command line."""
     is_adapter = is_adapter_folder(options.model)
     found_recipe = find_recipe(find_adapter(options.model) if is_adapter else options.model)
-    # no recipe: use the questions in the rows without a prompt template
+    # without a recipe, do not add a prompt template to the questions in the rows
     if not (found_recipe or options.recipe):
         overrides = ["--data.prompt_template={problem}", *overrides]
     recipe = options.recipe or found_recipe or recipes_folder() / "own_data.yaml"
@@ -155,7 +158,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
     unfiltered = as_overrides({f"sampling.{name}": value for name, value in UNFILTERED.items()})
     overridden = ["--adapter={}", *unfiltered, *overrides, *as_overrides(fields)]
     is_found = options.recipe is None
-    # load the recipe's rewards, which may run code, only if data.eval_rewards is missing
+    # load training rewards, which may run code, only if the recipe has no data.eval_rewards
     config = load_config(recipe, ["--rewards={}", *overridden], is_found)
     if config.rewards:
         config.data.eval_rewards = list(config.rewards)
@@ -167,7 +170,7 @@ def evaluation_config(options: argparse.Namespace, overrides: list[str], with_re
 
 
 def note_changes(options: argparse.Namespace, config: RunConfig):
-    """Print prompt options other than in the training run."""
+    """Print which prompt options differ from the training run."""
     trained = find_recipe(options.model) if options.recipe else None
     changed = changed_prompts(trained, config)
     if changed:
@@ -177,32 +180,34 @@ def note_changes(options: argparse.Namespace, config: RunConfig):
 
 
 def find_recipe(model: str | Path) -> Path | None:
-    """Return the training run's recipe, else the model's minivlmrl.yaml, else None."""
+    """Find the recipe that trained a model, else the model's minivlmrl.yaml, else None."""
     own = find_folder(model) / INFERENCE_CONFIG
     own_options = read_yaml(own) if own.is_file() else {}
-    for folder in Path(model).absolute().parents[:3]:  # RUN is two folders above RUN/best/checkpoint
+    for folder in Path(model).absolute().parents[:3]:  # a model may be in RUN/checkpoint or RUN/best/checkpoint
         recipe = folder / RUN_CONFIG
-        if recipe.is_file() and (folder / METRICS).is_file() and contains(read_yaml(recipe), own_options):
+        is_run = recipe.is_file() and (folder / METRICS).is_file()
+        if is_run and contains(read_yaml(recipe), own_options):
             return recipe
     return own if own.is_file() else None
 
 
 def contains(recipe: Plain, options: Plain) -> bool:
-    """Return whether a recipe has every value in `options`."""
+    """Return whether a recipe sets all options to the given values."""
     if not isinstance(options, dict):
         return recipe == options
-    return isinstance(recipe, dict) and all(contains(recipe.get(name), value) for name, value in options.items())
+    if not isinstance(recipe, dict):
+        return False
+    return all(contains(recipe.get(name), value) for name, value in options.items())
 
 
 def result_line(
     processor: Processor, names: Sequence[str], by: str | None, row: Row, completions: list, rewards_of_row: list
 ) -> dict:
-    """Return the results line for one row."""
+    """Build the results line for one row: its answers and their rewards."""
     answers = []
     for completion, values in zip(completions, rewards_of_row, strict=True):
         text = processor.decode_assistant_turn(completion)
-        # a missing score is NaN, null in JSON
-        scored = [None if isnan(value) else value for value in values]
+        scored = [None if isnan(value) else value for value in values]  # NaN means no score; JSON has no NaN
         answers.append(
             {
                 "text": text,
@@ -217,35 +222,45 @@ def result_line(
 
 
 def summarize(lines: list[dict], names: Sequence[str]) -> dict:
-    """Compute the fraction of truncated answers, and mean rewards over scored rows.
+    """Compute mean rewards, the fraction of truncated answers, and pass@k.
 
-    For several answers per row and a reward that is 0 or 1, also pass@k: the probability that at least one of k answers
-    is right. With c right ones of n, it is 1 - C(n - c, k) / C(n, k), which is unbiased (arXiv 2107.03374).
+    Means leave out rows without a score. pass@k is the probability that at least one of k answers is right,
+    computed for rewards of 0 or 1 and several answers per row. The unbiased estimate, for c right answers out of n, is
+    1 - C(n - c, k) / C(n, k) (arXiv 2107.03374).
     """
     cut_flags = [not answer["stopped"] for line in lines for answer in line["answers"]]
     summary: dict[str, float | None] = {"cut": sum(cut_flags) / len(cut_flags)}
     for name in names:
-        values = [[answer["rewards"][name] for answer in line["answers"]] for line in lines]
-        scored = [[value for value in row if value is not None] for row in values]
-        means = [sum(row) / len(row) for row in scored if row]
+        scored = []  # rewards of rows with at least one score
+        for line in lines:
+            values = [answer["rewards"][name] for answer in line["answers"]]
+            values = [value for value in values if value is not None]
+            if values:
+                scored.append(values)
+        means = [sum(values) / len(values) for values in scored]
         summary[name] = sum(means) / len(means) if means else None
-        if {value for row in scored for value in row} <= {0.0, 1.0}:
-            num_answers = min(map(len, filter(None, scored)), default=0)
+        if {*chain(*scored)} <= {0.0, 1.0}:
+            num_answers = min(map(len, scored), default=0)
             for k in [2**i for i in range(1, num_answers.bit_length())]:
-                passes = [1 - comb(row.count(0.0), k) / comb(len(row), k) for row in scored if row]
+                passes = []
+                for values in scored:
+                    num_wrong = values.count(0.0)
+                    passes.append(1 - comb(num_wrong, k) / comb(len(values), k))
                 summary[f"{name} pass@{k}"] = sum(passes) / len(passes)
     return summary
 
 
 def by_value(lines: list[dict], names: Sequence[str], column: str | None) -> dict[str, float | int | None]:
-    """Return {"kind=count rows": 20, "kind=count accuracy": 0.7, ...} for all values in a column."""
+    """Compute mean rewards per value of a column: {"kind=count rows": 20, "kind=count accuracy": 0.7, ...}."""
     groups = defaultdict(list)
     for line in lines if column else ():
         groups[f"{column}={line[column]}"].append(line)
     means = {}
     for value, group in sorted(groups.items()):
         means[f"{value} rows"] = len(group)
-        means |= {f"{value} {name}": mean for name, mean in summarize(group, names).items() if name != "cut"}
+        for name, mean in summarize(group, names).items():
+            if name != "cut":
+                means[f"{value} {name}"] = mean
     return means
 
 
@@ -254,7 +269,7 @@ def summary_file(out: Path) -> Path:
 
 
 def write_summary(summary: dict, out: Path):
-    """Write and print mean rewards."""
+    """Write the summary to a JSON file beside the results, and print it."""
     path = summary_file(out)
     write_json(path, summary)
     for name, value in summary.items():

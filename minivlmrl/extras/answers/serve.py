@@ -1,4 +1,4 @@
-"""Serve a page on this machine: drop a picture, ask, and read answers by a model and its base side by side."""
+"""Serve a local web page to ask a model and its base about a picture, and read both answers side by side."""
 
 import argparse
 import json
@@ -53,14 +53,17 @@ find("form").onsubmit = (event) => {
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serve the page and answers, but no file; refuse requests from other web sites."""
+    """Serve the page and the answers, but no files. Requests from other web sites are refused."""
 
-    page, lock = b"", Lock()  # one answer at a time
-    answers: list[Callable]  # functions (prompt, image, show)
+    page = b""
+    lock = Lock()  # generate only one answer at a time
+    answers: list[Callable]  # one function (prompt, image, show) per model
 
     def begin(self, kind: str) -> bool:
-        hosts = [f"{name}:{self.connection.getsockname()[1]}" for name in ("127.0.0.1", "localhost")]
-        is_own_page = self.headers.get("Origin") in (None, *(f"http://{host}" for host in hosts))
+        port = self.connection.getsockname()[1]
+        hosts = [f"127.0.0.1:{port}", f"localhost:{port}"]
+        origins = [f"http://{host}" for host in hosts]
+        is_own_page = self.headers.get("Origin") in (None, *origins)
         is_allowed = self.path == "/" and self.headers.get("Host") in hosts and is_own_page
         self.send_response(200 if is_allowed else 403)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
@@ -74,11 +77,14 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         try:
             if self.begin("text/plain"):
-                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if not (asked["image"] or "data:image/").startswith("data:image/"):
+                length = int(self.headers["Content-Length"])
+                asked = json.loads(self.rfile.read(length))
+                image = asked["image"]
+                if image and not image.startswith("data:image/"):
                     raise UserError("only a picture that was dropped on the page is read, and no file")
+                ask = self.answers[asked["model"]]
                 with self.lock:
-                    self.answers[asked["model"]](asked["prompt"], asked["image"], self.show)
+                    ask(asked["prompt"], image, self.show)
         except ConnectionError as error:
             self.log_error("the page was closed: %s", error)
         except Exception as error:
@@ -90,30 +96,35 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def load(config: RunConfig) -> Callable:
-    """Load a model, and return a function (prompt, image, show) for answers."""
+    """Load a model, and return a function (prompt, image, show) that answers a prompt."""
     world = process_group.setup(torch.get_num_threads(), config.timeout, config.uses_fsdp)
     model, processor = build_model(config, world)
 
     def ask(prompt: str, image: str | None, show: Callable):
-        asked = argparse.Namespace(prompt=prompt, image=[*filter(None, [image])], video=[], system=None)
-        answer(model, processor, config, world, build_row(asked, config.data), 0, show)
+        images = [image] if image else []
+        asked = argparse.Namespace(prompt=prompt, image=images, video=[], system=None)
+        row = build_row(asked, config.data)
+        answer(model, processor, config, world, row, 0, show)
 
     return ask
 
 
 def main(arguments: list[str]):
-    parser = argparse.ArgumentParser("minivlmrl serve", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    description = str(__doc__).splitlines()[0]
+    parser = argparse.ArgumentParser("minivlmrl serve", description=description, allow_abbrev=False)
     parser.add_argument("--model", required=True, help="folder of the model, or its repository id on the Hub")
     parser.add_argument("--base", help="folder or id of a second model, asked with the same prompt template")
     parser.add_argument("--port", type=int, default=8000, help="port on 127.0.0.1; defaults to 8000")
     options, overrides = parser.parse_known_args(arguments)
     configs = {options.model: inference_config(options, overrides)}
-    if options.base:  # asked with the model prompt template
-        own = {"path": options.base, "dtype": read_config(find_folder(options.base)).torch_dtype}
+    if options.base:  # the base gets the same prompt template as the model
         trained = configs[options.model]
-        configs[options.base] = replace(trained, model=replace(trained.model, **own), adapter=LoRAOptions())
+        dtype = read_config(find_folder(options.base)).torch_dtype
+        base = replace(trained.model, path=options.base, dtype=dtype)
+        configs[options.base] = replace(trained, model=base, adapter=LoRAOptions())
     Handler.answers = [load(config) for config in configs.values()]
-    Handler.page = PAGE.replace("MODELS", json.dumps([*configs]).replace("<", r"\u003c")).encode()
+    names = json.dumps([*configs]).replace("<", r"\u003c")
+    Handler.page = PAGE.replace("MODELS", names).encode()
     with ThreadingHTTPServer(("127.0.0.1", options.port), Handler) as server:
         print(f"open http://127.0.0.1:{server.server_address[1]} in a browser; Ctrl-C ends", flush=True)
         server.serve_forever()

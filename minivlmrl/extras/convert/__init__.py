@@ -1,1 +1,1 @@
-"""Convert training data between minivlmrl's layout and those of other projects."""
+"""Convert training data from other projects' formats."""

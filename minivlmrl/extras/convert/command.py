@@ -5,7 +5,7 @@
 
 `convert` reads conversations (LLaVA, ShareGPT, VLM-R1), rows with a question and an answer (EasyR1, verl, TRL), CSV,
 parquet, and picture folders with metadata.csv, labels.csv or a subfolder per class. It prints the first row as a
-run will use it, and the next command. If several columns could be question, answer or picture, it asks.
+run will use it, and the next command. If several columns could be question, answer or picture, `convert` asks.
 The new file is beside the original.
 """
 
@@ -36,7 +36,7 @@ from minivlmrl.files import file_to_write
 from minivlmrl.json_files import write_file
 from minivlmrl.run.lock import drafted
 
-LONG = 30  # words; a longer truth is a whole demonstration
+LONG = 30  # words; longer solutions are for SFT, because rewards cannot compare them
 
 
 def main(arguments: list[str]) -> int:
@@ -56,8 +56,10 @@ def main(arguments: list[str]) -> int:
     file = find_rows(path)
     folder, split = split_of(file)
     folder = folder if folder.is_dir() else folder.parent
-    name = f"{path.stem}_converted.jsonl" if path.is_file() else f"rows_{f'{split}_' if split else ''}converted.jsonl"
-    out = file_to_write(options.out or folder / name)
+    stem = path.stem
+    if not path.is_file():
+        stem = f"rows_{split}" if split else "rows"
+    out = file_to_write(options.out or folder / f"{stem}_converted.jsonl")
     if out.resolve() == path.resolve():
         raise UserError(f"--out is {out}, which is the file that is converted; choose another name")
     layout = Layout()
@@ -73,7 +75,8 @@ def main(arguments: list[str]) -> int:
     require(0 <= options.eval_rows < len(rows), "--eval_rows", options.eval_rows, f"less than {len(rows)}, the rows")
     eval_file = write_files(rows, out, options.eval_rows)
     describe(rows[0])
-    kept = [name for name in named.values() if name not in {*TEXTS, *MEDIA, *VALUES, "solution"}]
+    known = {*TEXTS, *MEDIA, *VALUES, "solution"}
+    kept = [name for name in named.values() if name not in known]
     print(f"next: {next_command(rows[0], out, eval_file, folder, kept)}")
     return 0
 
@@ -87,21 +90,25 @@ def convert(
     named: dict[str, str],
     options: argparse.Namespace,
 ) -> list[dict]:
-    """Return converted rows, and print what was left out."""
+    """Convert all rows, and print which columns were left out and how many media files are missing."""
     if not sample:
         raise UserError(f"{file} has no rows")
-    if not options.format:  # rows from an own function have our columns
+    if not options.format:  # the user's function in --format has already converted the rows
         find_columns(layout, sample, named.values(), folder, bool(options.question))
     rows = []
     missing = []
     for where, row in source_rows(file, options.format, named):
         try:
             new_row = convert_row(row, layout, options.question)
-            new_row |= {name: save_pictures(new_row[name], out, folder) for name in MEDIA if new_row.get(name)}
+            for name in MEDIA:
+                if new_row.get(name):
+                    new_row[name] = save_pictures(new_row[name], out, folder)
             _, media = checked_row(new_row, (), named.values(), RowOptions())
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Unclear(f"{where}: {error}") from error
-        missing += [source for source, name in files_of(media, str(folder)) if name and not isfile(name)]
+        for source, name in files_of(media, str(folder)):
+            if name and not isfile(name):
+                missing.append(source)
         rows.append(new_row)
     if layout.left_out:
         print(f"left out, because another column is used: {', '.join(layout.left_out)}")
@@ -111,7 +118,7 @@ def convert(
 
 
 def with_known_names(rows: Iterable[dict], named: dict[str, str]) -> list[dict]:
-    """Rename columns; raise UserError if rows have no such column."""
+    """Rename columns as given by --columns; raise UserError if no row has such a column."""
     rows = list(rows)
     names = {name for row in rows for name in row}
     for name in named.keys() - names:
@@ -120,7 +127,7 @@ def with_known_names(rows: Iterable[dict], named: dict[str, str]) -> list[dict]:
 
 
 def rows_with_new_columns(file: Path, format: str | None) -> Iterator[dict]:
-    """Yield the first row, and later rows with a column empty in all rows before."""
+    """Yield sample rows: the first row, and later rows that fill a column for the first time."""
     seen = set()
     for number, (_, row) in enumerate(source_rows(file, format, {})):
         filled = filled_columns(row).keys()
@@ -130,7 +137,7 @@ def rows_with_new_columns(file: Path, format: str | None) -> Iterator[dict]:
 
 
 def source_rows(file: Path, format: str | None, named: dict[str, str]) -> Rows:
-    """Yield rows with names given by the user."""
+    """Yield a file's rows, converted by --format, with the column names from --columns."""
     change = find_format(format) if format else dict
     for where, row in read_rows(file):
         with error_context(where):
@@ -138,40 +145,45 @@ def source_rows(file: Path, format: str | None, named: dict[str, str]) -> Rows:
 
 
 def with_names(columns: dict, named: dict[str, str]) -> dict:
-    """Rename columns; one whose name is given to another one is left out."""
+    """Rename columns; drop a column if another one takes its name."""
     renamed = {ours: columns[theirs] for theirs, ours in named.items() if theirs in columns}
     return {name: value for name, value in columns.items() if name not in named} | renamed
 
 
 def print_cures(error: Unclear, path: Path, named: dict[str, str], question: str | None, lines: list[str]):
-    """Print commands to choose a column, and a function for data.format."""
+    """Print what to do if the columns are unclear: commands that choose one, or a function to edit."""
     command = f"  minivlmrl convert {shlex.quote(str(path))}"
     asked = f" --question={shlex.quote(question)}" if question else ""
     for choice in error.choices:
-        print(f"{command}{asked} --columns={shlex.quote(json.dumps(named | choice))}", file=sys.stderr)
+        columns = json.dumps(named | choice)
+        print(f"{command}{asked} --columns={shlex.quote(columns)}", file=sys.stderr)
     if lines and len(error.choices) < 2:
         print(*lines, "Save this function as my_format.py, correct it if needed, and run", sep="\n", file=sys.stderr)
         print(f"{command} --format=my_format.py:read", file=sys.stderr)
 
 
 def save_pictures(value, out: Path, folder: Path):
-    """Write picture bytes to files beside the new file, and return their paths."""
+    """Write pictures stored as bytes to image files, and return their paths. Other values stay unchanged."""
     if isinstance(value, list):
         return [save_pictures(item, out, folder) for item in value]
     content = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(content, bytes):
         return value
     with open_image(content) as image:
-        file = out.with_name(f"{out.stem}_pictures") / f"{sha256(content).hexdigest()[:16]}.{str(image.format).lower()}"
+        suffix = str(image.format).lower()
+    name = sha256(content).hexdigest()[:16]
+    file = out.with_name(f"{out.stem}_pictures") / f"{name}.{suffix}"
     if file.parent.is_symlink():
         raise UserError(f"{file.parent} is a link, and no files outside this folder are written; remove it")
     file.parent.mkdir(exist_ok=True)
     write_file(file, content)
-    return file.relative_to(folder).as_posix() if file.is_relative_to(folder) else str(file.resolve())
+    if file.is_relative_to(folder):
+        return file.relative_to(folder).as_posix()
+    return str(file.resolve())
 
 
 def write_files(rows: list[dict], out: Path, eval_rows: int) -> Path | None:
-    """Write the rows, and `eval_rows` of them, evenly spaced, into a second file; return its name."""
+    """Write the converted rows, except `eval_rows` evenly spaced ones, which go into a second file; return its path."""
     parts = {out: rows}
     eval_file = None
     if eval_rows:
@@ -180,7 +192,8 @@ def write_files(rows: list[dict], out: Path, eval_rows: int) -> Path | None:
             raise UserError(f"--eval_rows would replace {eval_file}; move this file, or choose another --out")
         parts = {out: [], eval_file: []}
         for number, row in enumerate(rows):
-            parts[eval_file if number * eval_rows % len(rows) < eval_rows else out].append(row)
+            is_held_out = number * eval_rows % len(rows) < eval_rows
+            parts[eval_file if is_held_out else out].append(row)
     for name, part in parts.items():
         with drafted(name, f"another process is writing {name}; wait until it ends") as file:
             file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n".encode() for row in part)
@@ -189,10 +202,11 @@ def write_files(rows: list[dict], out: Path, eval_rows: int) -> Path | None:
 
 
 def describe(columns: dict):
-    """Print the first row as a run will use it."""
+    """Print a converted row as training will read it: question, media and answers."""
     row, media = checked_row(columns, (), {*columns} - {"label"}, RowOptions())
     print(f"first row: question: {truncate(text_of(row.messages[-1]), 200)}")
-    print(f"  pictures and videos: {', '.join(truncate(item.source, 60) for item in media) or 'none'}")
+    sources = [truncate(item.source, 60) for item in media]
+    print(f"  pictures and videos: {', '.join(sources) or 'none'}")
     print(f"  truth (solution): {truncate(columns.get('solution'), 200)}")
     for name in ("completion", "chosen", "rejected"):
         answer = getattr(row, name)
@@ -201,10 +215,15 @@ def describe(columns: dict):
 
 
 def next_command(row: dict, out: Path, eval_file: Path | None, folder: Path, kept: list[str]) -> str:
-    """Return a command to train on the new file; `kept`: columns only for rewards."""
+    """Return a shell command to train on the new file.
+
+    Args:
+        kept: columns read only by rewards.
+    """
     name = "own_pairs" if "chosen" in row else "own_data_one_card"
     recipe = recipes_folder() / f"{name}.yaml"
-    recipe = recipe.relative_to(Path.cwd()) if recipe.is_relative_to(Path.cwd()) else recipe
+    if recipe.is_relative_to(Path.cwd()):
+        recipe = recipe.relative_to(Path.cwd())
     words = ["minivlmrl", "train", str(recipe), f"--data.train_file={out}", f"--data.eval_file={eval_file or 'null'}"]
     if folder.resolve() != out.parent.resolve():
         words.append(f"--data.image_root={folder}")
@@ -212,8 +231,10 @@ def next_command(row: dict, out: Path, eval_file: Path | None, folder: Path, kep
         words.append(f"--data.columns={json.dumps({name: name for name in kept})}")
     solution = row.get("solution")
     listed = literal_list(solution) if isinstance(solution, str) else solution
-    if isinstance(listed, list) and not all(isinstance(item, int | float) for item in listed):
+    lists_answers = isinstance(listed, list) and not all(isinstance(item, int | float) for item in listed)
+    if lists_answers:
         words.append(f"--rewards={{{recipe.with_name('answers.py')}:one_of: 1.0}}")
-    if (solution is None or len(str(solution).split()) >= LONG) and "chosen" not in row:
+    cannot_compare = solution is None or len(str(solution).split()) >= LONG
+    if cannot_compare and "chosen" not in row:
         words.append("--stages=[sft]")
     return shlex.join(words)

@@ -1,13 +1,13 @@
-"""Write a function for data.format to fit the file columns."""
+"""Generate a Python function to convert rows, for the option data.format."""
 
 from minivlmrl.extras.convert.layout import Layout, our_name
 
 
 def format_lines(row: dict, layout: Layout, own: dict[str, str]) -> list[str]:
-    """Return the lines of a function; it appends columns such as `choices` to the question.
+    """Return source lines for a function that converts a row, and appends columns such as `choices` to the question.
 
     Args:
-        own: {our name: file column}, as the user named them.
+        own: {minivlmrl's column: the file's column}, as given by --columns.
     """
 
     def cell(name: str) -> str:

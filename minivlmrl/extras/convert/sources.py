@@ -10,17 +10,17 @@ from minivlmrl.data.row_checks import FILE_NAMES
 from minivlmrl.data.row_files import open_rows, split_of
 from minivlmrl.errors import UserError, error_context, pluralize, truncate
 
-METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # as `datasets` reads an imagefolder
-# folder names other than classes
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")  # as in an "imagefolder" of Hugging Face datasets
+# names of splits and media folders, not of classes
 NO_CLASS = re.compile(r"(train|training|val|valid|validation|dev|test|eval)\d*|images?|imgs?|pictures|photos|data")
-# names of files written by `minivlmrl convert`
+# files written by `minivlmrl convert`
 CONVERTED = re.compile(r"rows(_.+)?_(converted|trl|ms-swift|verl)\.\w+")
 LISTS = ("messages", "prompt", "conversations", "image", "images", "choices", "options")
 Rows = Iterator[tuple[str, dict]]  # (file and line, {column: value})
 
 
 def find_rows(path: Path) -> Path:
-    """Return the row file, a folder with parquet files (FOLDER@SPLIT), or a folder with one subfolder per class.
+    """Find the rows below a path: a file, a folder with parquet files (FOLDER@SPLIT), or one subfolder per class.
 
     Raises:
         UserError: the folder has several splits, or neither rows nor classes.
@@ -43,14 +43,11 @@ def find_rows(path: Path) -> Path:
         raise UserError(f"{folder} has {names}; choose one, as in `minivlmrl convert {tables[-1]}`")
     if row_files(folder):
         return path
-    subfolders = [inner for inner in sorted(folder.glob("[!.]*/")) if any(map(is_shown, inner.rglob("*")))]
-    splits = [
-        inner
-        for inner in subfolders
-        if NO_CLASS.fullmatch(inner.name.lower())
-        or [*inner.glob("metadata.*")]
-        or any(map(is_shown, inner.glob("[!.]*/**/*")))  # a class has no subfolders
-    ]
+    subfolders = []
+    for inner in sorted(folder.glob("[!.]*/")):
+        if any(map(is_shown, inner.rglob("*"))):
+            subfolders.append(inner)
+    splits = [inner for inner in subfolders if not is_class(inner)]
     if splits and len(subfolders) == 1:
         return find_rows(splits[0])
     if splits:
@@ -67,24 +64,35 @@ def find_rows(path: Path) -> Path:
     return folder
 
 
+def is_class(folder: Path) -> bool:
+    """Return whether a picture folder is a class, not a split: it has no split name, metadata or subfolders."""
+    has_metadata = any(folder.glob("metadata.*"))
+    has_subfolders = any(map(is_shown, folder.glob("[!.]*/**/*")))
+    return not (NO_CLASS.fullmatch(folder.name.lower()) or has_metadata or has_subfolders)
+
+
 def row_files(folder: Path) -> list[Path]:
-    """Return JSON and parquet files in a folder, without those written by `convert`."""
-    files = [*folder.glob("*.json*"), *folder.glob("*.parquet"), *folder.glob("*/*.parquet")]
+    """Return JSON and parquet files in a folder, except those written by `convert`."""
+    files = []
+    for pattern in ("*.json*", "*.parquet", "*/*.parquet"):
+        files += folder.glob(pattern)
     return [file for file in files if not CONVERTED.fullmatch(file.name)]
 
 
 def is_shown(file: Path) -> bool:
-    """Return whether a file is a picture."""
-    return not file.name.startswith(".") and bool(FILE_NAMES["image"].fullmatch(file.name))
+    """Return whether a file is an image, by its name."""
+    is_image = FILE_NAMES["image"].fullmatch(file.name) is not None
+    return is_image and not file.name.startswith(".")
 
 
 def read_rows(file: Path) -> Rows:
-    """Yield the rows in what find_rows returns."""
+    """Yield rows with their position, from a file or folder that find_rows returns."""
     if file.suffix in (".csv", ".tsv"):
         yield from read_cells(file)
     elif file.is_dir() and not row_files(file):
         for image in filter(is_shown, sorted(file.glob("[!.]*/[!.]*"))):
-            yield str(image), {"image": image.relative_to(file).as_posix(), "label": image.parent.name}
+            name = image.relative_to(file).as_posix()
+            yield str(image), {"image": name, "label": image.parent.name}
     else:
         rows = open_rows(file)
         for index in range(len(rows)):
@@ -108,10 +116,8 @@ def read_cells(path: Path) -> Rows:
                 with error_context(where):
                     if names and cells:
                         check_cells(names, cells)
-                        yield (
-                            where,
-                            {name: read_cell(name, cell) for name, cell in zip(names, cells, strict=True) if cell},
-                        )
+                        pairs = zip(names, cells, strict=True)
+                        yield where, {name: read_cell(name, cell) for name, cell in pairs if cell}
                 names = names or [name.strip() for name in cells]
                 twice = [name for name in names if name and names.count(name) > 1]
                 if twice:
@@ -132,6 +138,6 @@ def check_cells(names: list[str], cells: list[str]):
 
 
 def read_cell(name: str, cell: str):
-    """Parse a cell; a list in JSON or Python stays a list."""
+    """Parse a CSV cell: to a list if it is one in JSON or Python syntax, else to text."""
     value = parse_literal(cell) if name in LISTS and cell[:1] in ("[", "{") else None
     return cell if value is None else value

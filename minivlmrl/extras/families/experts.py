@@ -1,7 +1,7 @@
 """Mixture-of-experts (MoE) layers for Qwen3-VL-MoE and Qwen3.5-MoE.
 
-A router selects k of E small MLPs per token. Experts are plain MLPs, so LoRA, NF4 and FSDP need no special code.
-Weight files stack all experts of a layer in two tensors; `split_tensors` and `stack_tensors` convert them.
+A router selects k of E small MLPs (experts) per token. Experts are plain MLPs, so LoRA, NF4 and FSDP need no special
+code. Weight files stack all experts of a layer in two tensors; `split_tensors` and `stack_tensors` convert them.
 
 Dimension letters: k experts per token, N tokens, D hidden_size, E experts.
 Source: modeling_qwen3_vl_moe.py and modeling_qwen3_5_moe.py in transformers 5.23.
@@ -35,7 +35,7 @@ class ExpertsConfig(ModelConfig):
     num_experts: NumExperts = 1
     num_experts_per_tok: NumExperts = 1
     moe_intermediate_size: NumExperts = 1
-    # size of the shared expert, None = no shared expert
+    # intermediate size of the shared expert, None = no shared expert
     shared_expert_intermediate_size: ClassVar[int | None] = None
 
     def __post_init__(self):
@@ -44,7 +44,7 @@ class ExpertsConfig(ModelConfig):
         require(chosen <= self.num_experts, "num_experts_per_tok", chosen, expected)
 
     def has_experts(self, index: int) -> bool:
-        """Return whether layer `index` has experts instead of an MLP."""
+        """Return whether a decoder layer has experts instead of a dense MLP."""
         return True
 
 
@@ -66,31 +66,33 @@ class Experts(nn.Module):
             self.shared_expert_gate = nn.Linear(width, 1, bias=False)
 
     def forward(self, x: Tensor, sum_over_ranks: Callable | None = None) -> Tensor:
-        """Map x (N, D) to outputs (N, D), without index_add, which is not deterministic on GPUs.
+        """Compute outputs (N, D) from x (N, D), without index_add, which is not deterministic on GPUs.
 
         Args:
-            sum_over_ranks: function to sum token counts over ranks, for sharded weights (distributed/fsdp.py).
+            sum_over_ranks: function that sums token counts over ranks, if weights are sharded (distributed/fsdp.py).
         """
         logits = self.gate(x)
         wide = torch.promote_types(logits.dtype, torch.float32)
-        weights, ids = logits.softmax(-1, wide).topk(self.top_k)  # (N, k) most probable experts
-        weights = (weights / weights.sum(-1, keepdim=True)).to(logits.dtype)
+        weights, ids = logits.softmax(-1, wide).topk(self.top_k)  # (N, k) probabilities and ids of the selected experts
+        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights.to(logits.dtype)
         order = ids.flatten().argsort(stable=True)  # (N k,) indices sorted by expert, then by token
         back = order.argsort()
         copies = Reorder.apply(x.repeat_interleave(self.top_k, 0), order, back)  # (N k, D) copies, sorted by expert
         counts = self.counts(ids)
         used = counts
         if sum_over_ranks is not None and torch.is_grad_enabled():
-            # FSDP reduces gradients over ranks, so an expert must run on all ranks or none
+            # FSDP reduces gradients over ranks, so an expert must run on all ranks or on none
             used = sum_over_ranks(counts)
         parts = []
         for expert, tokens, uses in zip(self.experts, copies.split(counts), used, strict=True):
             if uses:  # unused experts get no gradient
                 parts.append(expert(tokens))
-        per_rank = Reorder.apply(torch.cat(parts), back, order).view(*ids.shape, -1)  # expert outputs (N, k, D)
-        out = per_rank[:, 0] * weights[:, :1]
-        for rank in range(1, self.top_k):  # from the most to the least probable expert
-            out = out + per_rank[:, rank] * weights[:, rank, None]
+        outputs = Reorder.apply(torch.cat(parts), back, order)
+        outputs = outputs.view(*ids.shape, -1)  # expert outputs (N, k, D), most probable expert first
+        out = outputs[:, 0] * weights[:, :1]
+        for i in range(1, self.top_k):
+            out = out + outputs[:, i] * weights[:, i, None]
         if self.shared_expert is not None:
             out = out + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return out
@@ -103,41 +105,44 @@ class Experts(nn.Module):
 
 
 def place_experts(layer: DecoderLayer, model_config: ExpertsConfig, index: int):
-    """Replace the MLP by experts if the config has experts in layer `index`."""
+    """Replace a decoder layer's MLP by experts, if the config has experts in this layer."""
     if model_config.has_experts(index):
         layer.mlp = Experts(model_config, index)
 
 
-# {stacked tensor in weight files: weights it contains}
+# {stacked tensor in weight files: expert weights it contains}
 FUSED = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
 
 
 @dataclass
 class StackedExperts:
-    """Expert weights in a layer, stacked in one tensor in weight files."""
+    """Expert weights in a layer, which weight files store as one tensor."""
 
     experts: list[list[Weight]]  # weights per expert, such as [gate_proj, up_proj]
     transposed: bool
 
     def stack(self, full: Callable[[Weight], Tensor]) -> Tensor:
-        """Stack all experts; `full` gathers a sharded weight."""
-        stacked = torch.stack([torch.cat([*map(full, parts)]) for parts in self.experts])
+        """Stack all experts in one tensor, after gathering sharded weights with the function `full`."""
+        experts = []
+        for weights in self.experts:
+            experts.append(torch.cat([full(weight) for weight in weights]))
+        stacked = torch.stack(experts)
         return stacked.mT.contiguous() if self.transposed else stacked
 
 
 class ExpertsFamily(Family):
-    transposed: ClassVar[bool]  # files may have transposed weights, as for Qwen3-VL-MoE
+    transposed: ClassVar[bool]  # whether weight files have transposed expert weights, as for Qwen3-VL-MoE
 
-    # adapter.target=experts selects experts and routers
+    # adapter.target=experts: LoRA adapters for experts and routers
     adapter_targets: ClassVar[dict[str, re.Pattern[str]]] = {
         "experts": re.compile(r"\.mlp\.(experts\.|gate$|shared_expert_gate$)")
     }
-    not_quantized = (".mlp.gate",)  # NF4 skips routers
+    not_quantized = (".mlp.gate",)  # routers are not quantized to NF4
     in_cuda_graphs = False  # CUDA graphs need fixed shapes, but token counts per expert vary
     in_vllm = False
 
     def read_text(self, text: dict) -> dict:
-        """Accept num_local_experts, the name for num_experts in transformers 5."""
+        """Read num_experts from config.json; transformers 5 calls it num_local_experts."""
         text = dict(text)
         count = text.pop("num_local_experts", None)
         if text.get("num_experts") is None:
@@ -147,7 +152,7 @@ class ExpertsFamily(Family):
     def split_tensors(
         self, tensors: Iterable[tuple[str, Tensor]], model_config: ExpertsConfig, file: Path
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors from a weight file, with stacked experts split into single ones."""
+        """Yield tensors from a weight file, with stacked experts split into single weights."""
         for name, tensor in tensors:
             layer_name, _, kind = name.rpartition(".")
             if kind not in FUSED:
@@ -172,7 +177,7 @@ class ExpertsFamily(Family):
                     yield f"{layer_name}.{index}.{part}.weight", weight.contiguous()
 
     def stack_tensors(self, weights: dict[str, Weight], model_config: ExpertsConfig):
-        """Stack all experts' weights, as in weight files."""
+        """Stack all expert weights, as weight files store them."""
         for name in list(weights):
             layer_name, first, _ = name.partition(".0.down_proj")
             if not first or not layer_name.endswith(".mlp.experts"):
@@ -187,7 +192,7 @@ class ExpertsFamily(Family):
         return not model_config.has_experts(index)
 
     def share_counts(self, model: nn.Module, sum_counts: Callable):
-        """Let MoE layers in a sharded model sum token counts over ranks."""
+        """Make MoE layers in a sharded model sum token counts over ranks."""
         for module in model.modules():
             if isinstance(module, Experts):
                 module.forward = partial(module.forward, sum_over_ranks=sum_counts)

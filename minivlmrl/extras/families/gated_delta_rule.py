@@ -53,7 +53,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, stat
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute gated linear attention: each token updates the state, then reads it.
+    """Compute gated linear attention in chunks: each token updates the state, then reads it.
 
     Args:
         q, k: (b, T, H, K), queries and keys. All tensors must be float32, or all float64.
@@ -68,13 +68,18 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
     if T == 1:
         return by_definition(q, k, v, beta, g, state)
     C = min(CHUNK, T)
-    q, k, v, beta, g = (in_chunks(x, C) for x in (q, k, v, beta[..., None], g))
+    q = in_chunks(q, C)
+    k = in_chunks(k, C)
+    v = in_chunks(v, C)
+    beta = in_chunks(beta[..., None], C)
+    g = in_chunks(g, C)
     G = g.cumsum(-1)  # (b, H, chunks, C): log decay since the chunk start
     later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
     # (b, H, chunks, C, C): decay from an earlier to a later token in the chunk
-    decay = (G[..., None] - G[..., None, :]).masked_fill(later, -math.inf).exp()
+    log_decay = G[..., None] - G[..., None, :]
+    decay = log_decay.masked_fill(later, -math.inf).exp()
     since = G.exp()[..., None]  # (b, H, chunks, C, 1): decay since the chunk start
-    until = (G[..., -1:] - G).exp()[..., None]  # decay from a token to the chunk end
+    until = (G[..., -1:] - G).exp()[..., None]  # (b, H, chunks, C, 1): decay from a token to the chunk end
     X, Y = solve_chunks(k, v, beta, decay, since)
     queries = q * since
     M = (q @ k.mT) * decay
@@ -86,14 +91,16 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
         u = chunk_x - chunk_y @ state  # (b, H, C, V): beta * (v - value predicted by the state)
         outputs.append(chunk_queries @ state + chunk_m @ u)
         state = chunk_decay * state + chunk_keys @ u
-    return torch.cat(outputs, dim=2)[:, :, :T].transpose(1, 2), state
+    out = torch.cat(outputs, dim=2)[:, :, :T]
+    return out.transpose(1, 2), state
 
 
 def in_chunks(x: Tensor, size: int) -> Tensor:
     """Split tokens into chunks: (b, T, H, ...) -> (b, H, chunks, size, ...)."""
     (b, T) = x.shape[:2]
     # pad with zeros: k = 0 and g = 0 (decay 1) leave the state unchanged
-    filled = torch.cat([x, x.new_zeros(b, -T % size, *x.shape[2:])], dim=1)
+    padding = x.new_zeros(b, -T % size, *x.shape[2:])
+    filled = torch.cat([x, padding], dim=1)
     return filled.unflatten(1, (-1, size)).movedim(3, 1)
 
 

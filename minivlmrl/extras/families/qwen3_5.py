@@ -1,7 +1,7 @@
 """Qwen3.5, where three out of four decoder layers are recurrent and need no KV cache.
 
-Recurrent layers run over a prompt once for all its completions, which start with a copy of the prompt's final state:
-recurrent matrices and last convolution inputs. The vision tower is that of Qwen3-VL, without DeepStack.
+Recurrent layers run over a prompt once for all its completions. Each completion starts with a copy of the prompt's
+final state: recurrent matrices and last convolution inputs. The vision tower is that of Qwen3-VL, without DeepStack.
 
 Dimension letters: b rows with T tokens, N packed tokens, H heads, V value width, K query and key width, W convolution
 channels, D head_dim.
@@ -34,11 +34,11 @@ class Qwen3_5Config(Qwen3VLConfig):
     rope_theta: Annotated[float, "(0, inf)"] = 1e4
     mrope_section: tuple[TokenId, TokenId, TokenId] = (11, 11, 10)
     head_dim: Size = 256
-    # fraction of head_dim to rotate
+    # fraction of head_dim that gets rotary embeddings
     partial_rotary_factor: Annotated[float, "(0, 1]"] = 0.25
-    # every n-th layer has full attention
+    # every n-th layer has full attention, the others are recurrent
     full_attention_interval: Size = 4
-    # type of each layer; if empty, computed from full_attention_interval
+    # layer types; if empty, computed from full_attention_interval
     layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()
     linear_num_key_heads: Size = 16
     linear_num_value_heads: Size = 32
@@ -54,10 +54,9 @@ class Qwen3_5Config(Qwen3VLConfig):
 
     def __post_init__(self):
         if not self.layer_types:
-            self.layer_types = tuple(
-                "linear_attention" if (i + 1) % self.full_attention_interval else "full_attention"
-                for i in range(self.num_hidden_layers)
-            )
+            for number in range(1, self.num_hidden_layers + 1):
+                is_full = number % self.full_attention_interval == 0
+                self.layer_types += ("full_attention" if is_full else "linear_attention",)
         types = list(self.layer_types)
         require(
             len(types) == self.num_hidden_layers and "full_attention" in types,
@@ -76,7 +75,7 @@ class Qwen3_5Config(Qwen3VLConfig):
 
 
 class CenteredRMSNorm(nn.RMSNorm):
-    """RMSNorm that scales by 1 + weight, computed in float32."""
+    """RMSNorm that multiplies by 1 + weight, not by weight, and computes in float32."""
 
     def reset_parameters(self):
         nn.init.zeros_(self.weight)
@@ -97,9 +96,10 @@ class Layer(DecoderLayer):
         super().__init__(model_config, index)
         if model_config.layer_types[index] == "linear_attention":
             self.linear_attn = GatedDeltaNet(model_config, index)
-        else:  # index in the KV cache, which contains only attention layers
-            key_index = model_config.layer_types[:index].count("full_attention")
-            self.self_attn = GatedAttention(model_config, key_index)
+        else:
+            # the KV cache contains only the attention layers
+            cache_index = model_config.layer_types[:index].count("full_attention")
+            self.self_attn = GatedAttention(model_config, cache_index)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         if hasattr(self, "linear_attn"):
@@ -128,9 +128,10 @@ class GatedAttention(SelfAttention):
 
 
 def apply_partial_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embeddings to the first cos.shape[-1] features of x (N, H, D)."""
+    """Apply rotary embeddings to the first cos.shape[-1] features of x (N, H, D); keep the others."""
     count = cos.shape[-1]
-    return torch.cat([apply_rotary(x[..., :count], cos, sin), x[..., count:]], dim=-1)
+    rotated = apply_rotary(x[..., :count], cos, sin)
+    return torch.cat([rotated, x[..., count:]], dim=-1)
 
 
 class GatedDeltaNet(nn.Module):
@@ -147,7 +148,7 @@ class GatedDeltaNet(nn.Module):
         self.v_dim = model_config.linear_value_head_dim
         key_width = self.k_heads * self.k_dim
         value_width = self.v_heads * self.v_dim
-        self.sizes = [key_width, key_width, value_width]  # widths of q, k and v
+        self.sizes = [key_width, key_width, value_width]  # widths of q, k and v, all heads together
         width = sum(self.sizes)
         hidden_size = model_config.hidden_size
         self.in_proj_qkv = nn.Linear(hidden_size, width, bias=False)
@@ -164,8 +165,10 @@ class GatedDeltaNet(nn.Module):
 
     def reset_parameters(self):
         """Initialize the decay to half-lives from 0.4 to 700 tokens."""
-        self.dt_bias.data.copy_(torch.logspace(-3, -1, self.v_heads).expm1().log())
-        self.A_log.data.copy_(torch.linspace(1, 16, self.v_heads).log())
+        dt = torch.logspace(-3, -1, self.v_heads)
+        decay = torch.linspace(1, 16, self.v_heads)
+        self.dt_bias.data.copy_(dt.expm1().log())
+        self.A_log.data.copy_(decay.log())
 
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
         """Compute outputs (N, hidden_size) from x (N, hidden_size)."""
@@ -175,7 +178,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj((self.norm(out) * gate).flatten(1))
 
     def initial_state(self, rows: Tensor) -> list[Tensor]:
-        """Return a zero state: convolution inputs (b, taps - 1, W), recurrent states (b, H, K, V)."""
+        """Return zeros, the state before any token: convolution inputs (b, taps - 1, W), matrices (b, H, K, V)."""
         wide = torch.promote_types(rows.dtype, torch.float32)
         taps = self.conv1d.kernel_size[0]
         last_inputs = rows.new_zeros(len(rows), taps - 1, sum(self.sizes))
@@ -195,52 +198,61 @@ class GatedDeltaNet(nn.Module):
         last_inputs, state = self.initial_state(qkv) if layer_state is None else layer_state
         wide = state.dtype
         padded = torch.cat([last_inputs, qkv], dim=1)  # convolution inputs (b, taps - 1 + T, W)
-        mixed = F.conv1d(padded.mT, self.conv1d.weight, groups=padded.shape[2]).mT  # convolution outputs (b, T, W)
-        q, k, v = F.silu(mixed).to(wide).split(self.sizes, dim=-1)
+        mixed = F.conv1d(padded.mT, self.conv1d.weight, groups=padded.shape[2])  # convolution outputs (b, W, T)
+        q, k, v = F.silu(mixed.mT).to(wide).split(self.sizes, dim=-1)
         q = unit_length(q.unflatten(-1, (self.k_heads, -1)))  # queries (b, T, key heads, K)
         k = unit_length(k.unflatten(-1, (self.k_heads, -1)))
         repeat = self.v_heads // self.k_heads
-        q = (q * self.k_dim**-0.5).repeat_interleave(repeat, dim=2)  # queries (b, T, H, K)
+        q = q * self.k_dim**-0.5
+        q = q.repeat_interleave(repeat, dim=2)  # queries (b, T, H, K)
         k = k.repeat_interleave(repeat, dim=2)
         v = v.unflatten(-1, (self.v_heads, -1))  # values (b, T, H, V)
         beta = b.sigmoid().to(wide)  # (b, T, H) step size of the delta rule
         rate = F.softplus(a.to(wide) + self.dt_bias.to(wide))
         log_decay = -self.A_log.to(wide).exp() * rate  # (b, T, H)
         out, state = gated_delta_rule(q, k, v, beta, log_decay, state)
-        return out.to(qkv.dtype), [padded[:, qkv.shape[1] :], state]
+        last_inputs = padded[:, qkv.shape[1] :]
+        return out.to(qkv.dtype), [last_inputs, state]
 
 
 def unit_length(x: Tensor) -> Tensor:
     """Scale vectors to length 1."""
-    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    squared_length = x.square().sum(-1, keepdim=True)
+    return x * (squared_length + 1e-6).rsqrt()
 
 
 def run_recurrent_layer(attention: Attention, index: int, inputs: list[Tensor], scan: Callable) -> Tensor:
-    """Run a recurrent layer over packed prompts and completions, or over new tokens in decoding; return (N, ...).
+    """Run a recurrent layer over packed prompts and completions, or over the new tokens in a decode step.
 
     Args:
         index: position of the layer in attention.layer_states.
-        inputs: layer inputs for N tokens, each (N, ...).
-        scan: function of (inputs (b, T, ...), state) that returns (results (b, T, ...), next state).
+        inputs: tensors (N, ...) with the layer inputs for N packed tokens.
+        scan: function (inputs (b, T, ...), state) -> (results (b, T, ...), next state).
+    Returns:
+        results (N, ...), in packed order
     """
     if isinstance(attention, DecodeAttention):
         return _decode_recurrent_layer(attention, index, inputs, scan)
     layout = attention.layout
     results = []
     states = []
-    # per input tensor: a prompt batch, and completion batches per prompt length
+    # per input tensor and prompt length: a prompt batch, and completion batches
     blocks = [layout.blocks(x.unsqueeze(1)) for x in inputs]
     for *pairs, slots in zip(*blocks, layout.slots, strict=True):
         prompts = [prompt_block[:, 0] for prompt_block, _ in pairs]
         out, state = scan(prompts, None)
         results.append(out.flatten(0, 1))
         states.append(state)
-        for *completions, part in zip(*(blocks for _, blocks in pairs), slots, strict=True):
-            out, _ = scan([block[:, 0] for block in completions], [part.expand_to_rows(x) for x in state])
+        completion_blocks = [blocks for _, blocks in pairs]
+        for *completions, part in zip(*completion_blocks, slots, strict=True):
+            completion_inputs = [block[:, 0] for block in completions]
+            prompt_state = [part.expand_to_rows(x) for x in state]
+            out, _ = scan(completion_inputs, prompt_state)
             results.append(out.flatten(0, 1))
     if attention.keep_keys:  # store states for decoding, in prompt order
         order = layout.inverse[layout.last_index].argsort().argsort()
-        attention.layer_states[index] = [torch.cat(parts)[order] for parts in zip(*states, strict=True)]
+        all_states = [torch.cat(parts) for parts in zip(*states, strict=True)]
+        attention.layer_states[index] = [x[order] for x in all_states]
     return Reorder.apply(torch.cat(results), layout.inverse)
 
 
@@ -251,7 +263,7 @@ def _decode_recurrent_layer(attention: DecodeAttention, index: int, inputs: list
         row_inputs = [x[tokens].unflatten(0, (len(state[0]), -1)) for x in inputs]
         out, state_after = scan(row_inputs, state)
         for stored, changed in zip(state, state_after, strict=True):
-            stored.copy_(changed)  # in place: CUDA graphs keep the address
+            stored.copy_(changed)  # in place, because CUDA graphs need fixed addresses
         results.append(out.flatten(0, 1))
     return torch.cat(results)
 
@@ -266,12 +278,12 @@ class Qwen3_5(Qwen3VL):
         "attn_output_gate": (True,),
         "output_gate_type": ("swish", "silu"),
     }
-    # ignore weights for multi-token prediction
+    # weights for multi-token prediction, not loaded
     unused_prefixes = ("mtp.",)
     in_vllm = False
 
     def write_config(self, config: dict) -> dict:
-        """Convert a flat config to the nested config.json used on the Hub."""
+        """Convert a flat config to Qwen3.5's nested config.json."""
         config = super().write_config(config)
         text = config["text_config"]
         text["layer_types"] = list(text["layer_types"])

@@ -1,4 +1,4 @@
-"""Qwen3-VL-MoE and Qwen3.5-MoE, with experts instead of decoder MLPs."""
+"""Qwen3-VL-MoE and Qwen3.5-MoE: decoders with mixture-of-experts layers instead of MLPs."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
@@ -44,7 +44,7 @@ class Qwen3VLMoeConfig(Qwen3VLConfig, ExpertsConfig):
 class Qwen3_5MoeConfig(Qwen3_5Config, ExpertsConfig):
     """Qwen3.5-MoE decoder config with transformers defaults."""
 
-    intermediate_size: ClassVar[int] = 1  # not read, because every layer has experts instead of an MLP
+    intermediate_size: ClassVar[int] = 1  # not used: every layer has experts instead of an MLP
     num_experts: NumExperts = 256
     num_experts_per_tok: NumExperts = 8
     moe_intermediate_size: NumExperts = 512

@@ -1,8 +1,8 @@
 """Qwen3-VL: vision tower, video preprocessing and configuration files.
 
 The vision tower has learned position embeddings and 2-D rotary embeddings, but no windowed attention. DeepStack adds
-outputs from intermediate vision blocks to image tokens after the first decoder layers. The decoder (decoder.py) has q
-and k norms, no biases, and interleaved M-RoPE.
+outputs from intermediate vision blocks to the image tokens, after the first decoder layers. The decoder (decoder.py)
+has q and k norms, no biases, and interleaved M-RoPE.
 
 Dimension letters: P patches in all images, E hidden_size, M merged tokens (P / 4).
 Source: the Qwen3-VL report; modeling_qwen3_vl.py in transformers.
@@ -49,7 +49,7 @@ class Qwen3VisionConfig(VisionConfig):
     hidden_size: Size = 1152
     intermediate_size: Size = 4304
     patch_size: Size = 16
-    # position embeddings in a square grid, 48 x 48
+    # learned position embeddings form a square grid: 48 x 48
     num_position_embeddings: Size = 2304
 
     def __post_init__(self):
@@ -74,14 +74,18 @@ class DeepStackVisionConfig(Qwen3VisionConfig):
 
 
 def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
-    """Build the MLP in a vision block."""
+    """Build a vision block's MLP."""
     first = nn.Linear(hidden_size, intermediate_size, bias=bias)
     last = nn.Linear(intermediate_size, hidden_size, bias=bias)
     return nn.Sequential(OrderedDict(linear_fc1=first, gelu=nn.GELU("tanh"), linear_fc2=last))
 
 
 class Merger(nn.Module):
-    """Merge 2 x 2 patches into a token; DeepStack normalizes them jointly (norm_all_patches)."""
+    """Merge 2 x 2 patches into one token.
+
+    Args:
+        norm_all_patches: normalize the four patches jointly, as in DeepStack, not one by one.
+    """
 
     def __init__(self, vision_config: VisionConfig, norm_all_patches: bool):
         super().__init__()
@@ -91,8 +95,9 @@ class Merger(nn.Module):
         self.linear_fc2 = nn.Linear(self.width, vision_config.out_hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x.view(-1, *self.norm.normalized_shape)).view(-1, self.width)
-        return self.linear_fc2(F.gelu(self.linear_fc1(x)))
+        x = self.norm(x.view(-1, *self.norm.normalized_shape))
+        hidden = self.linear_fc1(x.view(-1, self.width))
+        return self.linear_fc2(F.gelu(hidden))
 
 
 class Qwen3VisionTransformer(VisionTower):
@@ -108,8 +113,8 @@ class Qwen3VisionTransformer(VisionTower):
         self.pos_embed = nn.Embedding(vision_config.num_position_embeddings, vision_config.hidden_size)
         self.blocks = nn.ModuleList(VisionBlock(vision_config, gelu_mlp) for _ in range(vision_config.depth))
         self.merger = Merger(vision_config, norm_all_patches=False)
-        deep = vision_config.deepstack_visual_indexes
-        self.deepstack_merger_list = nn.ModuleList(Merger(vision_config, norm_all_patches=True) for _ in deep)
+        deep_blocks = vision_config.deepstack_visual_indexes
+        self.deepstack_merger_list = nn.ModuleList(Merger(vision_config, norm_all_patches=True) for _ in deep_blocks)
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
         """Encode all images; see VisionTransformer.forward for the arguments.
@@ -120,7 +125,8 @@ class Qwen3VisionTransformer(VisionTower):
         grids = tuple(map(tuple, image_grid_thw.tolist()))
         layout = vision_layout(grids, self.config, pixel_values.device)
         x = self.patch_embed(pixel_values)  # (P, E)
-        x = x + torch.cat([self.positions(*grid) for grid in grids]).to(x.dtype)
+        positions = torch.cat([self.positions(*grid) for grid in grids])
+        x = x + positions.to(x.dtype)
         deep_blocks = self.config.deepstack_visual_indexes
         deep_embeds = []
         for i, block in enumerate(self.blocks):
@@ -131,10 +137,10 @@ class Qwen3VisionTransformer(VisionTower):
         return torch.cat([self.merger(x), *deep_embeds], dim=-1)
 
     def positions(self, t: int, h: int, w: int) -> Tensor:
-        """Interpolate position embeddings bilinearly to h x w, with aligned corners.
+        """Interpolate the learned position embeddings bilinearly to h x w patches, with aligned corners.
 
         Returns:
-            (t * h * w, E), in pixel_values order, repeated for all time steps
+            (t * h * w, E), in pixel_values order, repeated for all t time steps
         """
         side = round(len(self.pos_embed.weight) ** 0.5)
         merge = self.config.spatial_merge_size
@@ -142,7 +148,7 @@ class Qwen3VisionTransformer(VisionTower):
         row_weights = interpolation_weights(h, side).to(table)  # (h, side)
         column_weights = interpolation_weights(w, side).to(table)  # (w, side)
         grid = torch.einsum("hi,wj,ije->hwe", row_weights, column_weights, table)
-        # make the 2 x 2 patches of a token contiguous
+        # put a token's 2 x 2 patches next to each other
         blocks = grid.view(h // merge, merge, w // merge, merge, -1).transpose(1, 2)
         return blocks.reshape(h * w, -1).repeat(t, 1)
 
@@ -152,12 +158,13 @@ def interpolation_weights(count: int, side: int) -> Tensor:
 
     Example: interpolation from side=2 to count=3 points has the weights (1, 0), (.5, .5) and (0, 1).
     """
-    positions = torch.arange(count, dtype=torch.float64) * (side - 1) / max(count - 1, 1)
+    positions = torch.arange(count, dtype=torch.float64)
+    positions = positions * (side - 1) / max(count - 1, 1)
     distances = (positions[:, None] - torch.arange(side)).abs()
     return (1 - distances).clamp(min=0)
 
 
-# config.json keys at the top level, not in text_config
+# keys that stay at the top level in config.json, not in text_config
 TOP_LEVEL = (
     "architectures", "model_type", "torch_dtype", "tie_word_embeddings",
     "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "eos_token_id",
@@ -166,15 +173,15 @@ TOP_LEVEL = (
 
 @dataclass
 class Videos:
-    """Video preprocessing with pixel budget and timestamps, as in Qwen3VLVideoProcessor (transformers 5.23)."""
+    """Preprocess videos as Qwen3VLVideoProcessor does (transformers 5.23): frame size and timestamps."""
 
-    # minimum and maximum pixels, summed over frames
+    # minimum and maximum pixels per video, all frames together
     shortest_edge: Count = 128 * 32 * 32
     longest_edge: Count = 768 * 32 * 32
-    sampling: dict = field(default_factory=dict)  # frame sampling, see VideoOptions
+    sampling: dict = field(default_factory=dict)  # default options for sampling frames, see VideoOptions
 
     def frame_size(self, images, nframes: int, height: int, width: int, **options: int):
-        """Return the frame size (height, width) that meets the pixel limits in `options`."""
+        """Compute the frame size (height, width) that meets the pixel limits in `options`."""
         factor = images.factor
         depth = images.temporal_patch_size
         max_area = options.get("total_pixels", self.longest_edge)
@@ -199,18 +206,18 @@ class Videos:
         return rounded
 
     def insert_timestamps(self, pieces: list[str], grids: list[Grid], times: list):
-        """Split videos into time steps with timestamps.
+        """Split videos in a prompt into time steps, and insert a timestamp before each.
 
         Example: a video with two time steps becomes
             <0.3 seconds><|vision_start|><|video_pad|><|vision_end|><1.3 seconds>...
 
         Args:
-            pieces: text, special tokens and placeholders in the prompt.
+            pieces: prompt as text, special tokens and media placeholders.
             grids: patch grids (t, h, w) for images and videos.
             times: 0.0 for an image, timestamps in seconds for a video.
         Returns:
-            Prompt pieces.
-            Patch grids, (1, h, w) per video time step.
+            Prompt pieces with timestamps.
+            Patch grids: (1, h, w) per video time step, unchanged for images.
             Seconds per time step: 1.0 for videos, 0.0 for images.
         """
         laid_pieces = []
@@ -234,7 +241,7 @@ class Videos:
         return join_text(laid_pieces), step_grids, step_seconds
 
 
-# {video_preprocessor_config.json key: only supported value}
+# {key in video_preprocessor_config.json: the only supported value}
 VIDEO_FIXED = {**FIXED, "do_sample_frames": True, "cap_pixels_per_frame": False}
 
 
@@ -259,7 +266,7 @@ class Qwen3VL(Family):
         return Qwen3VisionTransformer(vision_config)
 
     def write_config(self, config: dict) -> dict:
-        """Convert a flat config to the layout with text_config (transformers 4.57)."""
+        """Convert a flat config to config.json with text_config and vision_config (transformers 4.57)."""
         text = dict(config)
         mrope_section = text.pop("rope_scaling")["mrope_section"]
         vision = dict(text.pop("vision_config"))
@@ -274,24 +281,27 @@ class Qwen3VL(Family):
         return {**top_level, "text_config": text, "vision_config": vision}
 
     def read_videos(self, settings: dict, where: str, images: ImageProcessor) -> Videos:
-        """Parse video_preprocessor_config.json; patch settings must match those for images."""
+        """Parse video_preprocessor_config.json; raise UserError if patch settings differ from those for images."""
         for name, expected in {**VIDEO_FIXED, **patch_settings(images)}.items():
             value = settings.get(name)
-            same = value is None or expected == (tuple(value) if isinstance(value, list) else value)
-            require(same, f"{where}: {name}", value, f"{expected!r} for videos of this model")
+            found = tuple(value) if isinstance(value, list) else value
+            is_same = value is None or found == expected
+            require(is_same, f"{where}: {name}", value, f"{expected!r} for videos of this model")
         videos = build(Videos, settings.get("size") or {}, where, "size.", json=True)
         with error_context(where):
             return replace(videos, sampling=read_sampling(settings))
 
     def write_videos(self, images: ImageProcessor, options: dict) -> dict:
-        """Convert data.video to video_preprocessor_config.json, with limits per video instead of per frame."""
+        """Convert data.video to video_preprocessor_config.json, whose pixel limits are per video, not per frame."""
         videos = images.videos
         if not isinstance(videos, Videos):
             return {}
-        sampling = {name: options[name] for name in SAMPLING if name in options} or videos.sampling
+        sampling = {name: options[name] for name in SAMPLING if name in options}
+        sampling = sampling or videos.sampling
         num_frames = sampling.get("nframes", sampling.get("max_frames", 768))
         low, high = area_bounds(images, options, (0, videos.longest_edge))
-        high = min(high * num_frames, options.get("total_pixels", videos.longest_edge))
+        limit = options.get("total_pixels", videos.longest_edge)
+        high = min(high * num_frames, limit)
         low = min(low * num_frames or videos.shortest_edge, high)
         return {
             "video_processor_type": "Qwen3VLVideoProcessor",
