@@ -1,4 +1,4 @@
-"""Check in the first step that the loss depends on all images and text in the rows."""
+"""Check in the first step that the loss depends on all images and texts."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ ADVICE = (
 
 
 class InputCheck(Watcher):
-    """Warn if the loss in a stage's first step ignores an image or text."""
+    """Warn if the loss in a stage's first step ignores an image or a text."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.log = log
@@ -51,8 +51,8 @@ class InputCheck(Watcher):
 def check_inputs(trainer: Trainer, step: Step) -> list[str]:
     """Return one warning per input problem, such as an image that does not affect the loss.
 
-    Tokens and image patches are compared with the data file. Without FSDP, the loss must also have nonzero gradients
-    for most tokens of a text and most patches of an image.
+    Tokens and image patches must match the data file. Without FSDP, the loss must also have nonzero gradients
+    for most tokens in a text and most patches in an image.
     """
     found: dict[str, list[str]] = defaultdict(list)
     for batch in step.micro_batches:
@@ -70,39 +70,42 @@ def check_inputs(trainer: Trainer, step: Step) -> list[str]:
 
 @dataclass
 class Part:
-    """Position of a prompt or completion in a packed sequence."""
+    """Position in a packed batch: a prompt or completion, and its images."""
 
     prompt: Prompt
     is_prompt: bool
-    span: slice  # token positions in the packed sequence, without a completion's last token
-    images: list[tuple[int, range]]  # (first token position, patch indices) per image
+    span: slice  # token positions in the packed batch, without a completion's last token
+    images: list[tuple[int, range]]  # per image: (first token position, patch indices)
 
 
 def parts_of(group: GroupBatch) -> Iterator[Part]:
-    """Yield prompts and completions in a packed batch."""
+    """Yield where prompts and completions are in a packed batch."""
     ends = [0, *group.image_grid_thw.prod(1).cumsum(0).tolist()]
     merged = ends[-1] // max(len(group.vision_index), 1)  # patches per image token
-    images = [(int(group.vision_index[a // merged]), range(a, b)) for a, b in pairwise(ends)]
-    spans = zip(group.prompts, group.layout.prompt_spans, group.layout.completion_spans, strict=True)
-    for prompt, first, others in spans:
+    images = []
+    for begin, end in pairwise(ends):
+        first_token = int(group.vision_index[begin // merged])
+        images.append((first_token, range(begin, end)))
+    layout = group.layout
+    for prompt, first, others in zip(group.prompts, layout.prompt_spans, layout.completion_spans, strict=True):
         for span in (first, *others):
             own = [image for image in images if image[0] in span]
             yield Part(prompt, span is first, slice(span.start, span.stop), own)
 
 
 def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Prompt, str]]:
-    """Yield (prompt, problem) for each text or image whose loss gradient is mostly zero."""
+    """Yield (prompt, problem) for texts and images whose loss gradient is mostly zero."""
     group = batch.group
     at_images, at_inputs = run_loss(trainer, batch)
     at_texts = at_inputs.index_fill(0, group.vision_index.cpu(), torch.nan)
     for part in parts_of(group):
         slopes = []
         own = at_texts[part.span]
-        # prompts have no gradient if all advantages are 0
+        # skip prompts without any gradient: all their advantages may be 0
         if part.is_prompt and (trainer.answers or own.nansum()):
             slopes.append(("the text of the prompt", own[~own.isnan()]))
         for position, patches in part.images:
-            # images after the last loss token have no gradient
+            # skip images after the last token with a loss, which have no gradient
             if at_texts[position : part.span.stop].nansum():
                 slopes.append(("an image", at_images[list(patches)]))
         for name, values in slopes:
@@ -113,7 +116,7 @@ def check_gradients(trainer: Trainer, batch: MicroBatch) -> Iterator[tuple[Promp
 
 
 def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return absolute loss gradients at image patches and input embeddings, summed over features."""
+    """Return absolute loss gradients for image patches and input embeddings, summed over features."""
     name = "pixel_values" if batch.group.vision_embeds is None else "vision_embeds"
     leaves: list[Tensor] = [getattr(batch.group, name).detach().clone().requires_grad_()]
 
@@ -124,7 +127,9 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
     def add_states(module: nn.Linear, arguments: tuple, values: Tensor) -> Tensor | None:
         # a new value head has zero weights, which would block the gradient
-        return None if module.weight.any() else values + arguments[0].mean(-1, keepdim=True)
+        if module.weight.any():
+            return None
+        return values + arguments[0].mean(-1, keepdim=True)
 
     with ExitStack() as stack:
         for module in {*trainer.trained.modules(), *trainer.policy.modules()}:
@@ -133,38 +138,39 @@ def run_loss(trainer: Trainer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
                 weight.requires_grad_(False)
             if isinstance(module, TextModel):
                 stack.callback(module.register_forward_pre_hook(keep_input).remove)
-            elif type(module).__name__ == "ValueHead":  # by name, because most runs need not import model/value_head.py
+            elif type(module).__name__ == "ValueHead":  # compared by name, to avoid an import
                 stack.callback(module.register_forward_hook(add_states).remove)
-        loss, _ = trainer.training_loss(replace(batch, group=replace(batch.group, **{name: leaves[0]})))
+        group = replace(batch.group, **{name: leaves[0]})
+        loss, _ = trainer.training_loss(replace(batch, group=group))
         slopes: tuple[Tensor | None, ...] = (None,) * len(leaves)
         if loss.requires_grad:
             slopes = torch.autograd.grad(loss, leaves, allow_unused=True)
-    at_images, *at_inputs = [
-        torch.zeros(len(x)) if slope is None else slope.abs().float().sum(-1).cpu()
-        for x, slope in zip(leaves, slopes, strict=True)
-    ]
-    per_image_token = len(batch.group.pixel_values) // max(len(at_images), 1)
-    return at_images.repeat_interleave(per_image_token), torch.stack(at_inputs).sum(0)
+    sizes = []
+    for x, slope in zip(leaves, slopes, strict=True):
+        sizes.append(torch.zeros(len(x)) if slope is None else slope.abs().float().sum(-1).cpu())
+    at_images, *at_inputs = sizes
+    patches_per_value = len(batch.group.pixel_values) // max(len(at_images), 1)
+    return at_images.repeat_interleave(patches_per_value), torch.stack(at_inputs).sum(0)
 
 
 def compare_with_rows(trainer: Trainer, group: GroupBatch) -> Iterator[tuple[Prompt, str]]:
-    """Yield (prompt, problem) if tokens or patches differ from the data file."""
-    answers: dict[int, list[list[int]]] = {}  # token ids of all answers, by id(prompt)
+    """Yield (prompt, problem) if tokens or image patches do not match the data file."""
+    answers: dict[int, list[list[int]]] = {}  # {id(prompt): token ids per answer}
     for part in parts_of(group):
         prompt = part.prompt
         row = part.prompt.row
         ids = group.input_ids[part.span].tolist()
         if row is None or not row.messages:
-            continue  # prompts from environments have no messages to compare with their tokens
+            continue  # prompts written by an environment have no messages to compare with
         if not part.is_prompt:
-            # packing may drop an answer's last token, because nothing is predicted from it
+            # packing may drop an answer's last token, which predicts nothing
             known = answers[id(prompt)]
-            if known and ids not in [cut for x in known for cut in (x, x[:-1])]:
+            if known and ids not in known and ids not in [x[:-1] for x in known]:
                 yield prompt, "the tokens of an answer are not those of its row"
             continue
         given = [encode_answer(trainer.processor, row, getattr(row, x)) for x in trainer.answers]
         answers[id(prompt)] = [turn.ids.tolist() for x in given for turn in x.turns or [x]]
-        # some chat templates drop earlier reasoning, so each turn has its own prompt
+        # turns have their own prompts if the chat template drops earlier reasoning
         fresh = replace(row, prepared_prompt=None).prompt(trainer.processor)
         fresh_prompts = [fresh, *(turn.prompt for x in given for turn in x.turns[1:])]
         patches = [number for _, patches in part.images for number in patches]

@@ -38,13 +38,13 @@ from minivlmrl.run.results import SUMMARY
 from minivlmrl.run.rollout_log import COMPLETIONS, IMAGES, LogLine, check_numbers, read_lines, read_metrics
 from minivlmrl.trainers.base import Step, Trainer
 
-FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # absolute folders, such as /home/ann/ in /home/ann/cat.jpg
+FOLDERS = re.compile(r"(?<![\w.:/<])/(?:[^/\s'\",:]+/)+")  # absolute folder, such as /home/ann/ in /home/ann/cat.jpg
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_suffix(".html")
-SECONDS = 60  # time between page updates
+SECONDS = 60  # seconds between page updates
 POINTS = 500  # maximum points per curve and stage
-STEPS = 60  # maximum number of training steps to show completions from
+STEPS = 60  # maximum training steps whose completions are shown
 PROMPTS = 4  # maximum prompts shown per step
 
 
@@ -83,7 +83,7 @@ class Summary:
 
 
 class ReportPage(Callback):
-    """Write report.html once per minute, and when training ends."""
+    """Write report.html once per minute during training, and at the end."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.folder = Path(config.output_dir)
@@ -99,15 +99,16 @@ class ReportPage(Callback):
             self.write()
 
     def refresh(self):
-        """Write the page if it is due."""
+        """Write the page if a minute has passed since the last update."""
         begin = clock()
         if self.is_main and begin >= self.next_time:
             self.write(SECONDS)
-            # page updates take at most 1 % of the training time
-            self.next_time = clock() + max(SECONDS, 100 * (clock() - begin))
+            duration = clock() - begin
+            # spend at most 1 % of the training time on updates
+            self.next_time = clock() + max(SECONDS, 100 * duration)
 
     def write(self, seconds: float = 0):
-        """Write report.html; errors do not end the run."""
+        """Write report.html, and print errors, which must not end the run."""
         try:
             write_page([self.folder], self.folder / PAGE, seconds)
         except Exception as error:
@@ -115,33 +116,42 @@ class ReportPage(Callback):
 
 
 def write_page(folders: list[Path], out: Path, seconds: float = 0):
-    """Write an HTML page about runs; browsers reload it every `seconds`, 0 = never."""
+    """Write an HTML page about one or two runs. Browsers reload it every `seconds`, 0 = never."""
     runs: list[dict] = [collect_run(folder) | {"reload": seconds} for folder in folders]
     join_stages(runs)
     text = json_text(runs)
-    for run in runs:  # hide folder names such as /home/ann/: users may publish the report
+    for run in runs:  # remove folder names such as /home/ann/, because users may publish the report
         places = [line.get("where") for line in run["completions"]]
         warnings = [line["warning"] for line in run["warnings"]]
-        found = FOLDERS.findall("\n".join(filter(None, [run["config"], *places, *warnings])))
+        texts = filter(None, [run["config"], *places, *warnings])
+        found = FOLDERS.findall("\n".join(texts))
         for name in sorted({*found}, key=len, reverse=True):
             text = text.replace(json_text(name)[1:-1], "")
     text = text.replace("<", "\\u003c")  # </script> in the data would end the script
-    write_file(out, TEMPLATE.read_text("utf-8").replace("{{DATA}}", text).encode())
+    page = TEMPLATE.read_text("utf-8").replace("{{DATA}}", text)
+    write_file(out, page.encode())
 
 
 def join_stages(runs: list[dict]):
-    """Give two runs' last stages one name, such as grpo|mine, and so on backwards, to draw them in one chart."""
+    """Rename two runs' last stages, such as grpo and mine to grpo|mine, to draw them in one chart.
+
+    Earlier stages are paired in the same way, from the last to the first.
+    """
     orders = [list(run["steps_per_point"]) for run in runs]
     for names in zip(*map(reversed, orders), strict=False):
         if len(runs) == 2 and names[0] not in orders[1] and names[1] not in orders[0]:
+            joined = "|".join(names)
             for run, name in zip(runs, names, strict=True):
-                run["steps_per_point"]["|".join(names)] = run["steps_per_point"].pop(name)
-                for line in (line for kind in ("metrics", "timings", "warnings", "completions") for line in run[kind]):
-                    line["stage"] = "|".join(names) if line["stage"] == name else line["stage"]
+                steps_per_point = run["steps_per_point"]
+                steps_per_point[joined] = steps_per_point.pop(name)
+                for kind in ("metrics", "timings", "warnings", "completions"):
+                    for line in run[kind]:
+                        if line["stage"] == name:
+                            line["stage"] = joined
 
 
 def collect_run(folder: Path) -> dict:
-    """Collect what the page shows about a run."""
+    """Read what the page shows about a run: metrics, completions, images, warnings and configuration."""
     config_file = file_inside(folder, RUN_CONFIG)
     summary_file = file_inside(folder, SUMMARY)
     with error_context(config_file):
@@ -155,23 +165,25 @@ def collect_run(folder: Path) -> dict:
     evaluated = re.search(r"evaluated on (\d+) rows", config or "")
     num_held_out = int(evaluated[1]) if evaluated else 0
     metrics = read_metrics(file_inside(folder, METRICS))
-    # number of steps before each stage
-    first_steps = {line["stage"]: number for number, line in reversed([*enumerate(metrics)])}
-    evaluations = [
-        {"step": line.pop("step") + first_steps.get(line.pop("stage"), 0)} | line
-        for line in read_metrics(file_inside(folder, EVALUATIONS))
-    ]
+    first_steps: dict[str, int] = {}  # {stage: number of steps in all stages before it}
+    for number, line in enumerate(metrics):
+        first_steps.setdefault(line["stage"], number)
+    evaluations = []
+    for line in read_metrics(file_inside(folder, EVALUATIONS)):
+        step = line.pop("step") + first_steps.get(line.pop("stage"), 0)
+        evaluations.append({"step": step} | line)
     completions = collect_completions(folder)
     timings = read_lines(file_inside(folder, TIMINGS), TimingLine)
     warnings = read_lines(file_inside(folder, WARNINGS), WarningLine)
     for line in (*completions, *metrics, *timings, *warnings):
-        line["step"] += 1  # log files count steps from 0, report.html from 1
+        line["step"] += 1  # log files count from 0, the page from 1
     last_timings = [lines[-1] | {"speed": describe_speed(lines[-SPEED_STEPS:])} for lines in by_stage(timings).values()]
-    # average adjacent steps
+    # average adjacent steps, to draw at most POINTS points
     points = []
     steps_per_point = {}
     for stage, lines in by_stage(metrics).items():
-        size = steps_per_point[stage] = math.ceil(len(lines) / POINTS)
+        size = math.ceil(len(lines) / POINTS)
+        steps_per_point[stage] = size
         points += [join_steps(lines[begin : begin + size]) for begin in range(0, len(lines), size)]
     return {
         "name": folder.resolve().name,
@@ -190,7 +202,7 @@ def collect_run(folder: Path) -> dict:
 
 
 def describe_change(summary: dict, num_rows: int) -> str | None:
-    """Describe how each stage changed the first held-out metric, and whether this may be noise."""
+    """Describe how each stage changed the first evaluation metric, and whether this may be noise."""
     evaluations = {name: row for name, row in summary.items() if isinstance(row, dict) and name != "seconds"}
     name = next(iter(next(iter(evaluations.values()), {})), "")
     values = [row[name] for row in evaluations.values() if row.get(name) is not None]  # summary.json stores NaN as null
@@ -214,11 +226,11 @@ def by_stage(lines: list[dict]) -> dict[str, list[dict]]:
 
 
 def join_steps(lines: list[dict]) -> dict:
-    """Average metrics over steps, but take the minimum of min_length and the maximum of max_length."""
+    """Average metrics over several steps, but take the minimum of min_length and the maximum of max_length."""
     joined = {}
     for name in dict.fromkeys(name for line in lines for name in line):
         values = [line[name] for line in lines if line.get(name) is not None]
-        kind = name.rpartition("/")[2].partition("_")[0]  # prefix, such as min in completions/min_length
+        kind = name.rpartition("/")[2].partition("_")[0]  # metric prefix, such as min in completions/min_length
         if len(lines) == 1 or not values or name in ("stage", "step"):
             joined[name] = lines[-1].get(name)
         elif kind in ("min", "max"):
@@ -229,8 +241,8 @@ def join_steps(lines: list[dict]) -> dict:
 
 
 def collect_completions(folder: Path) -> list[dict]:
-    """Choose completions to show, from at most 60 steps."""
-    lines_of_step = defaultdict(list)  # log lines by (stage, step)
+    """Choose which completions to show: from at most 60 steps, evenly spaced."""
+    lines_of_step = defaultdict(list)  # {(stage, step): log lines}
     for line in read_lines(file_inside(folder, COMPLETIONS), CompletionLine):
         lines_of_step[line["stage"], line["step"]].append(line)
     steps = list(lines_of_step)
@@ -240,7 +252,7 @@ def collect_completions(folder: Path) -> list[dict]:
 
 
 def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
-    """Return {path: data URI} for images beside these completions."""
+    """Return the images for these completions as {path: data URI}."""
     paths = set()
     for line in completions:
         paths.update(line["images"], *(completion.get("pictures", ()) for completion in line["completions"]))
@@ -249,8 +261,8 @@ def collect_images(folder: Path, completions: list[dict]) -> dict[str, str]:
 
 
 def data_uri(folder: Path, path: str) -> str:
-    """Return an image file as a data URI."""
-    # reject files outside images/, which a tampered completions.jsonl may name
+    """Return a run's image file as a data URI."""
+    # reject files outside images/: a manipulated completions.jsonl may name them
     name = Path(path).name
     file = file_inside(file_inside(folder, IMAGES), name)
     if path != f"{IMAGES}/{name}" or not file.is_file():

@@ -1,7 +1,7 @@
-"""Warn if a run does not learn, with a likely cause and a fix.
+"""Warn if a run does not learn, and name a likely cause and a fix.
 
 A warning appears if its condition holds for 10 optimizer steps in a row, and is not repeated while the condition holds.
-Equal rewards for all completions, the most common mistake, are reported after the first step.
+Equal rewards for all completions, the most common problem, are reported after the first step.
 """
 
 import json
@@ -19,14 +19,14 @@ from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.run.trainer_state import TrainerState
 from minivlmrl.trainers.base import Rollout, Step, Trainer
 
-TAG_REWARDS = "format", "box_format"  # rewards for <think> and <answer> tags
-WINDOW = 10  # consecutive optimizer steps for which the condition of a warning must hold
+TAG_REWARDS = "format", "box_format"  # reward functions that ask for <think> and <answer> tags
+WINDOW = 10  # a warning's condition must hold for this many optimizer steps in a row
 FALLEN = 0.2  # warn if the mean reward falls by this fraction of the reward range
 MEMORISED = 0.3  # warn if the training reward exceeds the held-out reward by this
 
 
 class TrainingWarnings(Watcher):
-    """Write warnings about a step's metrics to warnings.jsonl and the terminal."""
+    """Check the metrics after each step, and write warnings to warnings.jsonl and the terminal."""
 
     def on_run_begin(self, config: RunConfig, log: MetricsLog):
         self.log = log
@@ -52,7 +52,7 @@ class TrainingWarnings(Watcher):
 
 
 class WarningRules:
-    """Derive warnings from the metrics of the last 10 steps."""
+    """Derive warnings from metrics in the last 10 steps."""
 
     def __init__(self, trainer: Trainer, optimizer: Optimizer, evaluated: dict[str, float]):
         self.trainer = trainer
@@ -66,8 +66,8 @@ class WarningRules:
         self.recent = deque(maxlen=WINDOW)
         self.active: set[str] = set()  # warnings whose condition held at the last step
         self.rollout = None
-        self.extremes = []  # lowest and highest total reward
-        self.best_mean = -math.inf  # highest mean reward over 10 steps
+        self.extremes = []  # lowest and highest total reward so far
+        self.best_mean = -math.inf  # highest mean reward over 10 steps so far
 
     def step(self, metrics: dict[str, float], rollout: Rollout | None = None) -> list[str]:
         """Add a step's metrics, and return new warnings."""
@@ -84,11 +84,12 @@ class WarningRules:
         return new
 
     def memorized(self, evaluation: dict[str, float]) -> Iterator[str]:
-        """Yield a warning for rewards far higher on training rows than on held-out rows."""
+        """Yield a warning if a reward is far higher on training rows than on held-out rows."""
         for name in self.goals if len(self.recent) == WINDOW else ():
             trained = self.mean(f"rewards/{name}/mean")
-            # training may sample below temperature 1, so its rewards are also compared with greedy answers
-            held_out = [evaluation[key] for key in (f"eval/{name}_sampled", f"eval/{name}_greedy") if key in evaluation]
+            # also compare with greedy answers, because training may sample below temperature 1
+            keys = (f"eval/{name}_sampled", f"eval/{name}_greedy")
+            held_out = [evaluation[key] for key in keys if key in evaluation]
             if held_out and trained - max(held_out) > MEMORISED:
                 yield (
                     f"The mean of reward {name} is {trained:.3g} on training rows, but only {max(held_out):.3g} on "
@@ -97,13 +98,15 @@ class WarningRules:
                 )
 
     def unlearned(self, evaluation: dict[str, float], num_rows: int) -> Iterator[str]:
-        """Yield a warning if a held-out reward is far lower than before the stage."""
+        """Yield a warning if a reward on held-out rows is far lower than before the stage."""
         falls = []
         for name, before in self.evaluated.items():
             after = evaluation.get(name, before)
             is_goal = name.endswith(("_sampled", "_greedy")) and name not in lowered_metrics(self.config)
-            if is_goal and 0 <= after <= before <= 1 and before - after > max(FALLEN, noise(before, after, num_rows)):
-                falls.append((before - after, f"{name} has fallen from {before:.3g} to {after:.3g}"))
+            if is_goal and 0 <= after <= before <= 1:
+                fall = before - after
+                if fall > max(FALLEN, noise(before, after, num_rows)):
+                    falls.append((fall, f"{name} has fallen from {before:.3g} to {after:.3g}"))
         if falls:
             cure = f"Lower {self.trainer.stage}.learning_rate"
             if self.trainer.stage == "dpo":
@@ -111,12 +114,12 @@ class WarningRules:
             yield f"{max(falls)[1]} in this stage. {cure}."
 
     def state(self) -> str:
-        """Return metrics and warnings as JSON, for a resumed run."""
+        """Return recent metrics and active warnings as JSON, to continue with them after a resume."""
         recent = [*self.recent], sorted(self.active), self.best_mean, self.extremes
         return json.dumps([[*self.config.rewards.items()], *recent])
 
     def restore(self, state: str):
-        """Restore a saved state, unless reward names or weights have changed."""
+        """Restore the result of state(), unless reward names or weights have changed since."""
         names_and_weights, *values = json.loads(state)
         if names_and_weights != [[*item] for item in self.config.rewards.items()]:
             return
@@ -125,15 +128,15 @@ class WarningRules:
         self.active.update(active)
 
     def always(self, name: str, value: float) -> bool:
-        """Return whether a metric had this value in all recent steps."""
+        """Return whether a metric had the given value in all recent steps."""
         return all(metrics.get(name) == value for metrics in self.recent)
 
     def mean(self, name: str) -> float:
-        """Average a metric over the last 10 steps; NaN if a step lacks it."""
+        """Average a metric over the last 10 steps; return NaN if a step lacks it."""
         return sum(metrics.get(name, math.nan) for metrics in self.recent) / len(self.recent)
 
     def violated(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, text) for warnings about the last 10 steps."""
+        """Yield (name, text) for all warnings whose condition held in the last 10 steps."""
         stuck = [*self.stuck_rules()]
         reward = self.mean("reward")
         lowest, highest = self.extremes or (0, 0)
@@ -145,7 +148,7 @@ class WarningRules:
             )
             stuck = [("solved", sentence)]
         yield from stuck
-        self.best_mean = max(self.best_mean, reward)  # max ignores NaN as its second argument
+        self.best_mean = max(self.best_mean, reward)  # in this order, max ignores a NaN reward
         if lowest < highest and reward <= self.best_mean - FALLEN * (highest - lowest):
             yield (
                 "fallen",
@@ -169,12 +172,12 @@ class WarningRules:
         yield from self.unused_parameters()
 
     def advised(self, names: Iterable[str]) -> list[str]:
-        """Remove the reward `format` if data.answer_format is not tags; preflight already reports this mistake."""
+        """Drop the reward `format` if data.answer_format is not tags, because preflight reports this mistake."""
         has_tags = self.config.data.answer_format == "tags"
         return [name for name in names if name != "format" or has_tags]
 
     def all_equal(self) -> bool:
-        """Return whether all rewards were constant in the last 10 steps."""
+        """Return whether every reward was equal for all completions in the last 10 steps."""
         stds = [f"rewards/{name}/std" for name in self.config.rewards]
         return bool(stds) and all(self.always(name, 0) for name in stds)
 
@@ -194,7 +197,7 @@ class WarningRules:
             )
 
     def stuck_rules(self) -> Iterator[tuple[str, str]]:
-        """Warn if nothing can be learned from these steps."""
+        """Warn if nothing was learned in the last 10 steps: equal rewards, or zero gradients."""
         sampling = self.config.sampling
         if self.all_equal():
             yield from self.constant_rewards()
@@ -215,8 +218,8 @@ class WarningRules:
             )
 
     def unused_parameters(self) -> Iterator[tuple[str, str]]:
-        """Warn about trained parameters without a gradient."""
-        # parameters without AdamW state never had a gradient, which is normal for unused experts
+        """Warn about trained parameters without any gradient so far."""
+        # without a gradient, a parameter has no AdamW state; this is normal for unused experts
         parameters = self.trainer.trained.named_parameters()
         unused = [name for name, p in parameters if p.requires_grad and p not in self.optimizer.state]
         names = [name for name in unused if ".mlp.experts." not in name]

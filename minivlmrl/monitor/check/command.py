@@ -45,7 +45,8 @@ def check(config: RunConfig) -> Iterator[str]:
     _, processor, datasets = prepare(config, stages, world, callbacks)
     if config.data.skip_unreadable:
         for stage, trainer in stages.items():
-            if isinstance(rows := datasets[stage], FileDataset):  # generated images are always readable
+            rows = datasets[stage]
+            if isinstance(rows, FileDataset):  # generated rows are always readable
                 datasets[stage] = ReadableRows(rows, processor, trainer.answers)
     online = [stage for stage, trainer in stages.items() if trainer.samples_completions]
     yield from find_mistakes(config, datasets)
@@ -57,14 +58,15 @@ def check(config: RunConfig) -> Iterator[str]:
     if online and "demonstrations" in rows_of:
         yield from check_demonstrations(make_trial(config, rows_of["demonstrations"], processor))
     if "prompts" in rows_of:
-        trial = make_trial(config, rows_of["prompts"], processor)
+        rows = rows_of["prompts"]
+        trial = make_trial(config, rows, processor)
         if (trial.weights > 0).any():
-            yield from check_rewards(trial, solutions_of(rows_of["prompts"]))
+            yield from check_rewards(trial, solutions_of(rows))
     process_group.shutdown(world)
 
 
 class ReadableRows(FileDataset):
-    """Dataset that replaces an unreadable row by the next readable one, as data.skip_unreadable does."""
+    """Return the next readable row instead of an unreadable one, as training does."""
 
     def __init__(self, rows: FileDataset, processor: Processor, answers: Sequence[str]):
         self.facts = rows.facts
@@ -73,5 +75,8 @@ class ReadableRows(FileDataset):
         self.answers = answers
 
     def __getitem__(self, index: int) -> Row:
-        row, *_ = next_readable(self.rows, index, lambda row: readable_prompt(row, self.processor, self.answers))
+        def read(row: Row):
+            return readable_prompt(row, self.processor, self.answers)
+
+        row, *_ = next_readable(self.rows, index, read)
         return row

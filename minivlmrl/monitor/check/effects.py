@@ -1,6 +1,6 @@
-"""Find recipe options that have no effect because of another option.
+"""Find recipe options that have no effect because another option disables them.
 
-Options without effect cause notes, not errors: changing one option, such as grpo.num_iterations, can disable others.
+They cause notes, not errors, because changing one option, such as grpo.num_iterations, can disable others.
 """
 
 import inspect
@@ -20,14 +20,14 @@ FILTERS = " ".join(f"sampling.{name}" for name in NO_TRUNCATION)
 
 
 def rules(config: RunConfig) -> list[tuple[str, str, object]]:
-    """Return (options, reason, condition): if the condition is true, the options have no effect."""
+    """List rules (options, reason, condition): if the condition is true, the options have no effect."""
     grpo = config.grpo
     ppo = config.ppo
     data = config.data
     sampling = config.sampling
     # one optimizer step per rollout: all policy ratios are 1
     on_policy = grpo.num_iterations * grpo.steps_per_generation == 1
-    own_loss = ":" in grpo.loss_type  # the user's own function may use any grpo option
+    own_loss = ":" in grpo.loss_type  # a loss function in a user file may use any grpo option
     corrects_kl = grpo.beta > 0 and grpo.use_bias_correction_kl and grpo.kl_estimator != "k2"
     weighs_tokens = grpo.rollout_correction or grpo.top_entropy_quantile < 1 or corrects_kl
     return [
@@ -88,7 +88,7 @@ def rules(config: RunConfig) -> list[tuple[str, str, object]]:
 
 
 def options_without_effect(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
-    """Yield (options, reason) for changed options without effect, each option once."""
+    """Yield (options, reason) for options that the recipe changes without effect, each option once."""
     for name in config.unused_sections:
         yield [name], f"`stages` does not include {name}"
     for stage in config.data.files:
@@ -108,12 +108,12 @@ def options_without_effect(config: RunConfig, trainers: dict[str, type[Trainer]]
 
 
 def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[tuple[list[str], str]]:
-    """Yield (options, reason) for options without effect, including options with default values."""
+    """Yield (options, reason) for all options without effect, including those with default values."""
     inherited = {name for trainer in trainers.values() for name in inherited_sections(trainer)}
     for name, section in vars(config).items():
         if isinstance(section, TrainingOptions) and name not in {*config.stage_names, *inherited}:
             options = [f"{name}.{option}" for option in vars(section)]
-            if "reward_model" in config.rewards:  # the reward `reward_model` reads reward_model.path
+            if "reward_model" in config.rewards:  # the reward reads reward_model.path, even without this stage
                 options = [option for option in options if option != "reward_model.path"]
             yield options, f"`stages` does not include {name}"
     data = config.data
@@ -135,12 +135,13 @@ def reasons(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[t
         if applies:
             yield options.split(), reason
     for name in config.stage_names:
-        if isinstance(section := getattr(config, name), GRPOOptions):
+        section = getattr(config, name)
+        if isinstance(section, GRPOOptions):
             yield from ignored_by_functions(name, section)
 
 
 def ignored_by_functions(stage: str, section: GRPOOptions) -> Iterator[tuple[list[str], str]]:
-    """Yield recipe options that a user's loss or advantage function does not take as parameters."""
+    """Yield (options, reason) for options without a parameter in a user-defined loss or advantage function."""
     of_losses = vars(section).keys() & inspect.signature(grpo_loss).parameters.keys() - {"loss_type", "advantages"}
     for option, text, names in (
         ("loss_type", section.loss_type, of_losses),

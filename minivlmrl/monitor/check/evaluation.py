@@ -1,4 +1,4 @@
-"""Check the evaluation rows: their number, solutions and images."""
+"""Check evaluation rows: constant answers must score low, and images must not be training images."""
 
 import hashlib
 import random
@@ -17,17 +17,19 @@ from minivlmrl.monitor.check.rewards import Trial, check_constant
 from minivlmrl.monitor.check.rows import sample_rows, solutions_of
 from minivlmrl.rewards.registry import held_out_rewards, required_columns
 
-NUM_DECODED = 1000  # maximum rows to decode images from
+NUM_DECODED = 1000  # maximum rows whose images are decoded
 
 
 def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor: Processor) -> Iterator[str]:
-    """Check evaluation rows, also against training rows."""
+    """Check evaluation rows, and compare their images with training images."""
     held_out = datasets.get("eval")
     if held_out is None:
         return
     rewards = [reward for reward in held_out_rewards(config) if "solution" in reward.columns]
-    no_columns = dict.fromkeys(required_columns(rewards))  # None for columns missing in a row
-    rows = [replace(row, key=str(i), columns=no_columns | row.columns) for i, row in enumerate(sample_rows(held_out))]
+    no_columns = dict.fromkeys(required_columns(rewards))  # {column: None}, for rows without the column
+    rows = []
+    for i, row in enumerate(sample_rows(held_out)):
+        rows.append(replace(row, key=str(i), columns=no_columns | row.columns))
     trial = Trial(rewards, torch.ones(len(rewards)), rows, processor)
     solutions = solutions_of(held_out)
     if rewards and len(held_out) > 1:
@@ -36,7 +38,7 @@ def check_evaluation(config: RunConfig, datasets: dict[str, Dataset], processor:
     for stage in config.stage_names:
         rows = datasets[stage]
         are_files = isinstance(held_out, FileDataset) and isinstance(rows, FileDataset)
-        if not are_files or rows_trained_on(held_out, rows):  # another check already reports duplicate rows
+        if not are_files or rows_trained_on(held_out, rows):  # find_mistakes reports such rows
             continue
         held_out_images = pixel_hashes(held_out)
         shared = held_out_images & pixel_hashes(rows)
@@ -53,7 +55,8 @@ def pixel_hashes(rows: Dataset) -> set[bytes]:
     hashes = set()
     numbers = random.Random(0).sample(range(len(rows)), min(NUM_DECODED, len(rows)))
     for number in numbers:
-        with suppress(ValueError):  # unreadable images are reported elsewhere
+        with suppress(ValueError):  # other checks report unreadable images
             for image in rows[number].images:
-                hashes.add(hashlib.sha256(repr(image.size).encode() + image.tobytes()).digest())
+                content = repr(image.size).encode() + image.tobytes()
+                hashes.add(hashlib.sha256(content).digest())
     return hashes

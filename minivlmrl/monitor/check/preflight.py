@@ -1,4 +1,4 @@
-"""Check a recipe before the first optimizer step, and print device, model and options."""
+"""Check recipe, rows and rewards before the first optimizer step, and print device, model and options."""
 
 import json
 import math
@@ -43,9 +43,9 @@ from minivlmrl.run.metrics import MetricsLog
 from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
-NUM_SOLUTIONS = 10_000  # maximum dataset solutions to check; 10,000 take a few seconds
-NUM_IMAGES = 16  # maximum images whose boxes are checked
-TYPICAL_WEIGHT = 0.01  # absolute value of a typical weight in models with billions of parameters
+NUM_SOLUTIONS = 10_000  # maximum solutions to check per dataset; 10,000 take a few seconds
+NUM_IMAGES = 16  # maximum images per dataset to open, to check boxes against image sizes
+TYPICAL_WEIGHT = 0.01  # typical weight, in absolute value, in models with billions of parameters
 
 
 class Preflight(Callback):
@@ -84,7 +84,7 @@ def print_all(notes: Iterable[str]):
 
 
 def scored_rows(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[tuple[str, Dataset, list[Reward]]]:
-    """Yield (stage or "eval", dataset, rewards) for datasets with scored completions."""
+    """Yield (stage or "eval", dataset, rewards) for all datasets whose completions are scored."""
     for stage, rows in datasets.items():
         if stage == "eval":
             yield stage, rows, held_out_rewards(config)
@@ -93,19 +93,21 @@ def scored_rows(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[tup
 
 
 def scored_files(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[tuple[str, FileDataset, list[Reward]]]:
-    """Yield scored_rows from files."""
+    """Yield (stage or "eval", dataset, rewards) for all datasets from files whose completions are scored."""
     for stage, rows, rewards in scored_rows(config, datasets):
         if isinstance(rows, FileDataset):
             yield stage, rows, rewards
 
 
 def try_rewards(config: RunConfig, datasets: dict[str, Dataset], processor: Processor):
-    """Call rewards with an invented completion for the first row per file.
+    """Call all rewards once with an invented completion, for the first row per file.
 
-    All ranks and a resumed run choose here, from the same rows, whether a reward reads texts or chat messages.
+    This test also finds out whether a reward function takes texts or chat messages. All ranks, and a resumed run, test
+    the same rows, so they agree.
     """
     READS_MESSAGES.clear()
-    ids = torch.tensor([*processor.tokenizer.encode("<answer>invented</answer>"), processor.stop_token_ids[0]])
+    text_ids = processor.tokenizer.encode("<answer>invented</answer>")
+    ids = torch.tensor([*text_ids, processor.stop_token_ids[0]])
     for stage, rows, rewards in scored_rows(config, datasets):
         no_columns = dict.fromkeys(required_columns(rewards)) if stage == "eval" else {}
         skips = stage != "eval" and config.data.skip_unreadable
@@ -124,15 +126,16 @@ def try_rewards(config: RunConfig, datasets: dict[str, Dataset], processor: Proc
 
 
 def first_rows(rows: Dataset) -> Iterable[int]:
-    """Return first row indices, one per file."""
+    """Return the index of the first row in every file."""
     first: dict[Any, int] = {}
-    for index, facts in enumerate(rows.facts if isinstance(rows, FileDataset) else ()):
-        first.setdefault(facts.file, index)
+    if isinstance(rows, FileDataset):
+        for index, facts in enumerate(rows.facts):
+            first.setdefault(facts.file, index)
     return first.values() or [0]
 
 
 def check_truths(config: RunConfig, datasets: dict[str, Dataset]):
-    """Raise UserError if a solution can never be matched, such as a box outside the image."""
+    """Raise UserError if no answer can match a solution, such as a box outside the image."""
     for _, rows, rewards in scored_files(config, datasets):
         rewards = [reward for reward in rewards if reward.name in COMPARE_SOLUTIONS]
         for facts in rows.facts[:: math.ceil(len(rows) / NUM_SOLUTIONS)]:
@@ -149,7 +152,7 @@ def check_truths(config: RunConfig, datasets: dict[str, Dataset]):
         for index in range(0, len(rows), math.ceil(len(rows) / NUM_IMAGES)):
             row = rows[index]
             sizes = []
-            with suppress(ValueError):  # unreadable images are reported or skipped later
+            with suppress(ValueError):  # training reports or skips unreadable images
                 sizes = [row.images[0].size] if row.images else []
             with error_context(row.where):
                 for size in sizes:
@@ -157,7 +160,7 @@ def check_truths(config: RunConfig, datasets: dict[str, Dataset]):
 
 
 def describe_hardware(config: RunConfig, world: World):
-    """Print the device, number of ranks and kernel backends."""
+    """Print device, number of ranks and kernel backends."""
     compute_dtype = config.model.compute_dtype or config.model.dtype
     sample = torch.empty(0, dtype=DTYPES[compute_dtype], device=world.device)
     on_torch = [kernel for kernel in KERNELS if backend_for(sample, kernel) == "torch"]
@@ -168,7 +171,7 @@ def describe_hardware(config: RunConfig, world: World):
 
 
 def describe_model(config: RunConfig, model: VisionLanguageModel):
-    """Print parameter counts, dtypes, and what is trained."""
+    """Print parameter counts, dtypes, and trained model parts."""
     dtype = config.model.dtype
     parameters = [*model.parameters()]
     count = sum(parameter.numel() for parameter in parameters)
@@ -178,7 +181,7 @@ def describe_model(config: RunConfig, model: VisionLanguageModel):
 
 
 def collect_notes(config: RunConfig, trainers: dict[str, type[Trainer]]) -> Iterator[str]:
-    """Yield notes about options without effect, and about prompt options changed since the model was trained."""
+    """Yield notes about options without effect, and about prompt options changed since model training."""
     adapter = config.adapter.path
     model = find_adapter(adapter) if adapter else config.model.path
     folders = [model, config.reference.path, config.reward_model.path, config.ppo.critic_path]
@@ -207,7 +210,10 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
     for stage, rows, rewards in scored_files(config, datasets):
         start = f"of {pluralize(len(rows), 'row')} of {stage} have"
         names = [reward.name for reward in rewards if "answer_extents" in signature(reward.function).parameters]
-        several = [facts.where for facts in rows.facts if facts.num_images > 1 and parse_boxes(str(facts.solution))]
+        several = []  # rows with a box and several images
+        for facts in rows.facts:
+            if facts.num_images > 1 and parse_boxes(str(facts.solution)):
+                several.append(facts.where)
         if names and several:
             yield (
                 f"{len(several)} {start} a box and several images (the first is {several[0]}), but reward {names[0]} "
@@ -220,7 +226,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
                 f"{empty[0]}); write a solution, or remove the row"
             )
     dtype = DTYPES[config.model.dtype]
-    # 16-bit weights lose small updates; adamw_8bit keeps the rounding error
+    # 16-bit weights lose small updates by rounding; adamw_8bit stores the rounding error
     trains_weights = not config.adapter.r or config.adapter.modules_to_save
     rounds = dtype.itemsize == 2 and config.optimizer.name == "adamw" and trains_weights
     for stage in config.stage_names:
@@ -241,7 +247,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
                 f"{held_out[repeated[0]].name}), so they measure memorization; remove them from data.eval_file"
             )
         rate = getattr(config, stage).learning_rate
-        # weights with a larger absolute value lose their updates by rounding
+        # larger weights lose their updates by rounding
         largest_weight = 4 * rate / torch.finfo(dtype).eps
         if rounds and largest_weight < TYPICAL_WEIGHT:
             yield (
@@ -252,7 +258,7 @@ def find_mistakes(config: RunConfig, datasets: dict[str, Dataset]) -> Iterator[s
 
 
 def rows_trained_on(held_out, rows) -> list[int]:
-    """Return indices of evaluation rows with the prompt and images of a training row."""
+    """Return indices of evaluation rows with the same prompt and images as a training row."""
     held_out_hashes = getattr(held_out, "prompt_hashes", ())
     training_hashes = getattr(rows, "prompt_hashes", ())
     shared = {*held_out_hashes} & {*training_hashes}

@@ -26,7 +26,7 @@ from minivlmrl.rewards.registry import Reward, required_columns, training_reward
 from minivlmrl.rewards.text import find_answer, normalize
 
 ROLLOUT = "<think>{}</think><answer>{}</answer>"
-# texts without an answer
+# completions without an answer, which should get no reward
 REWARD_HACK_PROBES = {
     "an empty text": "",
     "empty tags": ROLLOUT.format("", ""),
@@ -37,44 +37,49 @@ REWARD_HACK_PROBES = {
 }
 
 
-NOISE = 1e-6  # tolerance when a completion is scored twice
-NUM_ANSWERS = 64  # maximum rows whose answers are compared with their solutions
+NOISE = 1e-6  # tolerance if the same completion is scored twice
+NUM_ANSWERS = 64  # maximum rows whose training answers are compared with their solutions
 MARKED = re.compile(r"\(([A-Za-z])\)|\\boxed\{(.+)\}|(\d{1,3}(?:,\d{3})+)")  # answers such as (B), \boxed{cat} or 1,200
 CHOICE = re.compile(r"^\s*\(?([A-Z])[.:)]\s*(\S.*?)\s*$", re.MULTILINE)  # choices such as "B. horse"
-MAX_FORMS = 8  # maximum correct answers to try if a solution is a list
+MAX_FORMS = 8  # maximum answers to try if a solution lists several
 
 
 @dataclass
 class Trial:
-    """Reward functions to test, with their weights and test rows."""
+    """Reward functions to test, with their weights, and the rows to test them on."""
 
     rewards: list[Reward]
-    weights: Tensor  # one weight per reward function, (K,)
+    weights: Tensor  # (K,), one weight per reward function
     rows: Sequence[Row]
     processor: Processor
-    max_new_tokens: int = 64  # length of the longest text to score, in tokens
+    max_new_tokens: int = 64  # length in tokens for the longest text to score
 
     def score_texts(self, texts: Iterable[str]) -> Tensor:
-        """Return (rows, K) rewards for one completion text per row."""
+        """Score one completion text per row; return rewards (rows, K)."""
         prompts = [row.prompt(self.processor) for row in self.rows]
         groups = []
         for text in texts:
             ids = [*self.processor.tokenizer.encode(text), self.processor.stop_token_ids[0]]
-            groups.append([Completion(torch.tensor(ids), torch.zeros(len(ids)), True)])
-        return call_rewards(self.rewards, reward_columns(self.rows, prompts, groups, self.processor))
+            completion = Completion(torch.tensor(ids), torch.zeros(len(ids)), True)
+            groups.append([completion])
+        columns = reward_columns(self.rows, prompts, groups, self.processor)
+        return call_rewards(self.rewards, columns)
 
     def score_answers(self, answers: Iterable[str]) -> Tensor:
-        """Write one answer per row in data.answer_format, and return its rewards (rows, K)."""
+        """Format one answer per row as data.answer_format says, and score it; return rewards (rows, K)."""
         return self.score_texts(format_completion(answer, self.processor) for answer in answers)
 
     def right_answers(self) -> list[str]:
-        """Return the highest-scoring spelling of each solution, such as "3" or "3.0"."""
+        """Return the spelling, such as "3" or "3.0", with the highest reward for each solution."""
         forms, values_of_rows = self.forms()
-        totals = [combine(values, self.weights).nan_to_num(-math.inf) for values in values_of_rows]
-        return [texts[int(x.argmax())] for texts, x in zip(forms, totals, strict=True)]
+        best = []
+        for texts, values in zip(forms, values_of_rows, strict=True):
+            totals = combine(values, self.weights).nan_to_num(-math.inf)
+            best.append(texts[int(totals.argmax())])
+        return best
 
     def forms(self) -> tuple[list[list[str]], tuple[Tensor, ...]]:
-        """Return all spellings of each solution, and their rewards as (spellings, K) per row."""
+        """Return all correct spellings and their rewards, one tensor (spellings, K) per row."""
         forms = [answer_forms(row, self.processor) for row in self.rows]
         rows = [row for row, texts in zip(self.rows, forms, strict=True) for _ in texts]
         values = replace(self, rows=rows).score_answers(chain.from_iterable(forms))
@@ -82,7 +87,7 @@ class Trial:
 
 
 def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Trial:
-    """Choose 16 rows to test all reward functions on, except reward models."""
+    """Choose 16 rows on which to test the training rewards. Reward models are not tested."""
     rewards = [reward for reward in training_rewards(config) if reward.name != "reward_model"]
     weights = [weight for name, weight in config.rewards.items() if name != "reward_model"]
     rows = [replace(row, key=f"check/{index}") for index, row in enumerate(sample_rows(all_rows))]
@@ -90,7 +95,7 @@ def make_trial(config: RunConfig, all_rows: Dataset, processor: Processor) -> Tr
 
 
 def check_demonstrations(trial: Trial) -> Iterator[str]:
-    """Check that SFT demonstrations score well with the rewards of later stages."""
+    """Check that SFT demonstrations get high rewards from the reward functions used later."""
     processor = trial.processor
     texts = [answer_text(row, "completion") for row in trial.rows]
     for reward in trial.rewards:
@@ -99,10 +104,12 @@ def check_demonstrations(trial: Trial) -> Iterator[str]:
         alone = replace(trial, rewards=[reward], weights=torch.ones(1))
         values = alone.score_texts(texts)
         mean = values.nanmean().item()
-        highest = max(values.nan_to_num(0.0).max().item(), alone.score_answers(alone.right_answers()).nanmean().item())
-        if mean < 0.2 * highest:  # relative to the highest reward, because reward scales vary
+        right_values = alone.score_answers(alone.right_answers())
+        highest = max(values.nan_to_num(0.0).max().item(), right_values.nanmean().item())
+        if mean < 0.2 * highest:  # relative limit, because reward scales vary
             advice = "Check whether the labels are shuffled, or whether the reward expects a different format."
-            if reward.name != "format" and processor.answer_format == "tags" and "<answer>" not in "".join(texts):
+            needs_tags = reward.name != "format" and processor.answer_format == "tags"
+            if needs_tags and "<answer>" not in "".join(texts):
                 advice = "Set data.answer_format: whole, or write the answers as <answer>...</answer>."
             yield (
                 f"The mean of reward {reward.name} is only {mean:.2f} for the demonstrations, so "
@@ -113,13 +120,13 @@ def check_demonstrations(trial: Trial) -> Iterator[str]:
 def check_contradictions(
     rewards: Sequence[Reward], all_rows: Dataset, trainer: type, processor: Processor
 ) -> Iterator[str]:
-    """Check whether training answers contradict the column `solution`.
+    """Check whether the answers to train on contradict the column `solution`, according to the rewards.
 
     Contradictions: a good answer gets at most half the highest reward, a bad answer gets more than half, or a rejected
     answer scores higher than the chosen one.
     """
     names = trainer.answers
-    # demonstrations from data.task may have random labels on purpose, to teach only the answer format
+    # data.task may generate demonstrations with random labels on purpose, to teach only the answer format
     if not names or not isinstance(all_rows, FileDataset):
         return
     rows = sample_rows(all_rows, NUM_ANSWERS)
@@ -127,8 +134,11 @@ def check_contradictions(
         if "solution" not in reward.columns or not reward.columns <= rows[0].columns.keys():
             continue
         trial = Trial([reward], torch.ones(1), rows, processor)
-        # rewards per answer column and row, shape (len(names), rows)
-        scores = torch.stack([trial.score_texts(answer_text(row, name) for row in rows)[:, 0] for name in names])
+        scores = []
+        for name in names:
+            values = trial.score_texts(answer_text(row, name) for row in rows)
+            scores.append(values[:, 0])
+        scores = torch.stack(scores)  # (answer columns, rows)
         highest = scores.nan_to_num(0.0).max()
         is_good = [trainer.needs != "labels" or bool(row.columns["label"]) for row in rows]
         is_wrong = (scores[0] > highest / 2) != torch.tensor(is_good)
@@ -146,12 +156,12 @@ def check_contradictions(
 
 
 def answer_text(row: Row, name: str) -> str:
-    """Return the last text in a given answer."""
+    """Return the text to train on in an answer; only the last turn if there are several."""
     return text_of(as_turns(getattr(row, name) or "")[-1])
 
 
 def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Check that correct answers score higher than other texts."""
+    """Check that correct answers get higher rewards than empty texts, refusals and other reward hacks."""
     rows = trial.rows
     has_solutions = any(row.columns.get("solution") is not None for row in rows)
     right_answers = trial.right_answers()
@@ -162,10 +172,11 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
     tokenizer = trial.processor.tokenizer
     ids = tokenizer.encode("answer " * trial.max_new_tokens)[: trial.max_new_tokens]
     probes = REWARD_HACK_PROBES | {"a word that is repeated": tokenizer.decode(ids)}
-    # each list has one completion per row
-    text_lists = [[text.replace("{question}", text_of(row.messages[-1])) for row in rows] for text in probes.values()]
+    questions = [text_of(row.messages[-1]) for row in rows]
+    # one list per probe, with a completion per row; the last list has the correct answers
+    text_lists = [[text.replace("{question}", question) for question in questions] for text in probes.values()]
     text_lists.append([format_completion(answer, trial.processor) for answer in right_answers])
-    # rewards, shape (len(text_lists), rows, reward functions)
+    # rewards, shape (number of text lists, rows, reward functions)
     values = torch.stack([*map(trial.score_texts, text_lists[:-1]), right_values])
     totals = [combine(x, trial.weights).nanmean().item() for x in values]
     *others, right_mean = totals
@@ -182,7 +193,7 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
             "with the number of tokens."
         )
     yield from check_random(trial, text_lists, values)
-    reward_means = values.nanmean(1).T.tolist()  # mean reward per text, one list per reward function
+    reward_means = values.nanmean(1).T.tolist()  # one list per reward function: its mean for every probe
     for reward, weight, means in zip(trial.rewards, trial.weights, reward_means, strict=True):
         if not reward.columns:
             if means[0] != 0 and len(set(means)) == 1:
@@ -200,7 +211,7 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
 
 
 def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) -> Iterator[str]:
-    """Check that rewards are deterministic."""
+    """Check that reward functions are deterministic, by scoring all texts again."""
     again = torch.stack([trial.score_texts(texts) for texts in text_lists])
     differs = ~torch.isclose(values, again, rtol=NOISE, atol=NOISE, equal_nan=True)
     for k, reward in enumerate(trial.rewards):
@@ -214,9 +225,9 @@ def check_random(trial: Trial, text_lists: Sequence[list[str]], values: Tensor) 
 
 
 def check_forms(trial: Trial) -> Iterator[str]:
-    """Check whether a reward prefers str(solution), such as "['cat', 'kitten']", to a plain answer.
+    """Check whether a reward expects str(solution), such as "['cat', 'kitten']", instead of a plain answer.
 
-    Plain answers are "cat" for ["cat", "kitten"], the letter of a choice, or a box in the model's coordinate unit.
+    Plain answers are "cat" for ["cat", "kitten"], a choice's letter, or a box in the model's coordinate unit.
     """
     forms, values_of_rows = trial.forms()
     for k, reward in enumerate(trial.rewards):
@@ -243,15 +254,17 @@ def check_constant(
     Example: if 70 % of the solutions are "no", always answering "no" scores 0.7.
     """
     [(solution, num_equal)] = count_answers(solutions).most_common(1)
-    values = torch.stack([right_values, trial.score_answers([solution] * len(trial.rows))])
-    values[..., torch.tensor([not reward.columns for reward in trial.rewards])] = torch.nan
+    constant_values = trial.score_answers([solution] * len(trial.rows))
+    values = torch.stack([right_values, constant_values])
+    reads_no_column = torch.tensor([not reward.columns for reward in trial.rewards])
+    values[..., reads_no_column] = torch.nan
     right, constant = (combine(x, trial.weights) for x in values)
     right_mean = right.nanmean().item()
     is_equal = torch.tensor([solution in truths for truths in solutions_of(trial.rows)])
     frequency = num_equal / len(solutions)
     means = [constant[mask].nanmean().nan_to_num(0.0).item() for mask in (is_equal, ~is_equal)]
     constant_mean = frequency * means[0] + (1 - frequency) * means[1]
-    # if a constant answer scores over 1.25 times as high, a reward misreads correct answers, as other checks report
+    # a ratio above 1.25 means that rewards misread correct answers; other checks report this
     if num_equal > 1 and 0.8 * right_mean < constant_mean <= 1.25 * right_mean:
         yield (
             f"Always answering {truncate(format_completion(solution, trial.processor), 80)} scores "
@@ -261,18 +274,18 @@ def check_constant(
 
 
 def format_completion(answer: str, processor: Processor) -> str:
-    """Write an answer as data.answer_format asks for it."""
+    """Write an answer as a completion in data.answer_format, such as in <answer> tags."""
     form = {"tags": ROLLOUT, "whole": "{1}"}.get(processor.answer_format, "{}\n{}")
     return form.format("hm", find_answer(answer) or answer)
 
 
 def count_answers(solutions: Iterable[Sequence[str]]) -> Counter[str]:
-    """Count the rows per correct answer."""
+    """Count how many rows accept each correct answer."""
     return Counter(chain.from_iterable(map(dict.fromkeys, solutions)))
 
 
 def answer_forms(row: Row, processor: Processor) -> list[str]:
-    """Return the spellings of a row's correct answer, `str(solution)` last.
+    """Return all spellings for a row's correct answer, with `str(solution)` last.
 
     Examples: ["cat", "dog"] gives the spellings `cat`, `dog`, `cat, dog`, `["cat", "dog"]` and `['cat', 'dog']`. If the
     prompt lists "B. horse", "horse" gives `B` and `horse`, and the zero-based index "1" gives `B` and `1`. "1,200"
@@ -283,10 +296,13 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
     forms = []
     boxes = parse_boxes(str(solution))
     if boxes:
-        # convert pixels to the box unit of the model
+        # convert boxes from pixels to the model's coordinate unit
         size, extent = image_and_box_sizes(row, row.prompt(processor), processor)
         if size and extent and size != extent:
-            converted = [[round(number, 4) for number in Box(*box, size).to(extent).numbers] for box in boxes]
+            converted = []
+            for box in boxes:
+                numbers = Box(*box, size).to(extent).numbers
+                converted.append([round(number, 4) for number in numbers])
             forms = [json.dumps(converted[0] if len(converted) == 1 else converted)]
     elif isinstance(elements, (list, dict)):
         elements = [*elements.values()] if isinstance(elements, dict) else elements
@@ -299,7 +315,8 @@ def answer_forms(row: Row, processor: Processor) -> list[str]:
         number = str(solution)
         choices = CHOICE.findall(text_of(row.messages[-1]))
         forms = [letter for letter, text in choices if normalize(text) == normalize(number)]
-        if not forms and number.isdecimal() and int(number) < len(choices):  # zero-based index, as in AI2D
+        is_index = number.isdecimal() and int(number) < len(choices)  # zero-based index, as in AI2D
+        if not forms and is_index:
             forms = [choices[int(number)][0]]
         marked = MARKED.fullmatch(number)
         if marked:

@@ -17,18 +17,18 @@ from minivlmrl.trainers.registry import find_class
 
 NUM_ROWS = 16  # rows to check in detail
 TASK_ROWS = 1000  # maximum rows to check if data.task generates rows
-MAX_MARKUP_TOKENS = 64  # maximum tokens that the chat template adds to an answer
+MAX_MARKUP_TOKENS = 64  # maximum tokens that a chat template adds to an answer (assumed)
 
 
 def without_media(rows: Dataset) -> Iterator[Row]:
-    """Return rows without opening images: all rows of a file, or at most 1000 generated ones."""
+    """Read rows without opening images: all rows in a file, or up to 1000 generated ones."""
     if isinstance(rows, FileDataset):
         return (rows.read(number)[0] for number in range(len(rows)))
     return (rows[number] for number in range(min(len(rows), TASK_ROWS)))
 
 
 def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], processor: Processor) -> Iterator[str]:
-    """Check the rows for one stage."""
+    """Check the rows for one training stage."""
     yield from check_conversations(all_rows, config.data.system_prompt)
     yield from check_duplicates(all_rows)
     rows = sample_rows(all_rows)
@@ -46,7 +46,7 @@ def check_rows(config: RunConfig, all_rows: Dataset, names: Sequence[str], proce
 
 
 def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterator[str]:
-    """Check system messages."""
+    """Check that no row has several different system messages."""
     num_two_systems = 0
     for row in without_media(all_rows):
         systems = {text_of(turn) for turn in row.messages if turn["role"] == "system"}
@@ -59,11 +59,11 @@ def check_conversations(all_rows: Dataset, system_prompt: str | None) -> Iterato
 
 
 def check_duplicates(all_rows: Dataset) -> Iterator[str]:
-    """Check for rows with equal prompts and images, but different solutions."""
+    """Check for rows with the same prompt and images, but different solutions."""
     if not isinstance(all_rows, FileDataset):
         return
     counts = Counter(all_rows.prompt_hashes)
-    first_rows = {}  # first row per hash of prompt and images
+    first_rows = {}  # {prompt and image hash: first row with it}
     faults = []
     for index, prompt_hash in enumerate(all_rows.prompt_hashes):
         if counts[prompt_hash] > 1:
@@ -91,7 +91,7 @@ def check_images(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
-    """Check for missing images, and for images resized to a single token."""
+    """Check that rows have images, and that images are not resized to a single token."""
     prompts = [row.prompt(processor) for row in rows]
     grids = [grid for prompt in prompts for grid in prompt.image_grid_thw.tolist()]
     if not grids:
@@ -104,8 +104,8 @@ def check_prompts(rows: Sequence[Row], processor: Processor) -> Iterator[str]:
 
 
 def check_questions(rows: Sequence[Row]) -> Iterator[str]:
-    """Check for prompts that contain the solution, unless they list all solutions ("Is it a cat or a dog?")."""
-    answers = []  # letters and digits of the correct answers, per row
+    """Check for prompts that give away the solution; listing all solutions ("Is it a cat or a dog?") is fine."""
+    answers = []  # per row: correct answers, reduced to letters and digits
     for row, texts in zip(rows, solutions_of(rows), strict=True):
         is_known = row.columns.get("solution") is not None
         letters = [letters_of(find_answer(text) or text) for text in texts if is_known]
@@ -114,7 +114,9 @@ def check_questions(rows: Sequence[Row]) -> Iterator[str]:
     for place, roles in (("system messages", {"system"}), ("earlier turns", {"user", "assistant"})):
         places[place] = [[turn for turn in row.messages[:-1] if turn["role"] in roles] for row in rows]
     for place, turns in places.items():
-        texts = [" ".join(letters_of(text_of(turn)) for turn in of_row) for of_row in turns]
+        texts = []
+        for of_row in turns:
+            texts.append(" ".join(letters_of(text_of(turn)) for turn in of_row))
         num_revealed = sum(map(reveals, texts, answers))
         reveals_others = [reveals(texts[0], answer) for answer in answers if answer != answers[0]]
         lists_few = sum(reveals_others) < len(reveals_others) / 3
@@ -125,14 +127,16 @@ def check_questions(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def reveals(text: str, answers: Sequence[str]) -> bool:
-    """Return whether a prompt contains an answer."""
+    """Return whether a text contains any answer."""
     return any(answer in text for answer in answers)
 
 
 def solutions_of(rows: Dataset) -> list[list[str]]:
-    """Return one list of correct answers per row: the strings of a list in `solution`, else str(solution)."""
-    is_file = isinstance(rows, FileDataset)  # whose solutions are known without reading the file again
-    values = [x.solution for x in rows.facts] if is_file else [x.columns.get("solution") for x in without_media(rows)]
+    """Return the correct answers per row: all strings if `solution` is a list, else str(solution)."""
+    if isinstance(rows, FileDataset):
+        values = [facts.solution for facts in rows.facts]  # known since the file was opened, so not read again
+    else:
+        values = [row.columns.get("solution") for row in without_media(rows)]
     solutions = []
     for solution in values:
         is_texts = isinstance(solution, list) and all(isinstance(x, str) for x in solution)
@@ -141,12 +145,12 @@ def solutions_of(rows: Dataset) -> list[list[str]]:
 
 
 def letters_of(text: str) -> str:
-    """Convert "Ice-Cream 2" to "icecream2"."""
+    """Reduce a text to lowercase letters and digits: "Ice-Cream 2" becomes "icecream2"."""
     return re.sub(r"[\W_]", "", text.lower())
 
 
 def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, processor: Processor) -> Iterator[str]:
-    """Check that training answers end with a stop token and fit into max_new_tokens."""
+    """Check that answers to train on end with a stop token, and fit into sampling.max_new_tokens."""
     rows = sample_rows(all_rows)
     stop_ids = config.sampling.stop_token_ids
     stop_ids = processor.stop_token_ids if stop_ids is None else stop_ids
@@ -170,7 +174,10 @@ def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, pr
 
 
 def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: int) -> Iterator[int]:
-    """Yield the token counts of answers that may exceed `limit`; n bytes have at most n tokens."""
+    """Yield token counts for answers that may exceed `limit` tokens.
+
+    Shorter answers need not be tokenized, because n bytes have at most n tokens.
+    """
     indices = range(min(len(all_rows), TASK_ROWS))
     if isinstance(all_rows, FileDataset):
         indices = [i for i, x in enumerate(all_rows.facts) if x.text_bytes[name] + MAX_MARKUP_TOKENS > limit]
@@ -182,7 +189,7 @@ def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: in
 
 
 def sample_rows(rows: Sequence, count: int = NUM_ROWS) -> list:
-    """Sample at most `count` rows, in dataset order."""
-    # random, because evenly spaced rows may all be of one kind
+    """Draw at most `count` random rows, always the same ones, in dataset order."""
+    # random, because evenly spaced rows may all be alike
     row_indices = random.Random(0).sample(range(len(rows)), min(count, len(rows)))
     return [rows[index] for index in sorted(row_indices)]

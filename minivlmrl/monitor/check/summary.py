@@ -1,4 +1,4 @@
-"""Describe the device and the trained parameters."""
+"""Describe a run's device and trained parameters, to print them at the start."""
 
 import shutil
 from collections import Counter
@@ -13,7 +13,7 @@ from minivlmrl.model.plain_weights import base_weights, is_adapter, part_of
 def describe_device(device: torch.device) -> str:
     """Describe the device: CPU threads, or GPU name, compute capability and free memory."""
     if device.type != "cuda":
-        # nvidia-smi comes with the driver, even on Windows and in WSL
+        # nvidia-smi comes with the GPU driver, even on Windows and in WSL
         unused = not torch.backends.cuda.is_built() and not hides_gpus() and shutil.which("nvidia-smi")
         note = ", because this PyTorch is built for CPUs only: see docs/memory.md" if unused else ""
         return f"CPU (threads: {torch.get_num_threads()}){note}"
@@ -26,7 +26,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def trainable_summary(model: nn.Module) -> str:
-    """Return the number and share of trained parameters, also per model part."""
+    """Describe how many parameters are trained, in total and per model part."""
     counts = Counter()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -33,7 +33,7 @@ from minivlmrl.trainers.registry import find_trainers
 
 
 def main(arguments: list[str]):
-    """Print a memory table per stage, and what to change if it does not fit."""
+    """Print the estimated memory per stage and phase, and options to change if it does not fit."""
     options, overrides = build_parser().parse_known_args(arguments)
     require(options.gpus >= 1, "--gpus", options.gpus, "at least 1")
     recipe = recipes_folder() / "own_data.yaml"
@@ -73,7 +73,7 @@ def main(arguments: list[str]):
 
 
 def find_memory(text: str) -> float:
-    """Return a GPU's memory in bytes, from a size in GB or "auto"."""
+    """Return GPU memory in bytes, given --gpu_memory: a size in GB, or "auto"."""
     if text == "auto":
         if not torch.cuda.is_available():
             raise UserError("--gpu_memory auto needs a GPU, but PyTorch finds none; pass its memory in GB")
@@ -83,8 +83,9 @@ def find_memory(text: str) -> float:
 
 
 def open_rows(config: RunConfig, folder: Path) -> tuple[dict[str, Dataset], Processor]:
-    """Open the recipe's datasets and the processor."""
-    datasets = load_datasets(config, {stage: trainer.needs for stage, trainer in find_trainers(config).items()})
+    """Open a recipe's datasets and processor, to measure prompts."""
+    needs = {stage: trainer.needs for stage, trainer in find_trainers(config).items()}
+    datasets = load_datasets(config, needs)
     processor = load_processor(folder, config.data.min_pixels, config.data.max_pixels)
     processor = adapt_processor(processor, config)
     return filter_long_rows(config, datasets, processor, World()), processor

@@ -1,7 +1,7 @@
-"""Estimate GPU memory per training phase: sampling in rollouts and evaluations, forward and backward pass.
+"""Estimate GPU memory for each phase: sampling in rollouts and evaluations, forward and backward pass.
 
-A forward and backward pass on the meta device, without data, measures activations. Weights, gradients and optimizer
-state follow from parameter counts, dtypes and sharding.
+Activations are measured by a forward and backward pass on the meta device, without data. Weights, gradients and
+optimizer state follow from parameter counts, dtypes and sharding.
 """
 
 import copy
@@ -47,28 +47,28 @@ from minivlmrl.run.setup import patch_dtype
 from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
-RESERVE = 3 * GB  # memory for CUDA context, NCCL buffers and fragmentation
-# bytes per logit while sampling: logit, probability and scaled probability in float32, an int64 value
+RESERVE = 3 * GB  # for CUDA context, NCCL buffers and fragmentation
+# bytes per logit while sampling: logit, probability and scaled probability in float32, one int64
 DRAW_BYTES = 20
-FILTER_BYTES = 37  # the same with filters, which sort the scores
-TYPICAL_ROWS = (RowSize(),)  # row sizes for estimates without a dataset
+FILTER_BYTES = 37  # bytes per logit with filters such as top_p, which sort the logits
+TYPICAL_ROWS = (RowSize(),)  # assumed row sizes if there is no dataset
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Size of a micro-batch or sampling batch."""
+    """Size of a batch to train on or to sample."""
 
-    rows: tuple[RowSize, ...]  # one per prompt
+    rows: tuple[RowSize, ...]  # prompt sizes
     num_generations: int  # completions per prompt
     completion_tokens: int  # tokens per completion
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Track the bytes of tensors created in a `with` block."""
+    """Track allocated tensor bytes in a `with` block, and their peak."""
 
     def __init__(self, uncounted: list[Tensor]):
         super().__init__()
-        # tensor storages already counted
+        # addresses of tensor storages already counted
         self.counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
         self.now = 0
         self.peak = 0
@@ -92,7 +92,7 @@ class AllocationTracker(TorchDispatchMode):
 
 
 def meta_batch(model_config: ModelConfig, work: BatchShape, patch_dtype: torch.dtype) -> GroupBatch:
-    """Pack prompts and completions with given sizes on the meta device, without data."""
+    """Pack a batch with given prompt and completion sizes on the meta device, without data."""
     vision_config = model_config.vision_config
     prompts = []
     for row in work.rows:
@@ -103,22 +103,23 @@ def meta_batch(model_config: ModelConfig, work: BatchShape, patch_dtype: torch.d
         grids = [[1, height * merge, width * merge]] * row.frames if frame_tokens else []
         grid = torch.tensor(grids, dtype=torch.long).view(-1, 3)
         image_ids = torch.full((height * width * len(grids),), model_config.image_token_id)
-        ids = torch.cat([image_ids, torch.zeros(row.text_tokens, dtype=torch.long)])
+        text_ids = torch.zeros(row.text_tokens, dtype=torch.long)
+        ids = torch.cat([image_ids, text_ids])
         num_patches = int(grid.prod(1).sum())
         patches = torch.empty(num_patches, vision_config.patch_dim, dtype=patch_dtype, device="meta")
         prompts.append(Prompt(ids, patches, grid))
-    completion = Completion(torch.zeros(work.completion_tokens, dtype=torch.long))
-    completions = [[completion] * work.num_generations] * len(prompts)
-    return pack(prompts, completions, model_config, "meta")
+    completion_ids = torch.zeros(work.completion_tokens, dtype=torch.long)
+    group = [Completion(completion_ids)] * work.num_generations
+    return pack(prompts, [group] * len(prompts), model_config, "meta")
 
 
 def backbones(models: nn.ModuleList) -> list[Any]:
-    """Return the language models of the policy and, in PPO, of a separate critic."""
+    """Return the language models in the policy and, in PPO, in a separate critic."""
     return [getattr(model, "backbone", model) for model in models]
 
 
 class MemoryEstimator:
-    """Estimate a model's parameter and activation memory."""
+    """Measure a model's activations on the meta device, and count its parameters."""
 
     def __init__(self, model_config: ModelConfig):
         with torch.device("meta"):
@@ -128,18 +129,18 @@ class MemoryEstimator:
 
     @classmethod
     def from_folder(cls, path: str) -> "MemoryEstimator":
-        """Read model sizes from its folder or repository."""
+        """Read the model sizes from the config.json in a folder or Hub repository."""
         return cls(read_config(find_folder(path)))
 
     def build(self, config: RunConfig) -> VisionLanguageModel:
-        """Build the policy with adapters and frozen parts, without data."""
+        """Build the policy on the meta device, with adapters and frozen parts."""
         model = copy.deepcopy(self.model).to(DTYPES[config.model.dtype])
         inject_adapters(model, config.adapter)
         select_trained(model, config.model.freeze)
         return model
 
     def activations(self, config: RunConfig, models: nn.ModuleList, work: BatchShape) -> int:
-        """Return peak activation bytes in a forward and a backward pass."""
+        """Return peak activation bytes in a forward and backward pass."""
         batch = meta_batch(self.config, work, patch_dtype(config))
         with self.tracked(config, models, batch, train=True) as ((policy, *critics), live):
             logps, _ = per_token_logps(policy, batch)
@@ -147,7 +148,7 @@ class MemoryEstimator:
         return live.peak + batch.pixel_values.nbytes
 
     def prefill(self, config: RunConfig, policy: VisionLanguageModel, work: BatchShape) -> tuple[int, int]:
-        """Return peak bytes while prefilling prompts, and bytes of the KV cache and recurrent states."""
+        """Return peak bytes while prefilling prompts, and bytes for KV cache and recurrent states."""
         batch = meta_batch(self.config, replace(work, num_generations=0), patch_dtype(config))
         prompt_index = torch.arange(len(work.rows)).repeat_interleave(work.num_generations)
         with self.tracked(config, nn.ModuleList([policy]), batch, train=False) as ((model,), live):
@@ -160,7 +161,7 @@ class MemoryEstimator:
     def tracked(
         self, config: RunConfig, models: nn.ModuleList, batch: GroupBatch, train: bool
     ) -> Iterator[tuple[list[Any], AllocationTracker]]:
-        """Yield copies of the models, and a tracker for their allocations."""
+        """Yield model copies, and a tracker for the memory they allocate."""
         models = copy.deepcopy(models)
         if config.model.compute_dtype:
             models.to(DTYPES[config.model.compute_dtype])
@@ -170,7 +171,7 @@ class MemoryEstimator:
         for parameter in trained_parameters(models):
             parameter.register_post_accumulate_grad_hook(drop_gradient)
         fused_patch = mock.patch.object(F, "scaled_dot_product_attention", fused_attention)
-        # the tracker counts only new tensors, so vision_layout must not return cached tensors
+        # clear the cache, because the tracker counts only newly created tensors
         vision_layout.cache_clear()
         live = AllocationTracker([*models.parameters(), *models.buffers(), batch.pixel_values])
         with torch.set_grad_enabled(train), fused_patch, live:
@@ -178,38 +179,38 @@ class MemoryEstimator:
 
 
 def drop_gradient(parameter: nn.Parameter):
-    # free the gradient, because this estimate counts only activations
+    # free the gradient at once: activations are measured here, and gradients are counted elsewhere
     parameter.grad = None
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_options) -> Tensor:
-    # GPU kernels store no attention scores
-    mask = attn_mask if q.dtype == torch.float32 else None  # 16-bit GPU kernels allocate no mask tensor
+    # flash attention, as on GPUs: no (T, T) attention scores in memory
+    mask = attn_mask if q.dtype == torch.float32 else None  # 16-bit GPU kernels allocate no mask
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return kernel(q, k, v, attn_mask=mask)[0]
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Sum tensor bytes."""
+    """Sum up tensor sizes in bytes."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
 @dataclass(frozen=True)
 class MemoryQuestion:
-    """Inputs for a memory estimate."""
+    """Inputs for a memory estimate: recipe, stage, model, number of GPUs and row sizes."""
 
     config: RunConfig
     stage: str
     estimator: MemoryEstimator
     gpus: int = 1
-    # largest training rows, in descending order
+    # largest training row sizes, in descending order
     rows: Sequence[RowSize] = TYPICAL_ROWS
-    # largest evaluation rows, empty if there are no evaluations
+    # largest evaluation row sizes, empty without evaluations
     held_out: Sequence[RowSize] = TYPICAL_ROWS
 
     @property
     def options(self) -> Any:
-        """Stage options."""
+        """Stage options, such as config.grpo."""
         return getattr(self.config, self.stage)
 
     @cached_property
@@ -233,7 +234,7 @@ class MemoryQuestion:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype for forward and backward passes."""
+        """Dtype in forward and backward passes."""
         return DTYPES[self.config.model.compute_dtype or self.config.model.dtype]
 
     @property
@@ -243,12 +244,12 @@ class MemoryQuestion:
 
     @property
     def micro_batch_prompts(self) -> int:
-        """Prompts per forward pass on this GPU."""
+        """Prompts per micro-batch on one GPU."""
         return min(self.options.micro_batch_size, math.ceil(self.options.prompts_per_step / self.gpus))
 
     @property
     def share(self) -> float:
-        """Return the fraction of sharded tensors on one GPU, such as 0.25."""
+        """Fraction of a sharded tensor stored on one GPU, such as 0.25; 0 with CPU offload."""
         sharding = self.config.sharding
         return 0.0 if sharding.cpu_offload else 1 / num_shards(sharding, self.gpus)
 
@@ -257,13 +258,14 @@ def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
     """Estimate memory per phase on one GPU.
 
     Returns:
-        {phase: {item: bytes}}, such as {"train": {"weights": 1e9, "gradients": 1e9}}
+        {phase: {item: bytes}}, such as {"training": {"weights": 1e9, "gradients": 1e9}}
     """
     sampling = question.config.sampling
     options = question.options
     phases: dict[str, dict[str, float]] = {}
     if question.held_out:
-        phases["evaluation"] = sampling_items(question, evaluation_sampling(sampling), evaluation_batch(question))
+        work = evaluation_batch(question)
+        phases["evaluation"] = sampling_items(question, evaluation_sampling(sampling), work)
     if question.trainer.samples_completions:
         phases["sampling"] = sampling_items(question, sampling, sampling_batch(question))
         lengths = [sampling.max_new_tokens] * options.num_generations
@@ -272,15 +274,14 @@ def estimate_phases(question: MemoryQuestion) -> dict[str, dict[str, float]]:
         given = [row.answer_tokens for row in question.rows if row.answer_tokens is not None]
         lengths = [max(given, default=sampling.max_new_tokens)] * len(question.trainer.answers)
         limit = None
-    phases["training"] = training_items(
-        question, largest_batch(question.rows, question.micro_batch_prompts, lengths, limit)
-    )
+    work = largest_batch(question.rows, question.micro_batch_prompts, lengths, limit)
+    phases["training"] = training_items(question, work)
     always = {name: size * question.share for name, size in persistent_items(question).items()}
     return {name: always | items for name, items in phases.items()}
 
 
 def sampling_batch(question: MemoryQuestion) -> BatchShape:
-    """Return the largest prompt batch sampled at once."""
+    """Return the largest batch that a rollout samples at once."""
     options = question.options
     sampling = question.config.sampling
     steps = getattr(options, "steps_per_generation", 1)
@@ -290,7 +291,7 @@ def sampling_batch(question: MemoryQuestion) -> BatchShape:
 
 
 def evaluation_batch(question: MemoryQuestion) -> BatchShape:
-    """Return the largest held-out batch sampled at once."""
+    """Return the largest batch that an evaluation samples at once."""
     sampling = evaluation_sampling(question.config.sampling)
     return largest_batch(question.held_out, EVALUATION_ROWS, [sampling.max_new_tokens], sampling.max_batch_tokens)
 
@@ -298,18 +299,21 @@ def evaluation_batch(question: MemoryQuestion) -> BatchShape:
 def largest_batch(
     rows: Sequence[RowSize], prompts: int, completions: list[int], max_tokens: int | None, whole: bool = False
 ) -> BatchShape:
-    """Split rows of the given sizes into micro-batches; return the one with most tokens.
+    """Split rows into batches as training does, and return the one with most tokens.
 
     Args:
+        prompts: number of prompts.
         completions: completion lengths per prompt, in tokens.
-        whole: keep completions of a prompt in one batch.
+        max_tokens: maximum tokens per batch, None = no limit.
+        whole: keep a prompt's completions in one batch.
     """
     sizes = [rows[min(number, len(rows) - 1)] for number in range(prompts)]
     parts = [sum(completions)] if whole else completions
     batches = split_into_micro_batches([(size.prompt_tokens, parts) for size in sizes], prompts, max_tokens)
 
     def num_tokens(batch: list[tuple[int, int]]) -> int:
-        return sum(sizes[i].prompt_tokens for i in {i for i, _ in batch}) + sum(parts[j] for _, j in batch)
+        prompt_tokens = sum(sizes[i].prompt_tokens for i in {i for i, _ in batch})
+        return prompt_tokens + sum(parts[j] for _, j in batch)
 
     batch = max(batches, key=num_tokens)
     members = tuple(sizes[i] for i in sorted({i for i, _ in batch}))
@@ -318,12 +322,16 @@ def largest_batch(
 
 
 def computed_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Return weight bytes in the compute dtype; NF4 weights stay in 4 bits."""
-    return sum(p.numel() * (dtype if p.is_floating_point() else p.dtype).itemsize for p in module.parameters())
+    """Return a module's weight bytes in the compute dtype; NF4 weights stay in 4 bits."""
+    size = 0
+    for parameter in module.parameters():
+        used = dtype if parameter.is_floating_point() else parameter.dtype
+        size += parameter.numel() * used.itemsize
+    return size
 
 
 def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
-    """Return the peak bytes of weights gathered by FSDP in a forward pass."""
+    """Return peak bytes for weights that FSDP gathers in a forward pass."""
     if not question.config.uses_fsdp:
         return 0
     blocks = [computed_bytes(block, question.dtype) for block in model.blocks()]
@@ -332,7 +340,7 @@ def gathered_bytes(question: MemoryQuestion, model: VisionLanguageModel) -> int:
 
 
 def sampling_items(question: MemoryQuestion, sampling: SamplingOptions, work: BatchShape) -> dict[str, float]:
-    """Return {item: bytes} while sampling."""
+    """Estimate memory needed only for sampling, as {item: bytes}."""
     config = question.config
     estimator = question.estimator
     dtype = question.dtype
@@ -343,32 +351,37 @@ def sampling_items(question: MemoryQuestion, sampling: SamplingOptions, work: Ba
         gathered = computed_bytes(policy, dtype)
     with nullcontext([]) if by_layer else adapter_copies(policy) as copies:
         peak, cache = estimator.prefill(config, policy, work)
-    # activations of the prompts are freed before the logits of completions are computed
     rows = len(work.rows) * work.num_generations
-    logits = (FILTER_BYTES if sampling.filtered else DRAW_BYTES) * rows * estimator.config.vocab_size
+    bytes_per_logit = FILTER_BYTES if sampling.filtered else DRAW_BYTES
+    logits = bytes_per_logit * rows * estimator.config.vocab_size
     return {
         "gathered": gathered,
         "16-bit adapters": bytes_of(copies),
         "keys and values": cache,
+        # prompt activations are freed before completion logits are computed, so the larger one counts
         "activations": max(peak - cache, logits),
-        # vLLM takes memory only while sampling, and sleeps during training
+        # vLLM sleeps during training, so its weights take memory only while sampling
         **find_engine(sampling).engine_bytes(sampling, estimator.parameters, dtype),
     }
 
 
 def training_items(question: MemoryQuestion, work: BatchShape) -> dict[str, float]:
-    """Return {item: bytes} in forward and backward passes, without what every phase needs."""
+    """Estimate memory needed only for forward and backward passes, as {item: bytes}."""
     config = question.config
     models = question.models
     trained = trained_parameters(models)
     gradients = bytes_of(trained) * question.share
     if question.gpus > 1 and not config.uses_fsdp:
         gradients *= 2  # all-reduce copies the gradients into buffers
-    gathered = 2 * sum(gathered_bytes(question, backbone) for backbone in backbones(models))  # weights and gradients
+    per_block = sum(gathered_bytes(question, backbone) for backbone in backbones(models))
+    gathered = 2 * per_block  # weights and gradients
     if config.sharding.once_per_step:
-        # memory holds all weights, all float32 gradients, and two blocks' gradients in the weight dtype
-        gathered = gathered / 2 + sum(computed_bytes(backbone, question.dtype) for backbone in backbones(models))
-        gradients += sum(p.numel() * torch.promote_types(p.dtype, torch.float32).itemsize for p in trained)
+        # in memory: all weights, all float32 gradients, and two blocks' gradients in the weight dtype
+        all_weights = sum(computed_bytes(backbone, question.dtype) for backbone in backbones(models))
+        gathered = per_block + all_weights
+        for parameter in trained:
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            gradients += parameter.numel() * wide.itemsize
     rows = len(work.rows) * work.num_generations * work.completion_tokens
     return {
         "gathered": gathered,
@@ -379,7 +392,7 @@ def training_items(question: MemoryQuestion, work: BatchShape) -> dict[str, floa
 
 
 def persistent_items(question: MemoryQuestion) -> dict[str, int]:
-    """Return {item: bytes} for weights, optimizer state and other memory used in every phase, before sharding."""
+    """Estimate memory needed in all phases, such as for weights, as {item: bytes before sharding}."""
     config = question.config
     models = question.models
     policy = question.policy
@@ -390,12 +403,13 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
     items = {"weights": weights, "optimizer": moments}
     if len(models) > 1:
         items["critic"] = bytes_of([*models.parameters(), *models.buffers()]) - weights
-    if question.has_reference:  # count only weights that the policy does not share
-        if config.reference.path is None and (config.adapter.r or not config.uses_fsdp):
+    if question.has_reference:
+        shares_frozen = config.reference.path is None and (config.adapter.r or not config.uses_fsdp)
+        if shares_frozen:  # frozen weights are shared with the policy
             items["reference"] = bytes_of(trained_parameters(policy))
-        else:  # a separate model; with FSDP in the compute dtype
+        else:  # a separate model, in the compute dtype
             items["reference"] = computed_bytes(policy, question.dtype)
-    if not question.trainer.trains_policy:  # with adapters, policy and reward model share base weights
+    if not question.trainer.trains_policy:  # policy and reward adapters share one base
         items["policy"] = bytes_of(trained_parameters(policy)) if config.adapter.r else weights
     if question.trainer.samples_completions and "reward_model" in config.rewards:
         path = config.reward_model.path
@@ -405,18 +419,18 @@ def persistent_items(question: MemoryQuestion) -> dict[str, int]:
 
 
 def peak_bytes(phases: dict[str, dict]) -> float:
-    """Return bytes in the largest phase, with reserve."""
+    """Return bytes needed in the largest phase, including the reserve."""
     return RESERVE + max(sum(items.values()) for items in phases.values())
 
 
 def state_bytes(question: MemoryQuestion) -> int:
-    """Return bytes per saved training state."""
+    """Return bytes per training state on disk."""
     items = persistent_items(question)
-    items["weights"] = bytes_of(trained_parameters(question.policy))  # a state lacks frozen weights
+    items["weights"] = bytes_of(trained_parameters(question.policy))  # training states contain no frozen weights
     saved = ("weights", "optimizer", "critic", "reference", "policy")
     return sum(items.get(name, 0) for name in saved)
 
 
 def optimizer_bytes(question: MemoryQuestion) -> int:
-    """Return the bytes of optimizer state on one GPU."""
+    """Return optimizer state bytes on one GPU."""
     return int(persistent_items(question)["optimizer"] * question.share)

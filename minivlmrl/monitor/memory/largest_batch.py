@@ -1,4 +1,4 @@
-"""Run the largest batches of a stage before its first step, to detect out-of-memory errors early."""
+"""Try a stage's largest batches before its first step, to detect out-of-memory errors early."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -25,7 +25,11 @@ from minivlmrl.trainers.rollout import RolloutTrainer
 def largest_rows(
     question: MemoryQuestion, trainer: Trainer, dataset: Dataset, sizes: Sequence[RowSize], count: int
 ) -> list[Row]:
-    """Return the `count` largest readable rows, repeated if there are fewer."""
+    """Read the `count` largest rows, skip unreadable ones, and repeat rows if there are too few.
+
+    Args:
+        sizes: row sizes, largest first.
+    """
     rows = []
     for size in sizes:
         if len(rows) == count:
@@ -43,14 +47,16 @@ def try_largest_batches(
     """Sample and train on the largest batches once, without changing weights, optimizer or random state.
 
     Args:
-        optimizer_bytes: bytes to reserve on this GPU for optimizer state that does not exist yet.
+        optimizer_bytes: optimizer state bytes on this GPU, to reserve if the state does not exist yet.
     """
     config = trainer.config
     world = trainer.world
     rows = datasets[trainer.stage]
-    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+    gpus = [world.device] if world.device.type == "cuda" else []
+    missing_bytes = 0 if optimizer.state else optimizer_bytes
+    with torch.random.fork_rng(gpus):
         with error_phase("load"):
-            reserved = torch.empty(0 if optimizer.state else optimizer_bytes, dtype=torch.uint8, device=world.device)
+            reserved = torch.empty(missing_bytes, dtype=torch.uint8, device=world.device)
         has_tools = config.sampling.environment is not None
         if isinstance(trainer, RolloutTrainer) and not has_tools and config.sampling.engine == "native":
             work = sampling_batch(question)
@@ -74,7 +80,7 @@ def try_largest_batches(
 
 
 def try_sampling(sampler: Sampler, rows: Sequence[Row], num_generations: int):
-    """Sample one token per completion, with a KV cache that fits max_new_tokens."""
+    """Sample only one token per completion, but with a KV cache for max_new_tokens."""
     if not rows:
         return
     prompts = [row.prompt(sampler.processor) for row in rows]

@@ -1,4 +1,4 @@
-"""Explain an out-of-memory error: phase, longest row and an option to change."""
+"""Explain out-of-memory errors: phase, longest row, and an option to change."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,13 +18,13 @@ from minivlmrl.trainers.base import Trainer
 
 
 class OutOfMemory(UserError):
-    """Raised when memory runs out during a run; the message names the phase."""
+    """Error that names the phase in which memory ran out, and an option to change."""
 
 
 class OutOfMemoryReport(Callback):
-    """Convert out-of-memory errors to OutOfMemory."""
+    """Convert PyTorch out-of-memory errors to OutOfMemory, with an explanation."""
 
-    state: TrainerState | None = None  # training state, None before the run begins
+    state: TrainerState | None = None  # None before the run begins
     trainer: Trainer | None = None
 
     def on_setup(self, config: RunConfig, world: World):
@@ -42,7 +42,7 @@ class OutOfMemoryReport(Callback):
             raise OutOfMemory(self.describe(error)) from error
 
     def describe(self, error: Exception) -> str:
-        """Return phase, longest row and the first option to change."""
+        """Describe an out-of-memory error: step, phase, longest row, and the first option to change."""
         phase = getattr(error, "phase", "step")
         stage = None
         where = ""
@@ -73,10 +73,10 @@ COMPUTING = *TRAINING, "scoring", "reference"
 
 
 def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[str]:
-    """Return options that reduce memory in a phase, such as --adapter.r=16, most effective first.
+    """List options that reduce memory in a phase, such as --adapter.r=16, most effective first.
 
     Args:
-        phase: a phase of a run, such as "forward", or of an estimate: "sampling", "evaluation" or "training".
+        phase: such as "forward" in a run; "sampling", "evaluation" or "training" in an estimate.
     """
     model = config.model
     adapter = config.adapter
@@ -100,7 +100,7 @@ def cures(config: RunConfig, stage: str | None, phase: str, gpus: int) -> list[s
 
 
 def smaller_sampling_batch(config: RunConfig, phase: str) -> tuple[bool, str]:
-    """Return (whether it is possible, option) to sample fewer completions at once."""
+    """Return (whether it is possible, option) for sampling fewer completions at once."""
     sampling = evaluation_sampling(config.sampling) if phase == "evaluation" else config.sampling
     smallest = 2 * sampling.max_new_tokens
     lower = sampling.max_batch_tokens // 2 if sampling.max_batch_tokens else max(16384, smallest)
