@@ -24,7 +24,7 @@ TRAINING = "reward", "loss", "kl", "entropy", "completions/mean_length"  # train
 
 @dataclass
 class Run:
-    """A run's stages, options and metrics."""
+    """Stages, options and metrics of a run."""
 
     folder: Path
     stages: list[str]

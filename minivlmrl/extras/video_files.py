@@ -63,7 +63,7 @@ def sample(file: Path | io.BytesIO, sampling: dict) -> Video:
 
 
 def count_frames(container, stream) -> int:
-    """Count a video's frames without decoding; raise UserError for a truncated or damaged file."""
+    """Count the frames of a video without decoding; raise UserError for a truncated or damaged file."""
     total_frames = 0
     end_seconds = 0.0
     for packet in container.demux():

@@ -220,7 +220,7 @@ class VLLMSampler(Sampler):
             params = vllm.SamplingParams(
                 max_tokens=self.sampling.max_new_tokens,
                 ignore_eos=True,
-                temperature=0,  # greedy, because TokenChooser leaves only the sampled token
+                temperature=0,  # greedy: TokenChooser sets all logits but the sampled token to -inf
                 detokenize=False,
                 extra_args={"row": row},
             )

@@ -135,7 +135,7 @@ def tools_of(environment: Environment) -> dict[str, Callable]:
 
 
 def arguments_of(tool: Callable) -> type:
-    """Create a dataclass with a tool's parameters as fields, to validate arguments."""
+    """Create a dataclass with the parameters of a tool as fields, to validate arguments."""
     arguments = []
     with error_context(f"tool {tool.__name__}"):
         if inspect.iscoroutinefunction(tool) or inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):

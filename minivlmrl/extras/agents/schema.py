@@ -26,7 +26,7 @@ ARGUMENT = re.compile(r"^([ \t]*)(\w+):((?:.|\n(?=\1[ \t]|(?![ \t]*\w+:)))*)", r
 
 
 def json_schema(tool: Callable) -> dict:
-    """Build a function's JSON schema from its signature, type hints and Google-style docstring."""
+    """Build a JSON schema from the signature, type hints and Google-style docstring of a function."""
     hints = typing.get_type_hints(tool, include_extras=True)
     parameters = inspect.signature(tool).parameters
     description, *rest = re.split(r"\s*\b(Args|Returns|Raises):", inspect.getdoc(tool) or "")

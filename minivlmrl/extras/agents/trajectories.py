@@ -138,7 +138,7 @@ class TrajectorySampler(ToolSampler):
         return Sampler.decode(self)  # prefills no tool results, because the next turn's prompt contains them
 
     def window(self, episode: Episode) -> Prompt:
-        """Build the prompt for an episode's next turn."""
+        """Build the prompt for the next turn of an episode."""
         with error_context(f"{episode.row.name}: turn {len(episode.turns)}"):
             if self.sampling.history is None:
                 window = observed_window(episode, self.processor)

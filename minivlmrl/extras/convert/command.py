@@ -137,7 +137,7 @@ def rows_with_new_columns(file: Path, format: str | None) -> Iterator[dict]:
 
 
 def source_rows(file: Path, format: str | None, named: dict[str, str]) -> Rows:
-    """Yield a file's rows, converted by --format, with the column names from --columns."""
+    """Yield the rows of a file, converted by --format, with the column names from --columns."""
     change = find_format(format) if format else dict
     for where, row in read_rows(file):
         with error_context(where):

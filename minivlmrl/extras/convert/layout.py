@@ -1,4 +1,4 @@
-"""Recognize a file's question, answer and picture columns by their names, and rename them to minivlmrl's columns."""
+"""Recognize question, answer and picture columns by their names, and rename them to minivlmrl's columns."""
 
 import json
 import re
@@ -27,7 +27,7 @@ ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: ro
 
 @dataclass
 class Layout:
-    """A file's question, answer and picture columns; None if there is no such column."""
+    """Question, answer and picture columns of a file; None if there is no such column."""
 
     question: str | None = None
     answer: str | None = None
@@ -170,7 +170,7 @@ def last_answer(turns: Plain) -> str | None:
 
 
 def role_of(turn: dict) -> str | None:
-    """Return a turn's role under minivlmrl's name, such as "assistant" for "gpt"; None if unknown."""
+    """Return the role of a turn, under its name in minivlmrl: "assistant" for "gpt". None if unknown."""
     role = turn.get("from", turn.get("role"))
     return ROLES.get(str(role))
 

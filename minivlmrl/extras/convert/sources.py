@@ -105,7 +105,7 @@ def read_cells(path: Path) -> Rows:
     with path.open(encoding="utf-8-sig", newline="") as file:
         first_line = file.readline()
         file.seek(0)
-        separator = max(",\t;|", key=first_line.count)  # Excel writes semicolons in many countries
+        separator = max(",\t;|", key=first_line.count)  # Excel separates cells by semicolons in many countries
         reader = csv.reader(file, delimiter=separator, strict=True)
         names: list[str] = []
         start = 1  # line where the current row starts

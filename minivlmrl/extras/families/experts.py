@@ -105,7 +105,7 @@ class Experts(nn.Module):
 
 
 def place_experts(layer: DecoderLayer, model_config: ExpertsConfig, index: int):
-    """Replace a decoder layer's MLP by experts, if the config has experts in this layer."""
+    """Replace the MLP of a decoder layer by experts, if the config has experts in this layer."""
     if model_config.has_experts(index):
         layer.mlp = Experts(model_config, index)
 

@@ -74,7 +74,7 @@ class DeepStackVisionConfig(Qwen3VisionConfig):
 
 
 def gelu_mlp(hidden_size: int, intermediate_size: int, bias: bool) -> nn.Module:
-    """Build a vision block's MLP."""
+    """Build the MLP of a vision block."""
     first = nn.Linear(hidden_size, intermediate_size, bias=bias)
     last = nn.Linear(intermediate_size, hidden_size, bias=bias)
     return nn.Sequential(OrderedDict(linear_fc1=first, gelu=nn.GELU("tanh"), linear_fc2=last))
@@ -148,7 +148,7 @@ class Qwen3VisionTransformer(VisionTower):
         row_weights = interpolation_weights(h, side).to(table)  # (h, side)
         column_weights = interpolation_weights(w, side).to(table)  # (w, side)
         grid = torch.einsum("hi,wj,ije->hwe", row_weights, column_weights, table)
-        # put a token's 2 x 2 patches next to each other
+        # put the 2 x 2 patches of a token next to each other
         blocks = grid.view(h // merge, merge, w // merge, merge, -1).transpose(1, 2)
         return blocks.reshape(h * w, -1).repeat(t, 1)
 

@@ -193,7 +193,7 @@ def check_rewards(trial: Trial, solutions: Sequence[Sequence[str]]) -> Iterator[
             "with the number of tokens."
         )
     yield from check_random(trial, text_lists, values)
-    reward_means = values.nanmean(1).T.tolist()  # one list per reward function: its mean for every probe
+    reward_means = values.nanmean(1).T.tolist()  # per reward function: mean reward for every text list
     for reward, weight, means in zip(trial.rewards, trial.weights, reward_means, strict=True):
         if not reward.columns:
             if means[0] != 0 and len(set(means)) == 1:

@@ -47,7 +47,7 @@ from minivlmrl.run.setup import patch_dtype
 from minivlmrl.trainers.base import Trainer
 from minivlmrl.trainers.registry import find_trainer
 
-RESERVE = 3 * GB  # for CUDA context, NCCL buffers and fragmentation
+RESERVE = 3 * GB  # memory for CUDA context, NCCL buffers and fragmentation
 # bytes per logit while sampling: logit, probability and scaled probability in float32, one int64
 DRAW_BYTES = 20
 FILTER_BYTES = 37  # bytes per logit with filters such as top_p, which sort the logits
