@@ -30,9 +30,13 @@ def loss_form(my_loss: Callable, framework: str = "torch") -> Loss:
     Args:
         framework: torch, jax or mlx.
     """
-    form = partial(with_batch if takes_batch(my_loss) else like_grpo_loss, my_loss)
-    convert = {"torch": lambda loss: loss, "jax": from_jax, "mlx": from_mlx}[framework]
-    return convert(partial(scalar_of, form))
+    form = with_batch if takes_batch(my_loss) else like_grpo_loss
+    loss = partial(scalar_of, partial(form, my_loss))
+    if framework == "jax":
+        return from_jax(loss)
+    if framework == "mlx":
+        return from_mlx(loss)
+    return loss
 
 
 def with_batch(my_loss: Callable, batch: dict, options: dict) -> Any:
@@ -41,8 +45,9 @@ def with_batch(my_loss: Callable, batch: dict, options: dict) -> Any:
     last = parameters[-1]
     if last.kind is last.VAR_KEYWORD and len(parameters) == 2:
         return my_loss(batch, **options)
-    takes_options = len(parameters) > 1 or last.kind is last.VAR_POSITIONAL
-    return my_loss(batch, options) if takes_options else my_loss(batch)
+    if len(parameters) > 1 or last.kind is last.VAR_POSITIONAL:
+        return my_loss(batch, options)
+    return my_loss(batch)
 
 
 def like_grpo_loss(my_loss: Callable, batch: dict, options: dict) -> Any:
@@ -55,13 +60,13 @@ def like_grpo_loss(my_loss: Callable, batch: dict, options: dict) -> Any:
         raise UserError(
             f"my_loss has the arguments {', '.join(parameters)}; write a function (batch, options) that calls it"
         )
-    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
-    others = TERM_OPTIONS.keys() - term_options(options["loss_type"]).keys()  # of other loss types
-    normalizer = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
-    values = {**batch, **options, "normalizer": normalizer}
+    values = batch | options
+    values["normalizer"] = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
     first = [values.pop(name) for name in ("per_token_logps", "advantages", "mask")]
-    names = values.keys() - OF_A_CASE - others
-    return my_loss(*first, **{name: values[name] for name in names if takes_all or name in parameters})
+    unwanted = OF_A_CASE | (TERM_OPTIONS.keys() - term_options(options["loss_type"]).keys())  # of other loss types
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        unwanted = unwanted | (values.keys() - parameters.keys())
+    return my_loss(*first, **{name: x for name, x in values.items() if name not in unwanted})
 
 
 def scalar_of(form: Loss, batch: dict, options: dict) -> Any:
@@ -81,10 +86,10 @@ def scalar_of(form: Loss, batch: dict, options: dict) -> Any:
 def loss_and_gradient(loss: Loss, batch: dict[str, Tensor], options: dict) -> tuple[Tensor, Tensor]:
     """Return the scalar loss and its gradient with respect to per_token_logps, both detached."""
     logps = batch["per_token_logps"].detach().requires_grad_()
-    # copies: the loss may change its arguments in place
-    copies = {name: x.clone() for name, x in (batch | {"per_token_logps": logps}).items()}
+    tensors = batch | {"per_token_logps": logps}
     try:
-        value = loss(copies, dict(options))
+        # copies: the loss may change its arguments in place
+        value = loss({name: x.clone() for name, x in tensors.items()}, dict(options))
     except Exception as error:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in batch.items())
         error.add_note(f"my_loss got a batch of kind={options['kind']}: {shapes}; kinds: grpo, dpo, sft (--only kind=)")
@@ -125,8 +130,12 @@ def differentiable(loss: Loss, batch: dict, options: dict, array: Callable, valu
         array: function that converts a NumPy array to JAX or MLX.
     """
     arrays = {name: array(x.detach().numpy()) for name, x in batch.items()}
-    function = value_and_grad(lambda x: loss(arrays | {"per_token_logps": x}, options))
+
+    def of_logps(logps: Any) -> Any:
+        return loss(arrays | {"per_token_logps": logps}, options)
+
+    value, slope = value_and_grad(of_logps)(arrays["per_token_logps"])
     logps = batch["per_token_logps"]
-    results = function(arrays["per_token_logps"])
-    value, slope = (torch.tensor(numpy.asarray(x), dtype=logps.dtype) for x in results)
+    value = torch.tensor(numpy.asarray(value), dtype=logps.dtype)
+    slope = torch.tensor(numpy.asarray(slope), dtype=logps.dtype)
     return value + (slope * (logps - logps.detach())).sum()

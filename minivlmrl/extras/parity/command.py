@@ -39,7 +39,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Check a loss, print the verdict, and return the exit status."""
     options = parse(arguments)
-    only = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in options.only)}
+    only = {}
+    for text in options.only:
+        name, _, value = text.partition("=")
+        only[name] = yaml.safe_load(value)
     framework = options.framework
     only |= {"framework": framework, "tolerance": options.tolerance}
     with optional_dependency(framework, INSTALL.format(framework)):

@@ -1,13 +1,12 @@
-"""Loss wrapper, test batches and findings for checking properties of a loss (laws)."""
+"""Loss wrapper and test batches for checking properties of a loss (laws)."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from minivlmrl.extras.parity.calling import loss_and_gradient
-from minivlmrl.extras.parity.recomputed import TERM_OPTIONS
+from minivlmrl.extras.parity.recomputed import TERM_OPTIONS, name_of_loss
 
 # masks of test batches, smallest batch first; 0 = masked token, such as padding
 MASKS = (
@@ -17,43 +16,33 @@ MASKS = (
     [[1, 1], [1, 0]],
     [[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0], [1, 0, 1, 0, 1, 0]],
 )
+# Values that suit all losses: CISPO's epsilon_high bounds the ratio itself, and EXO computes log(label_smoothing).
 DEFAULTS = {
     "grpo": {
         "loss_type": "grpo",
         "importance_sampling_level": "token",
         "beta": 0.0,
         "epsilon_low": 0.2,
-        "epsilon_high": 0.28,
+        "epsilon_high": 5.0,
         "use_bias_correction_kl": False,
         "max_completion_length": 9,
         "whole_step": True,
         **TERM_OPTIONS,
     },
-    "dpo": {"loss_type": ["sigmoid"], "beta": 0.1, "label_smoothing": 0.0},
+    "dpo": {"loss_type": ["sigmoid"], "beta": 0.1, "label_smoothing": 0.1},
     "sft": {"loss_type": "nll"},
 }
-# CISPO's epsilon_high bounds the ratio itself. EXO computes log(label_smoothing), which fails for 0.
-DEFAULTS_OF = {"cispo": {"epsilon_high": 5.0}, "exo_pair": {"label_smoothing": 0.1}}
-
-
-class Finding(NamedTuple):
-    """Message about a property of correct losses; a "note" is about a deliberate choice, such as how to average."""
-
-    says: str
-    kind: Literal["broken", "note", "not tested"] = "broken"
 
 
 class Examined:
     """User's loss function with its options; a call with a batch returns loss and gradient."""
 
-    def __init__(self, my_loss: Callable, kind: str, given: dict, tolerance: float = 1e-6):
+    def __init__(self, my_loss: Callable, kind: str, options: dict, tolerance: float):
         self.my_loss = my_loss
         self.kind = kind
         self.tolerance = tolerance
-        self.given = given  # user's options, such as loss_type="dapo"
-        loss_type = given.get("loss_type", DEFAULTS[kind]["loss_type"])
-        self.loss_type = loss_type if isinstance(loss_type, str) else loss_type[0]
-        self.options = {"kind": kind, **DEFAULTS[kind], **DEFAULTS_OF.get(self.loss_type, {}), **given}
+        self.options = {"kind": kind, **DEFAULTS[kind], **options}
+        self.loss_type = name_of_loss(self.options)
         if kind == "dpo":
             self.options["loss_type"] = [self.loss_type]  # DPO's loss_type is a list, as in TRL
 
@@ -72,24 +61,25 @@ class Examined:
         allowed = self.tolerance * b.nan_to_num(0.0).abs().max().clamp(min=1)
         return bool(((a - b).nan_to_num(0.0).abs() > allowed).any())
 
-    def unequal(self, says: str, where: str, found: Tensor, right: Tensor) -> "Iterator[Finding]":
-        """Yield a finding if two tensors differ.
+    def unequal(self, says: str, where: str, found: Tensor, right: Tensor) -> Iterator[str]:
+        """Yield a sentence if two tensors differ.
 
         Args:
             where: batch and quantity, such as "one token; the loss is".
         """
         if self.differ(found, right):
-            yield Finding(f"{says}. Smallest batch: {where} {numbers(found)} instead of {numbers(right)}")
+            yield f"{says}. Smallest batch: {where} {numbers(found)} instead of {numbers(right)}"
 
-    def batches(self, masks: Sequence = MASKS) -> Iterator[tuple[dict[str, Tensor], dict]]:
+    def batches(self) -> Iterator[tuple[dict[str, Tensor], dict]]:
         """Yield random batches with loss options, from small to large; in GRPO, without and with a KL."""
-        for mask in masks:
-            for options in ({"beta": 0.0}, {"beta": 0.1}) if self.kind == "grpo" else ({},):
+        several = [{"beta": 0.0}, {"beta": 0.1}] if self.kind == "grpo" else [{}]
+        for mask in MASKS:
+            for options in several:
                 yield random_batch(self.kind, mask), options
 
 
-# generator of findings, of which the first counts: that of the smallest batch
-Law = Callable[[Examined], Iterator[Finding]]
+# generator of sentences about a broken law, of which the first counts: that of the smallest batch
+Law = Callable[[Examined], Iterator[str]]
 
 
 def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[str, Tensor]:
@@ -118,9 +108,10 @@ def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[st
     return batch
 
 
-def described(batch: dict[str, Tensor], options: dict | None = None) -> str:
+def described(batch: dict[str, Tensor], options: dict) -> str:
     """Describe a batch: "mask [[1, 0]], beta 0.1"."""
-    return ", ".join([f"mask {batch['mask'].int().tolist()}", *(f"{name} {x}" for name, x in (options or {}).items())])
+    mask = batch["mask"].int().tolist()
+    return ", ".join([f"mask {mask}", *(f"{name} {x}" for name, x in options.items())])
 
 
 def numbers(x: Tensor) -> str:

@@ -3,8 +3,8 @@
 The checks need no reference implementation. Error messages show the smallest batch on which the loss fails.
 
     laws.py: all losses (NaN, masked tokens, padding, row order, micro-batches)
-    policy_laws.py: policy losses (advantages, importance ratios, clipping, averages, KL)
-    preference_laws.py: DPO losses (gradient signs, beta, label smoothing, averages) and SFT losses (average)
+    policy_laws.py: policy losses (advantages, importance ratios, KL)
+    preference_laws.py: DPO losses (gradient signs, beta, averages) and SFT losses (average)
 """
 
 from collections.abc import Callable, Iterator
@@ -14,29 +14,24 @@ from torch.nn.functional import pad
 
 from minivlmrl.errors import UserError
 from minivlmrl.extras.parity.calling import loss_form
-from minivlmrl.extras.parity.examined import DEFAULTS, MASKS, Examined, Finding, Law, described, numbers
-from minivlmrl.extras.parity.policy_laws import (
-    KL_LAWS,
-    ON_POLICY_LAWS,
-    ratios_act_as_in_a_known_loss,
-    the_average_is_that_of_the_loss_type,
-    use_its_own_numbers,
-)
-from minivlmrl.extras.parity.preference_laws import DPO_LAWS, recognize_ipo, tokens_are_averaged
+from minivlmrl.extras.parity.examined import DEFAULTS, MASKS, Examined, Law, described, numbers, random_batch
+from minivlmrl.extras.parity.policy_laws import KL_LAWS, ON_POLICY_LAWS, no_kl_note, weights_note
+from minivlmrl.extras.parity.preference_laws import DPO_LAWS, tokens_are_averaged
+from minivlmrl.extras.parity.verdict import Verdict
 
 
-def numbers_are_finite(loss: Examined) -> Iterator[Finding]:
+def numbers_are_finite(loss: Examined) -> Iterator[str]:
     """Require a finite loss and gradient in all batches."""
     for batch, options in loss.batches():
         value, slope = loss(batch, **options)
         if not (value.isfinite() and slope.isfinite().all()):
-            yield Finding(
+            yield (
                 f"the loss or its gradient is not a number. Smallest batch: {described(batch, options)}; the loss is "
                 f"{numbers(value)}, and its gradient is {numbers(slope)}"
             )
 
 
-def changed_by(loss: Examined, vary: Callable, says: str) -> Iterator[Finding]:
+def changed_by(loss: Examined, vary: Callable, says: str) -> Iterator[str]:
     """Yield an error if a batch change that must have no effect, such as more padding, changes loss or gradient.
 
     Args:
@@ -51,18 +46,19 @@ def changed_by(loss: Examined, vary: Callable, says: str) -> Iterator[Finding]:
             yield from loss.unequal(says, f"{where} the gradient is", restored(other_slope), slope)
 
 
-def masked_tokens_are_inert(loss: Examined) -> Iterator[Finding]:
+def masked_tokens_are_inert(loss: Examined) -> Iterator[str]:
     """Require that masked tokens have no gradient, and no effect on others."""
 
     def lowered(batch: dict) -> Iterator[tuple]:
-        for name in batch.keys() & {"per_token_logps", "old_per_token_logps", "ref_per_token_logps"}:
-            lower = batch | {name: batch[name] - 1.7 * (1 - batch["mask"])}
-            yield lower, batch["mask"].mul, f"if {name} is 1.7 nats lower at masked tokens"
+        for name, x in batch.items():
+            if name.endswith("logps"):
+                lower = batch | {name: x - 1.7 * (1 - batch["mask"])}
+                yield lower, batch["mask"].mul, f"if {name} is 1.7 nats lower at masked tokens"
 
     yield from changed_by(loss, lowered, "masked tokens change the loss, or are trained")
 
 
-def padding_changes_nothing(loss: Examined) -> Iterator[Finding]:
+def padding_changes_nothing(loss: Examined) -> Iterator[str]:
     """Require the same loss and gradient with three masked columns more."""
 
     def padded(batch: dict) -> Iterator[tuple]:
@@ -73,7 +69,7 @@ def padding_changes_nothing(loss: Examined) -> Iterator[Finding]:
     yield from changed_by(loss, padded, "padding changes the loss")
 
 
-def rows_have_no_order(loss: Examined) -> Iterator[Finding]:
+def rows_have_no_order(loss: Examined) -> Iterator[str]:
     """Require the same loss and gradient if rows are reversed."""
 
     def in_reverse(batch: dict) -> Iterator[tuple]:
@@ -82,25 +78,25 @@ def rows_have_no_order(loss: Examined) -> Iterator[Finding]:
     yield from changed_by(loss, in_reverse, "the order of the rows changes the loss")
 
 
-def micro_batches_add_up(loss: Examined) -> Iterator[Finding]:
-    """Require the sum or mean of micro-batch gradients to equal the gradient of the whole batch.
+def micro_batch_note(loss: Examined) -> Iterator[str]:
+    """Note a gradient that is neither the sum nor the mean of micro-batch gradients.
 
     The sum is right for losses divided by a whole-step count, such as all tokens, the mean for other losses.
     """
-    # the user asks with whole_step=True to test only whole steps
-    for batch, options in loss.batches(() if loss.given.get("whole_step") else [*MASKS[3:], 2 * MASKS[-1]]):
-        step = {"whole_step": False, "tokens": int(batch["mask"].sum())} if loss.kind == "grpo" else {}
-        count = len(batch["mask"])
-        parts = [{name: x[rows] for name, x in batch.items()} for rows in (slice(1), slice(1, count))]
-        slopes = [loss.gradient(part, **options, **step) for part in parts]
-        added = torch.cat(slopes)
-        averaged = torch.cat([slope * len(slope) / count for slope in slopes])
-        whole = loss.gradient(batch, **options, **step)
-        if loss.differ(added, whole) and loss.differ(averaged, whole):
-            says = f"micro-batches change the gradient. Smallest batch: {described(batch, options)}; the first row"
-            if loss.given.get("loss_type") == "dapo":
-                yield Finding(f"{says} is one of them")
-            yield Finding(f"{says} is one of them. Each micro-batch is averaged by itself, as in BNPO", "note")
+    batch = random_batch(loss.kind, MASKS[-1])
+    options = {}
+    if loss.kind == "grpo":
+        options = {"whole_step": False, "tokens": int(batch["mask"].sum())}
+    count = len(batch["mask"])
+    added = []
+    averaged = []
+    for rows in (slice(1), slice(1, count)):
+        slope = loss.gradient({name: x[rows] for name, x in batch.items()}, **options)
+        added.append(slope)
+        averaged.append(slope * len(slope) / count)
+    whole = loss.gradient(batch, **options)
+    if loss.differ(torch.cat(added), whole) and loss.differ(torch.cat(averaged), whole):
+        yield "micro-batches change the gradient; each is averaged by itself, as in BNPO"
 
 
 COMMON_LAWS: tuple[Law, ...] = (
@@ -111,43 +107,15 @@ COMMON_LAWS: tuple[Law, ...] = (
 )
 # {kind: law groups}; in a group, a law needs those before it
 LAWS: dict[str, tuple[tuple[Law, ...], ...]] = {
-    "grpo": (
-        (*COMMON_LAWS, *ON_POLICY_LAWS, the_average_is_that_of_the_loss_type),
-        (*COMMON_LAWS, *ON_POLICY_LAWS, ratios_act_as_in_a_known_loss),
-        KL_LAWS,
-        (*COMMON_LAWS, micro_batches_add_up),
-    ),
-    "dpo": (COMMON_LAWS, DPO_LAWS, (micro_batches_add_up,)),
-    "sft": (COMMON_LAWS, (tokens_are_averaged,), (micro_batches_add_up,)),
+    "grpo": ((*COMMON_LAWS, *ON_POLICY_LAWS), KL_LAWS),
+    "dpo": (COMMON_LAWS, DPO_LAWS),
+    "sft": (COMMON_LAWS, (tokens_are_averaged,)),
 }
-
-
-class LawReport:
-    """First finding per tested law."""
-
-    def __init__(self, findings: dict[str, Finding | None]):
-        self.findings = findings
-
-    def sentences(self, kind: str) -> list[str]:
-        """List what findings say, for a kind such as "broken"."""
-        return [finding.says for finding in self.findings.values() if finding and finding.kind == kind]
-
-    def broken_laws(self) -> list[str]:
-        return [law for law, finding in self.findings.items() if finding and finding.kind == "broken"]
-
-    @property
-    def passes(self) -> bool:
-        return not self.broken_laws()
-
-    @property
-    def tested(self) -> int:
-        return len(self.findings) - len(self.sentences("not tested"))
-
-    def __str__(self) -> str:
-        broken = len(self.broken_laws())
-        head = f"the loss breaks {broken} of {self.tested} laws" if broken else f"the loss obeys all {self.tested} laws"
-        lines = [f"{kind}: {says}" for kind in ("broken", "note", "not tested") for says in self.sentences(kind)]
-        return "\n".join([head, *lines])
+NOTES: dict[str, tuple[Law, ...]] = {
+    "grpo": (weights_note, no_kl_note, micro_batch_note),
+    "dpo": (micro_batch_note,),
+    "sft": (micro_batch_note,),
+}
 
 
 def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options) -> int:
@@ -158,7 +126,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
         kind: grpo, dpo or sft.
         tolerance: maximum rounding error; float32 losses need 1e-5.
         framework: torch, jax or mlx, see `check`.
-        options: loss options; loss_type="dapo", for example, also requires DAPO's average and clipping.
+        options: options that the loss gets; a DPO loss has the laws of its loss_type.
 
     Raises:
         AssertionError: the loss lacks required properties; the message lists each, with the smallest failing batch.
@@ -168,12 +136,12 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
     report = examine(my_loss, kind, tolerance, framework, **options)
     if not report.passes:
         raise AssertionError(str(report))
-    return report.tested
+    return report.count
 
 
 def examine(
     my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options
-) -> LawReport:
+) -> Verdict:
     """Check a loss for the properties that `laws` tests; return a report instead of raising AssertionError."""
     if kind not in LAWS:
         raise UserError(f"kind is {kind!r}, but it must be one of {', '.join(LAWS)}")
@@ -182,17 +150,17 @@ def examine(
             known = ", ".join(DEFAULTS[kind])
             raise UserError(f"{name!r} is not an option of the kind {kind}; the options are {known}")
     loss = Examined(loss_form(my_loss, framework), kind, options, tolerance)
-    if kind == "grpo":
-        use_its_own_numbers(loss)
-    if kind == "dpo":
-        recognize_ipo(loss)
-    report = LawReport({})
+    tested = 0
+    broken = {}
     for group in LAWS[kind]:
+        tested += len(group)
         for law in group:
-            name = law.__name__
-            if name not in report.findings:
-                report.findings[name] = next(law(loss), None)
-            finding = report.findings[name]
-            if finding and finding.kind != "note":
+            says = next(law(loss), None)
+            if says:
+                broken[law.__name__] = says
                 break
-    return report
+    notes = []
+    for note in NOTES[kind]:
+        notes += note(loss)
+    head = f"the loss breaks {len(broken)} of {tested} laws" if broken else f"the loss obeys all {tested} laws"
+    return Verdict(tested, head, broken=broken, notes=notes)

@@ -5,8 +5,8 @@ In a clone, `pytest tests/parity` compares minivlmrl's losses and options with t
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,14 +14,15 @@ from torch import Tensor
 from minivlmrl.errors import UserError
 from minivlmrl.extras.parity.calling import loss_and_gradient, loss_form
 from minivlmrl.extras.parity.examined import DEFAULTS
-from minivlmrl.extras.parity.laws import LawReport, examine
-from minivlmrl.extras.parity.reads import NUMBERS, kind_of, needs, reads_of
-from minivlmrl.extras.parity.recomputed import Case, our_loss, term_options
+from minivlmrl.extras.parity.laws import examine
+from minivlmrl.extras.parity.policy_laws import NO_KL
+from minivlmrl.extras.parity.reads import NUMBERS, kind_of, knows, needs, reads_of
+from minivlmrl.extras.parity.recomputed import Case, name_of_loss, our_loss, term_options
 from minivlmrl.extras.parity.search import case_of, find_names
 from minivlmrl.extras.parity.vectors import read_cases, read_options
+from minivlmrl.extras.parity.verdict import Verdict
 from minivlmrl.losses.preference import DPO_LOSSES
 
-SHOWN = 4  # number of differing cases to print
 NO_NAME = "no name: no known mistake or deliberate variant reproduces the loss in all cases"
 TRIED = 3  # TRL losses, closest first, in which to search causes
 EPSILONS = {"epsilon_low", "epsilon_high"}
@@ -31,9 +32,13 @@ READ_BY = {"dapo": "tokens", "cispo": "epsilon_high", "robust": "label_smoothing
 RARE = {"cispo", "sapo", "vespo", *DPO_LOSSES} - {"sigmoid", "ipo"}  # losses that few projects have
 # {word in a function's name: TRL loss that it must be}
 NAMED = {name: {"loss_type": name} for name in ("dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")}
-NAMED |= {"drgrpo": NAMED["dr_grpo"], "gspo": {"importance_sampling_level": "sequence"}}
+NAMED |= {
+    "dpo": {"kind": "dpo", "loss_type": "sigmoid"},
+    "drgrpo": NAMED["dr_grpo"],
+    "gspo": {"importance_sampling_level": "sequence"},
+    "dft": {"kind": "sft", "loss_type": "dft"},
+}
 NAMED |= {name: {"kind": "dpo", "loss_type": name} for name in ("hinge", "ipo", "robust", "discopop", "apo_zero")}
-NAMED |= {"dft": {"kind": "sft", "loss_type": "dft"}}
 
 
 def check(my_loss, tolerance: float = 1e-6, kind: str | None = None, framework: str = "torch", **only) -> int:
@@ -75,61 +80,24 @@ def check(my_loss, tolerance: float = 1e-6, kind: str | None = None, framework: 
     verdict = judge(my_loss, tolerance, kind, framework, **only)
     if not verdict.passes:
         raise AssertionError(str(verdict))
-    return verdict.cases
-
-
-@dataclass
-class Verdict:
-    """Comparison of a user's loss with TRL's, in all test cases.
-
-    A difference is a "design" if a public project does the same on purpose, and only its value or a deliberate variant
-    of training changes; else a "mistake".
-    """
-
-    cases: int
-    differences: list[str]  # one line per differing case
-    of: str = ""  # TRL loss that the user's loss was compared with, if not all: " of loss_type=dapo"
-    names: Sequence[str] = ()  # report lines about causes of differences from TRL, such as "mistake: beta is 0.1"
-    broken: Sequence[str] = ()  # missing properties of correct losses
-    notes: list[str] = field(default_factory=list)  # what was not tested, and properties that may be wanted
-
-    @property
-    def kinds(self) -> list[str]:
-        """List "mistake" or "design" for each cause found."""
-        return [kind for kind in (line.partition(":")[0] for line in self.names) if kind in ("mistake", "design")]
-
-    @property
-    def agrees(self) -> bool:
-        return not (self.differences or self.broken or self.kinds)
-
-    @property
-    def passes(self) -> bool:
-        """Return whether the loss agrees with TRL, except for designs."""
-        return self.agrees or (not self.broken and {*self.kinds} == {"design"})
-
-    def __str__(self) -> str:
-        differing = len(self.differences)
-        lines = [f"all {self.cases} cases{self.of} agree with TRL in value and gradient"]
-        if differing:
-            lines = [f"{differing} of {self.cases} cases{self.of} differ from TRL", *self.differences[:SHOWN]]
-        if differing > SHOWN:
-            lines.append(f"... and {differing - SHOWN} more")
-        laws = [f"broken law: {says}" for says in self.broken]
-        return "\n".join([*lines, *self.names, *laws, *self.notes])
+    return verdict.count
 
 
 def judge(my_loss, tolerance: float = 1e-6, kind: str | None = None, framework: str = "torch", **only) -> Verdict:
     """Compare a loss with losses recorded from TRL, and name known mistakes."""
-    asked = only if {"loss_type", "importance_sampling_level"} & only.keys() else named_by(my_loss, kind) | only
-    kind = asked.pop("kind", kind)
+    named = named_by(my_loss, kind)
     loss = loss_form(my_loss, framework)
-    return Judged(loss, kind or kind_of(loss), tolerance, asked).verdict()
+    named_kind = named.pop("kind", None)
+    return Judged(loss, kind or named_kind or kind_of(loss), tolerance, only, named).verdict()
 
 
 def named_by(my_loss, kind: str | None) -> dict:
     """Return what a function's name promises, such as loss_type=dapo for my_dapo_loss."""
     name = getattr(my_loss, "__qualname__", type(my_loss).__name__).lower()
-    found = [NAMED[word] for word in NAMED if word in name and kind in (None, NAMED[word].get("kind", "grpo"))]
+    found = []
+    for word, promised in NAMED.items():
+        if word in name and kind in (None, promised.get("kind", "grpo")):
+            found.append(promised)
     return dict(found[0]) if len(found) == 1 else {}
 
 
@@ -138,51 +106,67 @@ class Judged:
 
     Args:
         only: options to select cases.
+        named: options promised by the function's name, unless the loss reads loss_type.
     """
 
-    def __init__(self, loss: Callable, kind: str, tolerance: float, only: dict):
-        self.loss, self.kind, self.tolerance = loss, kind, tolerance
-        asked = {"loss_type": next(cases(kind=kind, **only))[1]["loss_type"]} if "loss_type" in only else {}
-        self.read = reads_of(loss, kind, asked)
-        self.has_no_kl = kind == "grpo" and not {"beta", "ref_per_token_logps"} & self.read and not only.get("beta")
-        self.has_idle_kl = self.has_no_kl and "beta" not in only and needs(loss, kind, "beta")
+    def __init__(self, loss: Callable, kind: str, tolerance: float, only: dict, named: dict):
+        self.loss = loss
+        self.kind = kind
+        self.tolerance = tolerance
+        self.notes = []
+        self.only = named | only
+        wanted = {}
+        if "loss_type" in self.only:
+            wanted["loss_type"] = next(cases(kind=kind, **self.only))[1]["loss_type"]
+        self.read = reads_of(loss, kind, wanted)
+        if "loss_type" in self.read:
+            self.only = only
+        reads_kl = {"beta", "ref_per_token_logps"} & self.read
+        self.has_no_kl = kind == "grpo" and not reads_kl and not self.only.get("beta")
+        self.has_idle_kl = self.has_no_kl and "beta" not in self.only and needs(loss, kind, "beta")
         if self.has_no_kl:  # recorded cases without a KL have no use_bias_correction_kl
-            only = {name: x for name, x in only.items() if name != "use_bias_correction_kl"} | {"beta": 0.0}
-        self.only = only
-        recorded = [*cases(kind=kind, **only)]
+            self.only = {**self.only, "beta": 0.0}
+            self.only.pop("use_bias_correction_kl", None)
+        recorded = self.known_cases()
         second = [self.second_case(*numbered) for numbered in enumerate(recorded)]
         about = {"tolerance": tolerance, "read": self.read}
         self.cases = [case_of(loss, *case, **about) for case in recorded + second]
-        self.close = self.sorted_losses()
+        settings = SETTINGS if kind == "grpo" else ("loss_type",)
+        has_bounds = kind == "grpo" and self.only.get("loss_type") not in ("sapo", "vespo")
+        if has_bounds and not EPSILONS & self.read:  # constants of its own: compare with cases that have them
+            settings = (*settings, "epsilon_high")
+        self.close = closest_losses(self.cases, [name for name in settings if name not in self.read])
         self.closest = self.close[0]
 
-    def sorted_losses(self) -> list["CloseLoss"]:
-        """Sort TRL's losses, closest first; of those with equal numbers, one that breaks no law."""
-        settings = SETTINGS if self.kind == "grpo" else SETTINGS[:1]
-        if self.kind == "grpo" and self.only.get("loss_type") not in ("sapo", "vespo") and not EPSILONS & self.read:
-            settings = (*settings, "epsilon_high")  # a constant of its own: compare with cases that have it
-        close = closest_losses(self.cases, [name for name in settings if name not in self.read])
-        equal = [loss for loss in close if not loss.share]
-        if len(equal) > 1:
-            close.sort(key=lambda loss: (loss.share > 0, not loss.share and len(self.laws(loss.only).broken_laws())))
-        return close
+    def known_cases(self) -> list[tuple]:
+        """List recorded cases, without loss types that the loss reads, but does not know."""
+        recorded = [*cases(kind=self.kind, **self.only)]
+        if "loss_type" not in self.read or "loss_type" in self.only:
+            return recorded
+        names = {name_of_loss(options) for _, options, *_ in recorded}
+        unknown = {name for name in names if not knows(self.loss, self.kind, name)}
+        if unknown:
+            listed = ", ".join(sorted(unknown))
+            self.notes.append(f"not tested: {listed}; the loss does not know these loss types")
+        return [case for case in recorded if name_of_loss(case[1]) not in unknown]
 
     def second_case(self, number: int, case: tuple) -> tuple:
         """Change the options that the loss reads; our loss, which equals TRL's, gives the right numbers."""
         name, options, batch, *_ = case
-        wanted = self.read | (EPSILONS if EPSILONS & self.read else set())
-        wanted |= {"beta"} if "ref_per_token_logps" in self.read else set()  # also if the loss has its own beta
-        names = NUMBERS[self.kind].keys() & wanted & options.keys() - self.only.keys()
-        others = {name: NUMBERS[self.kind][name][number % 2] for name in names if options[name] or name != "beta"}
+        wanted = set(self.read)
+        if EPSILONS & wanted:
+            wanted |= EPSILONS
+        if "ref_per_token_logps" in wanted:  # also if the loss has its own beta
+            wanted.add("beta")
+        options = dict(options)
+        for option, values in NUMBERS[self.kind].items():
+            has_kl = option != "beta" or options.get("beta")
+            if option in wanted and option in options and option not in self.only and has_kl:
+                options[option] = values[number % 2]
+        batch = dict(batch)
         if self.kind == "grpo":
-            batch = batch | {"advantages": 6 * batch["advantages"]}
-        right = loss_and_gradient(our_loss, batch, options | others)
-        return f"{name} changed", options | others, batch, *right
-
-    def laws(self, only: dict) -> LawReport:
-        """Check laws for a loss with these options."""
-        known = {name: x for name, x in only.items() if name in DEFAULTS[self.kind]}
-        return examine(self.loss, self.kind, self.tolerance, **known)
+            batch["advantages"] = 6 * batch["advantages"]
+        return f"{name} changed", options, batch, *loss_and_gradient(our_loss, batch, options)
 
     def verdict(self) -> Verdict:
         """Judge the loss by its closest TRL loss."""
@@ -190,25 +174,30 @@ class Judged:
         first = judged[0].options
         varied = [name for name in first if any(case.options.get(name) != first[name] for case in judged)]
         differences = [difference(case, varied) for case in judged if not case.is_explained({})]
-        verdict = Verdict(len(judged), differences, f" of {self.closest}" if self.closest.only else "")
+        of = f" of {self.closest}" if self.closest.only else ""
+        says = f"all {len(judged)} cases{of} agree with TRL in value and gradient"
         if differences:
-            verdict.names = self.causes() or [NO_NAME]
-        if "mistake" not in verdict.kinds:
-            has_own_length = (
-                self.closest.only.get("loss_type") == "dr_grpo" and "max_completion_length" not in self.read
-            )
-            report = self.laws(self.only | (self.closest.only if has_own_length or not differences else {}))
-            verdict.broken = report.sentences("broken")
-            verdict.notes = [f"note: {says}" for says in report.sentences("note")]
+            says = f"{len(differences)} of {len(judged)} cases{of} differ from TRL"
+        names = []
+        if differences:
+            names = self.causes() or [NO_NAME]
         if self.has_idle_kl:
-            verdict.names = [*verdict.names, "mistake: the KL never acts: beta is read, but changes nothing"]
+            names.append("mistake: the KL never acts: beta is read, but changes nothing")
+        verdict = Verdict(len(judged), says, differences, names, notes=self.notes)
+        if not verdict.kinds:  # names of mistakes and designs say all there is to say
+            options = {**self.only, **self.closest.only}
+            known = {name: x for name, x in options.items() if name in DEFAULTS[self.kind]}
+            report = examine(self.loss, self.kind, self.tolerance, **known)
+            verdict.broken = report.broken
+            verdict.notes += report.notes
         elif self.has_no_kl:
-            verdict.notes.append("no KL: neither beta nor the reference changes the loss")
+            verdict.notes.append(NO_KL)
         unread = NUMBERS[self.kind].keys() & reads_of(our_loss, self.kind, first) - self.read
-        unread -= {"delta"} if self.kind == "dpo" else {"delta", "beta"}
+        if self.kind == "grpo":
+            unread -= {"delta", "beta"}
         if unread and "loss_type" not in self.read:
-            names = ", ".join(sorted(unread))
-            verdict.notes.append(f"not read: {names}; the loss was tested only with its own values of them")
+            listed = ", ".join(sorted(unread))
+            verdict.notes.append(f"not read: {listed}; the loss was tested only with its own values of them")
         return verdict
 
     def causes(self) -> list[str]:
@@ -218,15 +207,19 @@ class Judged:
         if not close:  # the loss reads all options to select a loss: perhaps only one is wrong
             close = [loss for loss in closest_losses(self.cases, [*SETTINGS]) if loss.share]
         for loss in close[: TRIED - 1]:
-            if not names and (others := find_names(loss.cases)):
-                names = [*others, f"  in the cases of {loss}"]
+            if names:
+                break
+            names = find_names(loss.cases)
+            if names:
+                names.append(f"  in the cases of {loss}")
         return names
 
 
 def difference(case: Case, varied: list[str]) -> str:
     """Describe errors in a test case; `varied` names options that differ between test cases."""
-    chosen = ", ".join(f"{name}={case.options.get(name)}" for name in varied)
-    where = f"{case.name} ({chosen})" if chosen else case.name
+    where = case.name
+    if varied:
+        where += " (" + ", ".join(f"{name}={case.options.get(name)}" for name in varied) + ")"
     error = case.error({})
     return f"{where}: value differs by {error[-1]:.1e}, gradient by {error[:-1].max():.1e}"
 
@@ -235,7 +228,9 @@ def names_without_search(cases: list[Case]) -> list[str]:
     """Return a line to print if the gradients are right or missing."""
     if all(case.error({})[:-1].max() <= case.tolerance for case in cases):
         return ["design: the values differ, but the gradients are equal in all cases"]
-    return [] if any(case.gradient.any() for case in cases) else ["mistake: no gradient reaches the policy"]
+    if not any(case.gradient.any() for case in cases):
+        return ["mistake: no gradient reaches the policy"]
+    return []
 
 
 @dataclass
@@ -261,12 +256,7 @@ def closest_losses(cases: list[Case], settings: list[str]) -> list[CloseLoss]:
     for values, group in groups.items():
         only = dict(zip(settings, values, strict=True))
         share = statistics.mean(not case.is_explained({}) for case in group)
-        pairs = [(case.gradient.flatten().nan_to_num(0.0), case.right[1].flatten()) for case in group]
-        gap = 1 - statistics.mean(float(torch.cosine_similarity(*pair, 0).abs()) for pair in pairs)
-        # scales that vary from case to case
-        scales = [float((x.norm() / y.norm().clamp(min=1e-12)).clamp(min=1e-12).log()) for x, y in pairs]
-        gap += 0.1 * min(1.0, statistics.pstdev(scales)) if group[0].options["kind"] == "grpo" else 0.0
-        close.append(CloseLoss(only, group, share, gap + rarity(only, group[0])))
+        close.append(CloseLoss(only, group, share, gradient_gap(group) + rarity(only, group[0])))
 
     def order(loss: CloseLoss) -> tuple:
         # test cases with beta=0 all have use_bias_correction_kl=True and would favor it: average over both values
@@ -278,6 +268,22 @@ def closest_losses(cases: list[Case], settings: list[str]) -> list[CloseLoss]:
         return loss.share > 0, round(statistics.mean(both), 2), not is_usual, is_corrected, -len(loss.cases)
 
     return sorted(close, key=order)
+
+
+def gradient_gap(cases: list) -> float:
+    """Return how much the user's gradients differ from TRL's, whatever their scale."""
+    angles = []
+    scales = []
+    for case in cases:
+        found = case.gradient.flatten().nan_to_num(0.0)
+        right = case.right[1].flatten()
+        angles.append(1 - float(torch.cosine_similarity(found, right, 0).abs()))
+        scale = found.norm() / right.norm().clamp(min=1e-12)
+        scales.append(float(scale.clamp(min=1e-12).log()))
+    gap = statistics.mean(angles)
+    if cases[0].options["kind"] == "grpo":  # a scale that varies from case to case
+        gap += 0.1 * min(1.0, statistics.pstdev(scales))
+    return gap
 
 
 def rarity(only: dict, case: Case) -> float:
@@ -298,11 +304,15 @@ def cases(**only) -> Iterator[tuple[str, dict, dict[str, Tensor], Tensor, Tensor
     chosen = read_cases(**only)
     if not chosen:
         recorded = [*read_options().values()]
-        values = {name: sorted({str(options.get(name)) for options in recorded}) for name in only}
+        values = {}
+        for name in only:
+            values[name] = sorted({str(options.get(name)) for options in recorded})
         known = ", ".join(sorted(set().union(*recorded)))
         raise UserError(f"no recorded case has all of {only} together; recorded values: {values}; options: {known}")
     for case in chosen:
+        options = dict(case.options)
+        if options["kind"] == "grpo":
+            options = term_options(options["loss_type"]) | options
         batch = {name: torch.from_numpy(x) for name, x in case.batch.items()}
         loss = torch.tensor(case.loss, dtype=torch.float64)
-        more = term_options(case.options["loss_type"]) if case.options["kind"] == "grpo" else {}
-        yield case.name, more | case.options, batch, loss, torch.from_numpy(case.gradient)
+        yield case.name, options, batch, loss, torch.from_numpy(case.gradient)

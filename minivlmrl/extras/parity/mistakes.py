@@ -29,7 +29,6 @@ class Mistake:
     kinds: str = "grpo"  # loss kinds that may have it
     used_by: str = ""  # projects that do this on purpose: a design
     threshold: float = 0.0  # smallest deliberate bound; smaller ones are mistakes
-    unread: str = ""  # what a loss with this design does not read: otherwise it is a mistake
     number: float = 0.0  # fitted number
 
     @property
@@ -48,8 +47,11 @@ class Mistake:
 
 def rows(quantity: str, wrong: dict[str, Any], kinds: str = "grpo", says: str = "", **about) -> list[Mistake]:
     """List mistakes in a quantity: {what `says` is continued with: wrong value, function, or {quantity: ...}}."""
-    changes = {says + how: x if isinstance(x, dict) else {quantity: x} for how, x in wrong.items()}
-    return [Mistake(name, change, kinds, **about) for name, change in changes.items()]
+    found = []
+    for how, x in wrong.items():
+        change = x if isinstance(x, dict) else {quantity: x}
+        found.append(Mistake(says + how, change, kinds, **about))
+    return found
 
 
 def shifted(x: Tensor, by: int) -> Tensor:
@@ -182,7 +184,7 @@ MISTAKES = [
           says="the policy term is that of "),
     *rows("old", {
         "the ratio is 1 because old log-probabilities equal the current ones": lambda s: s.per_token_logps.detach(),
-    }, unread="old_per_token_logps", used_by="losses for one update: torchtune, R1-V"),
+    }, used_by="losses for one update: torchtune, R1-V"),
     *rows("old", {"the old policy is the reference": attrgetter("ref_per_token_logps")}),
     *rows("ratio", {"the ratio is the log of the ratio, because exp is missing": lambda s: s.x.log()}),
     *rows("ratio", {
@@ -212,7 +214,7 @@ MISTAKES = [
     }, used_by="IcePop, for the ratio of trainer and sampler"),
     *rows("terms", {
         "REINFORCE: a token's term is -A log pi, without a ratio": lambda s: -s.advantages * s.per_token_logps,
-    }, unread="old_per_token_logps", used_by="rlhf-book: the loss reinforce"),
+    }, used_by="rlhf-book: the loss reinforce"),
     *rows("terms", {
         "sapo's gate is not divided by its temperature":
             lambda s: s.x * torch.where(s.advantages > 0, s.sapo_temperature_pos, s.sapo_temperature_neg),
@@ -233,7 +235,7 @@ MISTAKES = [
     }),
     *rows("epsilon_high", {
         "ratios are clipped with epsilon_low on both sides": attrgetter("epsilon_low"),
-    }, unread="epsilon_high", used_by="MM-EUREKA, lmm-r1, minimind, simple_GRPO and torchtune"),
+    }, used_by="MM-EUREKA, lmm-r1, minimind, simple_GRPO and torchtune"),
     *rows("epsilon_high", {  # DAPO, clip higher
         "epsilon_low and epsilon_high are swapped":
             {"epsilon_low": attrgetter("epsilon_high"), "epsilon_high": attrgetter("epsilon_low")},
@@ -253,8 +255,8 @@ MISTAKES = [
         "sapo has the same temperature for both signs": {"sapo_temperature_neg": attrgetter("sapo_temperature_pos")},
     }),
     # the KL
-    *rows("kl_estimator", {  # arXiv 2506.09477; NeMo-RL multiplies k3 by the policy over itself
-        "the KL estimator is k1": "k1",
+    *rows("kl_estimator", {"the KL estimator is k1": "k1"}),  # arXiv 2506.09477: its gradient is 0 on average
+    *rows("kl_estimator", {  # NeMo-RL multiplies k3 by the policy over itself
         "the KL estimator is k2": "k2",
         "the KL has the value of k1 and the gradient of k2": "k1+",
         "the KL has the value of k3 and the gradient of k2": "k3+",
@@ -370,16 +372,19 @@ MISTAKES = [
 
 def possible(case) -> tuple[list[Mistake], list[Mistake], list[Mistake]]:
     """List possible mistakes for a loss kind: plain ones, with a number, and only in one of PLACES."""
-    found = [
-        replace(row, used_by="") if row.unread in case.read else row
-        for row in MISTAKES
-        if case.options["kind"] in row.kinds.split()
-    ]
-    plain = [row for row in found if not row.is_fitted]
-    placed = [
-        replace(row, says=f"{row.says}, only in {place}", change=row.change | {"inside": place})
-        for row in (plain if case.options["kind"] == "grpo" else ())
-        if "taken from" not in row.says
-        for place in PLACES
-    ]
-    return plain, [row for row in found if row.is_fitted], placed
+    kind = case.options["kind"]
+    plain = []
+    fitted = []
+    placed = []
+    for row in MISTAKES:
+        if kind not in row.kinds.split():
+            continue
+        if row.is_fitted:
+            fitted.append(row)
+            continue
+        plain.append(row)
+        if kind == "grpo" and "taken from" not in row.says:
+            for place in PLACES:
+                says = f"{row.says}, only in {place}"
+                placed.append(replace(row, says=says, change=row.change | {"inside": place}, used_by=""))
+    return plain, fitted, placed

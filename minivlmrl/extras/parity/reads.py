@@ -44,6 +44,14 @@ def probe(kind: str, only: dict) -> tuple[dict, dict]:
     return batch, options | only
 
 
+def outcome(loss: Callable, batch: dict, options: dict) -> tuple | None:
+    """Return loss and gradient as lists, None if the loss fails."""
+    try:
+        return tuple(x.tolist() for x in loss_and_gradient(loss, batch, options))
+    except Exception:  # any error in the user's code
+        return None
+
+
 def reads_of(loss: Callable, kind: str, only: dict) -> set[str]:
     """Return names of tensors and options that change loss or gradient.
 
@@ -51,36 +59,36 @@ def reads_of(loss: Callable, kind: str, only: dict) -> set[str]:
         only: options for the wanted loss, such as its loss_type.
     """
     batch, options = probe(kind, only)
-
-    def outcome(batch: dict, options: dict) -> tuple | None:
-        try:
-            return tuple(x.tolist() for x in loss_and_gradient(loss, batch, options))
-        except Exception:  # any error in the user's code: the value that caused it was read
-            return None
-
-    usual = tuple(x.tolist() for x in loss_and_gradient(loss, batch, options))
-    found = {
-        name
-        for name, values in (SELECTS[kind] | NUMBERS[kind]).items()
-        if any(outcome(batch, options | {name: value}) != usual for value in values)
-    }
+    loss_and_gradient(loss, batch, options)  # an error of the loss itself is raised
+    usual = outcome(loss, batch, options)
+    found = set()
+    for name, values in (SELECTS[kind] | NUMBERS[kind]).items():
+        if any(outcome(loss, batch, options | {name: value}) != usual for value in values):
+            found.add(name)
     for name, x in batch.items():
         changed = {"mask": x.flip(-1), "advantages": -2 * x}
         moved = changed.get(name, x + torch.linspace(0.1, 0.9, x.numel()).view(x.shape))
-        if outcome(batch | {name: moved}, options) != usual:
+        if outcome(loss, batch | {name: moved}, options) != usual:
             found.add(name)
     return found
+
+
+def knows(loss: Callable, kind: str, loss_type: str) -> bool:
+    """Return whether a loss that reads loss_type computes this one, and not the same as for an unknown name."""
+
+    def outcome_of(name: str) -> tuple | None:
+        return outcome(loss, *probe(kind, {"loss_type": [name] if kind == "dpo" else name}))
+
+    found = outcome_of(loss_type)
+    is_usual = loss_type in ("grpo", "sigmoid", "nll")  # what a loss may compute for any name
+    return found is not None and (is_usual or found != outcome_of("unknown"))
 
 
 def needs(loss: Callable, kind: str, name: str) -> bool:
     """Return whether a loss fails without an option."""
     batch, options = probe(kind, {})
     del options[name]
-    try:
-        loss(batch, options)
-    except Exception:  # any error in the user's code
-        return True
-    return False
+    return outcome(loss, batch, options) is None
 
 
 def kind_of(loss: Callable) -> str:

@@ -34,9 +34,8 @@ class Case:
 
     @property
     def loss_type(self) -> str:
-        """TRL loss; the option of DPO is a list with one name."""
-        name = self.options["loss_type"]
-        return name if isinstance(name, str) else name[0]
+        """TRL loss."""
+        return name_of_loss(self.options)
 
     def error(self, change: dict | None) -> Tensor:
         """Return differences between the user's and TRL's gradients and value, relative to max(1, TRL's largest).
@@ -44,19 +43,32 @@ class Case:
         Args:
             change: simulated mistake in TRL's loss; the result is infinite if the loss cannot be computed with it.
         """
-        simulated = self.right if change == {} and self.right else with_mistake(self, change)
+        simulated = with_mistake(self, change)
+        if change == {} and self.right:
+            simulated = self.right
         if simulated is None:
             return torch.tensor([math.inf])
         value, gradient = simulated
-        errors = []
-        for found, right in ((self.gradient, gradient), (self.value, value))[: 1 + self.compares_value]:
-            error = (found - right).abs() / right.nan_to_num(0.0).abs().max().clamp(min=1)
-            errors.append(error.masked_fill(found.isnan() & right.isnan(), 0.0).flatten())
-        return torch.cat(errors).nan_to_num(math.inf, math.inf)
+        errors = distance(self.gradient, gradient)
+        if self.compares_value:
+            errors = torch.cat([errors, distance(self.value, value)])
+        return errors.nan_to_num(math.inf, math.inf)
 
     def is_explained(self, change: dict | None) -> bool:
         """Return whether TRL's loss with this mistake equals the user's."""
         return bool(self.error(change).max() <= self.tolerance)
+
+
+def distance(found: Tensor, right: Tensor) -> Tensor:
+    """Return absolute differences relative to max(1, largest right number), 0 where both are NaN."""
+    error = (found - right).abs() / right.nan_to_num(0.0).abs().max().clamp(min=1)
+    return error.masked_fill(found.isnan() & right.isnan(), 0.0).flatten()
+
+
+def name_of_loss(options: dict) -> str:
+    """Return the TRL loss in options; DPO's option is a list with one name."""
+    name = options["loss_type"]
+    return name if isinstance(name, str) else name[0]
 
 
 def rows_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -83,10 +95,11 @@ def recomputed(case: Case, change: dict) -> tuple[Tensor, Tensor]:
     """Return TRL's loss and gradient with a simulated mistake, {} = none."""
     leaf = case.batch["per_token_logps"].clone().requires_grad_()
     loss = KINDS[case.options["kind"]](leaf, case, change)
+    if "factor" in change:
+        loss = loss * Quantities(leaf.detach(), case, change).put("factor", 1.0)
     # + 0 * leaf: autograd would fail for a loss that does not use log-probs
     [gradient] = torch.autograd.grad(loss + 0 * leaf.sum(), leaf)
-    factor = Quantities(leaf, case, change).put("factor", 1.0) if "factor" in change else 1.0
-    return loss.detach() * factor, gradient * factor
+    return loss.detach(), gradient
 
 
 class Quantities(SimpleNamespace):
@@ -104,9 +117,10 @@ class Quantities(SimpleNamespace):
         self.lengths = self.mask.sum(1)
         self.num_rows = len(self.mask)
         self.num_columns = self.mask.shape[1]
-        vars(self).update(
-            {name: self.put(name, vars(self)[name]) for name in change.keys() & {*TERM_OPTIONS, *options}}
-        )
+        replaced = {}
+        for name in change.keys() & {*TERM_OPTIONS, *options}:
+            replaced[name] = self.put(name, vars(self)[name])
+        vars(self).update(replaced)
         self.mask = self.put("mask", self.mask)
         self.per_token_logps = self.put("logps", logps)
         reference = self.put("reference", vars(self).get("ref_per_token_logps", logps.detach()))
@@ -131,7 +145,8 @@ def policy(logps: Tensor, case: Case, change: dict) -> Tensor:
     """Compute a GRPO loss: averages of the policy's term and of the KL."""
     total = torch.zeros((), dtype=logps.dtype)
     for place, term in zip(PLACES, (policy_term, kl_penalty), strict=True):
-        s = Quantities(logps, case, change if change.get("inside", place) == place else {})
+        is_wrong = change.get("inside", place) == place
+        s = Quantities(logps, case, change if is_wrong else {})
         s.advantages = s.put("advantages", s.advantages[:, None])
         s.ref_log_ratio = s.per_token_logps - s.ref_per_token_logps
         s.log_ratio = s.put("log-ratio", s.per_token_logps - s.old_per_token_logps)
@@ -160,9 +175,10 @@ def averaged(terms: Tensor, s: Quantities) -> Tensor:
     """Average terms (R, T) over tokens and rows."""
     s.unmasked = terms
     s.terms = terms = terms * s.put("weights", s.mask)
-    is_right = torch.equal(s.mask, s.completion_mask)
-    tokens = s.options.get("tokens", 0) if is_right else 0
-    normalizer = LossNormalizer(s.num_rows, tokens or s.mask.sum().clamp(min=1), s.options.get("max_completion_length"))
+    tokens = s.mask.sum().clamp(min=1)
+    if torch.equal(s.mask, s.completion_mask):
+        tokens = s.options.get("tokens", tokens)
+    normalizer = LossNormalizer(s.num_rows, tokens, s.options.get("max_completion_length"))
     average = ALL_AVERAGES[s.put("average", s.options["loss_type"])]
     return s.put("mean", average(terms, s.mask, normalizer))
 
@@ -172,8 +188,9 @@ def preferences(logps: Tensor, case: Case, change: dict) -> Tensor:
     s = Quantities(logps, case, change)
     index = s.put("index", torch.arange(s.num_rows).view(-1, 2))  # chosen and rejected row per pair
     s.answer_lengths = s.mask[index].sum(-1)
-    sums, ref_sums = (answer_logps(x[index], s.mask[index]) for x in (s.per_token_logps, s.ref_per_token_logps))
-    log_ratio = s.put("log-ratio", sums - s.put("summed reference", ref_sums))
+    sums = answer_logps(s.per_token_logps[index], s.mask[index])
+    ref_sums = s.put("summed reference", answer_logps(s.ref_per_token_logps[index], s.mask[index]))
+    log_ratio = s.put("log-ratio", sums - ref_sums)
     value, _ = dpo_loss(
         s.per_token_logps[index],
         s.mask[index],
@@ -202,4 +219,6 @@ def term_options(loss_type: str) -> dict:
 
 
 KINDS = {"grpo": policy, "dpo": preferences, "sft": demonstrations}
-TERM_OPTIONS = {name: x for loss_type in TERMS for name, x in term_options(loss_type).items()}
+TERM_OPTIONS = {}
+for loss_type in TERMS:
+    TERM_OPTIONS |= term_options(loss_type)

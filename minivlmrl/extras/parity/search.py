@@ -10,7 +10,6 @@ Mistakes, likeliest first:
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial, reduce
-from itertools import chain
 from typing import Any
 
 import torch
@@ -36,15 +35,18 @@ def case_of(my_loss: Callable, name: str, options: dict, batch: dict, *right: Te
         about: tolerance and read, see `Case`.
     """
     value, gradient = loss_and_gradient(my_loss, batch, options)
+    case = Case(name, options, rows_of(batch), value, gradient.flatten(0, -2), **about)
+    if right:
+        case.right = (right[0], right[1].flatten(0, -2))
 
     def simpler() -> list[Case]:
         # a loss with a hard-coded beta ignores the option beta=0, so its KL cannot be left out
-        can_leave_out_kl = "beta" in about["read"] or "ref_per_token_logps" not in about["read"]
+        can_leave_out_kl = "beta" in case.read or "ref_per_token_logps" not in case.read
         variants = simpler_variants(batch, options, can_leave_out_kl)
-        return [case_of(my_loss, name, options, batch, **about) for batch, options in variants]
+        return [case_of(my_loss, name, changed, of_batch, **about) for of_batch, changed in variants]
 
-    recorded = (right[0], right[1].flatten(0, -2)) if right else None
-    return Case(name, options, rows_of(batch), value, gradient.flatten(0, -2), recorded, simpler=simpler, **about)
+    case.simpler = simpler
+    return case
 
 
 def without_value(case: Case) -> Case:
@@ -79,18 +81,23 @@ def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iter
 def find_names(cases: list[Case]) -> list[str]:
     """Find mistakes that turn TRL's loss into the user's; return lines to print, [] if none is found."""
     parts = find_parts(cases)
-    of_value = []
-    if not parts:
+    of_value = not parts
+    if of_value:
         parts = find_parts([without_value(case) for case in cases])
-        of_value = ["design: the remaining differences are in the value, which does not train"]
-    return [*chain(*map(lines_of, parts)), *of_value] if parts else []
+    lines = [line for part in parts for line in lines_of(part)]
+    if lines and of_value:
+        lines.append("design: the remaining differences are in the value, which does not train")
+    return lines
 
 
 def lines_of(part: list[Mistake]) -> list[str]:
     """Describe the first mistake, and list others that give the same loss."""
     first, *others = part[:SHOWN]
-    lines = [f"{first.kind}: {first.says}", *(f"  or: {other.says}" for other in others)]
-    return [*lines, f"  done by: {first.used_by}"] if first.kind == "design" else lines
+    lines = [f"{first.kind}: {first.says}"]
+    lines += [f"  or: {other.says}" for other in others]
+    if first.kind == "design":
+        lines.append(f"  done by: {first.used_by}")
+    return lines
 
 
 def find_parts(cases: list[Case]) -> list[list[Mistake]]:
@@ -102,10 +109,14 @@ def find_parts(cases: list[Case]) -> list[list[Mistake]]:
     searched = cases[:: max(1, len(cases) // SEARCHED)]
     searched += [case for case in cases if not case.is_explained({})][:1]
     by_size = sorted(searched, key=lambda case: len(case.batch["mask"]))
-    variants = [*chain(*zip(by_size[-1].simpler(), by_size[0].simpler(), strict=True))]
+    variants = []
+    for pair in zip(by_size[-1].simpler(), by_size[0].simpler(), strict=True):
+        variants += pair
     combination = Combination(searched, variants)
     parts = combination.run()
-    return parts if all(case.is_explained(combination.change) for case in cases) else []
+    if all(case.is_explained(combination.change) for case in cases):
+        return parts
+    return []
 
 
 class Combination:
@@ -126,83 +137,97 @@ class Combination:
 
     def run(self) -> list[list[Mistake]]:
         """Add mistakes until all recorded cases are explained; [] if this fails."""
-        while not self.are_explained(self.agrees):
+        while not self.are_explained(self.change):
             part = self.next_part() if len(self.parts) < PARTS else []
             if not part:
                 return []
             self.parts.append(part)
-            self.change = composed(self.change, part[0].change)
+            self.change = self.change_with(part[0])
             self.agrees = self.agreements(self.change)
         for part in self.parts[:-1]:  # a later mistake may explain the cases of an earlier one
             others = [other for other in self.parts if other is not part]
-            if self.are_explained(self.agreements(reduce(composed, [other[0].change for other in others]))):
+            if self.are_explained(reduce(composed, [other[0].change for other in others])):
                 self.parts = others
-        return [[row for row in part if self.replaces(row, part)] for part in self.parts]
+        for number, part in enumerate(self.parts):
+            self.parts[number] = [row for row in part if self.replaces(row, part)]
+        return self.parts
 
     def replaces(self, row: Mistake, part: list[Mistake]) -> bool:
         """Return whether another mistake of the part, with the other parts, also explains all cases."""
         chosen = [row.change if other is part else other[0].change for other in self.parts]
-        return row is part[0] or self.are_explained(self.agreements(reduce(composed, chosen)))
+        return row is part[0] or self.are_explained(reduce(composed, chosen))
 
-    def are_explained(self, agrees: list[bool]) -> bool:
-        """Return whether all recorded cases agree; simplified cases may differ."""
-        return all(agrees[self.num_variants :])
+    def are_explained(self, change: dict | None) -> bool:
+        """Return whether a change explains all recorded cases; simplified cases may differ."""
+        return all(self.agreements(change)[self.num_variants :])
 
     def agreements(self, change: dict | None) -> list[bool]:
         """List which cases a change explains."""
         return [case.is_explained(change) for case in self.cases]
+
+    def change_with(self, row: Mistake) -> dict | None:
+        """Return the change by a mistake and those found before."""
+        return composed(self.change, row.change)
 
     def next_part(self) -> list[Mistake]:
         """Search for one more mistake; return the best candidates."""
         left = [case for case, agrees in zip(self.cases, self.agrees, strict=True) if not agrees]
         simplest = left[0]
         left.sort(key=lambda case: int((case.error(self.change) > case.tolerance).sum()))
-        chosen = [*{id(case): case for case in (simplest, left[-1], left[0])}.values()]
-        # numbers are slow to fit: second
-        phases = (
-            map(partial(self.tried, self.plain), chosen),
-            map(self.with_numbers, chosen),
-            map(partial(self.tried, self.placed), left[-1:]),
-            map(partial(self.tried, self.plain), left),
-        )
-        return next(filter(None, map(self.best_of, phases)), [])
+        chosen = [simplest]
+        for case in (left[-1], left[0]):
+            if not any(case is other for other in chosen):
+                chosen.append(case)
+        found = self.best_of(self.tried(self.plain, case) for case in chosen)
+        if not found:  # slow
+            found = self.best_of(self.with_numbers(case) for case in chosen)
+        if not found:
+            found = self.best_of([self.tried(self.placed, left[-1])])
+        return found or self.best_of(self.tried(self.plain, case) for case in left)
 
     def best_of(self, tables: Iterable[Iterable[Mistake]]) -> list[Mistake]:
         """Return the mistakes that reproduce the user's loss in the most cases.
 
         tables: lists to try until one explains all cases.
         """
-        counts = {}  # {says: (number of cases that agree with this mistake, mistake)}
+        best = {}  # {says: mistake}
+        most = sum(self.agrees)
         for table in tables:
             for row in table:
-                now = self.agreements(composed(self.change, row.change))
-                if all(new >= old for new, old in zip(now, self.agrees, strict=True)) and now != self.agrees:
-                    counts.setdefault(row.says, (sum(now), row))
-            if any(count == len(self.cases) for count, _ in counts.values()):
+                now = self.agreements(self.change_with(row))
+                is_worse = any(old and not new for old, new in zip(self.agrees, now, strict=True))
+                if is_worse or sum(now) < most or now == self.agrees:
+                    continue
+                if sum(now) > most:
+                    most = sum(now)
+                    best = {}
+                best.setdefault(row.says, row)
+            if most == len(self.cases):
                 break
-        most = max((count for count, _ in counts.values()), default=0)
-        return sorted((row for count, row in counts.values() if count == most), key=simplicity)
+        return sorted(best.values(), key=simplicity)
 
     def tried(self, mistakes: list[Mistake], case: Case) -> list[Mistake]:
         """List the mistakes that, with those found before, explain a case."""
-        return [row for row in mistakes if case.is_explained(composed(self.change, row.change))]
+        return [row for row in mistakes if case.is_explained(self.change_with(row))]
 
     def with_numbers(self, case: Case) -> Iterator[Mistake]:
         """Fit the number in each mistake, such as a clip bound; yield mistakes that explain the case."""
 
         def gap(row: Mistake, number: float) -> float:
             """Sum the errors, each at most 1; infinite if a change is impossible."""
-            error = case.error(composed(self.change, row.with_number(number).change))
+            error = case.error(self.change_with(row.with_number(number)))
             return float((error * 1e-5 / case.tolerance).clamp(max=1).sum())
 
         nearest = {row: min((gap(row, number), number) for number in NUMBERS) for row in self.fitted}
         limit = sorted(nearest.values())[:REFINED][-1]
         for row, start in nearest.items():
-            if start <= limit:
-                for number in numbers_near(start[1], partial(gap, row)):
-                    if found := self.tried([row.with_number(number)], case):
-                        yield from found
-                        break
+            if start > limit:
+                continue
+            for number in numbers_near(start[1], partial(gap, row)):
+                fitted = row.with_number(number)
+                if self.tried([fitted], case):
+                    yield fitted
+                    break
 
 
 def simplicity(row: Mistake) -> tuple:

@@ -90,14 +90,31 @@ def reference_averaged(batch, options):
     return -logsigmoid(options["beta"] * (s[:, 0] - s[:, 1])).mean()
 
 
+def dpo(batch, options, mean=lambda x, mask: (x * mask).sum(-1)):
+    sums = mean(batch["per_token_logps"] - batch["ref_per_token_logps"], batch["mask"])
+    return -logsigmoid(options["beta"] * (sums[:, 0] - sums[:, 1])).mean()
+
+
+def dpo_of_means(batch, options):
+    return dpo(batch, options, lambda x, mask: (x * mask).sum(-1) / mask.sum(-1))
+
+
+def some_types(batch, options, divisor="tokens"):
+    """Compute GRPO for a loss_type that it does not know."""
+    divisors = {"dapo": options[divisor], "bnpo": batch["mask"].sum().clamp(min=1)}
+    if options["loss_type"] in divisors:
+        return dapo(batch, options, kl=None, divisor=divisors[options["loss_type"]])
+    return gspo_by_token(batch, options)
+
+
 RIGHT = {
     "DAPO": (dapo, "loss_type=dapo"),
-    "DAPO without a KL": (partial(dapo, kl=None), "no KL: neither beta nor the reference changes the loss"),
+    "DAPO without a KL": (partial(dapo, kl=None), "note: no KL: beta changes nothing"),
     "own bounds": (lambda b, o: dapo(b, o | {"epsilon_low": 0.2, "epsilon_high": 0.2}, kl=None),
                    "not read: epsilon_high, epsilon_low; the loss was tested only with its own"),
     "SAPO": (sapo, "loss_type=sapo"),
     "own temperatures": (partial(sapo, taus=(1.0, 1.05)), "not read: sapo_temperature_neg, sapo_temperature_pos"),
-    "arguments of a recipe": (of_recipe, "no KL: neither beta nor the reference changes the loss"),
+    "arguments of a recipe": (of_recipe, "note: no KL: beta changes nothing"),
     "keywords": (keywords, "loss_type=dapo"),
     "GSPO without a KL": (gspo, "importance_sampling_level=sequence"),
     "options that become attributes": (namespace, "loss_type=dapo"),
@@ -105,6 +122,8 @@ RIGHT = {
     "robust DPO": (robust, "loss_type=robust"),
     "IPO": (ipo, "loss_type=ipo"),
     "SFT": (nll, "loss_type=nll"),
+    "DPO": (dpo, "loss_type=sigmoid"),
+    "some types": (some_types, "not tested: cispo, dr_grpo, luspo, sapo, vespo; the loss does not know"),
 }  # fmt: skip
 
 
@@ -113,6 +132,10 @@ def test_a_right_loss_passes(name):
     loss, says = RIGHT[name]
     verdict = judge(loss)
     assert verdict.agrees and says in str(verdict), str(verdict)
+
+
+def test_the_kind_of_a_named_loss_may_be_given():
+    assert judge(robust, kind="dpo").agrees
 
 
 WRONG = {
@@ -133,9 +156,11 @@ WRONG = {
         "mistake: the KL never acts: beta is read, but changes",
     ),
     "a fixed weight of the KL": (lambda b, o: dapo(b, o | {"beta": 0.04}), "mistake: beta is 0.04"),
-    "k1": (partial(dapo, kl=lambda d: d), "broken law: the KL's expected gradient is 0"),
-    "IPO on one side": (partial(ipo, side=torch.relu), "broken law: the loss does not pull the margin back"),
+    "k1": (partial(dapo, kl=lambda d: d), "mistake: the KL estimator is k1"),
+    "IPO on one side": (partial(ipo, side=torch.relu), "2 of 6 cases of loss_type=ipo differ from TRL"),
     "a fixed beta": (lambda batch, _: softplus(-0.3 * margins(batch)).mean(), "mistake: beta is 0.3"),
+    "a DPO of means": (dpo_of_means, "mistake: log-probabilities are averaged over tokens"),
+    "one type is wrong": (partial(some_types, divisor="max_completion_length"), "differ from TRL"),
     "one mean": (reference_averaged, "mistake: only the reference's log-probability is averaged over tokens"),
 }
 
