@@ -13,8 +13,8 @@ from tests.helpers.oracle import in_float64, saved_pair, their_inputs
 
 # image sizes that do not fill whole windows, several images in one row, and a row without images
 ROWS = [[(1, 6, 10)], [(1, 18, 4), (1, 6, 10)], [], [(1, 4, 4), (1, 20, 18)]]
-# videos with several time steps, alone and next to images, and a row without images
-VIDEO_ROWS = [[(3, 6, 10)], [(1, 4, 6), (5, 4, 4), (1, 6, 10)], [(2, 18, 4), (4, 6, 6)], []]
+# videos with several time steps, alone and next to images, and two rows without images, which have equal lengths
+VIDEO_ROWS = [[(3, 6, 10)], [(1, 4, 6), (5, 4, 4), (1, 6, 10)], [(2, 18, 4), (4, 6, 6)], [], []]
 
 
 @pytest.fixture(
@@ -43,7 +43,8 @@ def test_a_packed_group_of_videos_has_the_gradients_of_single_rows(pair, monkeyp
     theirs, ours = pair
     rows = prompts(4, VIDEO_ROWS)
     generator = torch.Generator().manual_seed(4)
-    groups = [[tiny.completion(generator, n) for n in lengths] for lengths in ((5, 2), (3, 7, 1), (4,), (1, 6))]
+    lengths = (5, 2), (3, 7, 1), (4,), (1, 6), (3,)
+    groups = [[tiny.completion(generator, n) for n in group] for group in lengths]
     theirs.zero_grad(), ours.zero_grad()
     logps, _ = per_token_logps(ours, tiny.pack(rows, groups, ours.config), temperature=0.7)
     expected = []
