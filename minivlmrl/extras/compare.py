@@ -153,6 +153,10 @@ def print_comparison(first: list[Path], second: list[Path]):
         seeds = [run.options.get("seed") for run in group]
         if len({*seeds}) < len(seeds):
             raise UserError(f"two runs beside {group[0].folder} have the same seed; the seeds are {seeds}")
+    ends = sorted({max(step for curve in run.curves.values() for step in curve) for group in groups for run in group})
+    if len(ends) > 1:
+        steps = ", ".join(map(str, ends))
+        print(f"The runs end at steps {steps}: each metric is compared at the last step that all runs share.")
     for name, *means, text in compare(groups):
         print(f"{name}\n  A {means[0]}\n  B {means[1]}\n  B - A {text}")
     print(f"options that differ: {'; '.join(differing_options(groups)) or 'none'}")

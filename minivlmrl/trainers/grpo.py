@@ -266,6 +266,9 @@ class GRPOTrainer(RolloutTrainer):
     def token_weights(self, batch: GRPOBatch, entropies: Tensor) -> Tensor:
         """Return factors (R, T) for the policy term of the loss, but not for the KL term.
 
+        Multiply your own factors by those of super().token_weights(batch, entropies), which apply the options
+        top_entropy_quantile and rollout_correction.
+
         Args:
             entropies: (R, T) policy entropies with gradient, in nats.
         """
@@ -292,7 +295,11 @@ class GRPOTrainer(RolloutTrainer):
         padded_logps = batch.group.pad(logps)
         padded_entropies = batch.group.pad(entropies)
         if self.is_builtin:
-            arguments = {"token_weights": self.token_weights(batch, padded_entropies)}
+            weights = self.token_weights(batch, padded_entropies)
+            if weights.shape not in (batch.loss_mask.shape, (len(batch.loss_mask), 1)):  # others could broadcast
+                shapes = f"{[*weights.shape]}, but it must have the shape {[*batch.loss_mask.shape]} of batch.loss_mask"
+                raise UserError(f"{type(self).__name__}.token_weights has the shape {shapes}")
+            arguments = {"token_weights": weights}
             if options.loss_type == "vespo" and batch.importance_sampling_ratio is not None:
                 arguments["importance_sampling_ratio"] = batch.importance_sampling_ratio
         else:

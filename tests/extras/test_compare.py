@@ -36,9 +36,14 @@ def test_groups_of_seeds_are_compared_in_pairs(tmp_path, monkeypatch, capsys):
     assert rows["loss, step 4"][2] == "+0.000 ± 0.000 over 3 seeds: these seeds do not show a difference"
     assert main(["report", *map(str, first), "--against", *map(str, second)]) == 0
     differing = "options that differ: grpo|mine.beta: 0.0, 0.1; grpo|mine.keep: absent, 0.5\n"
-    assert differing in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert differing in printed and "The runs end" not in printed
     assert main(["report", str(first[0]), "--against", str(second[1])]) == 0
     assert "no interval: 0 seeds in common" in capsys.readouterr().out
+    with (second[1] / "metrics.jsonl").open("a") as file:
+        file.write('{"stage": "mine", "step": 3, "loss": 2.0}\n')
+    assert main(["report", str(first[0]), "--against", str(second[1])]) == 0
+    assert "The runs end at steps 4, 5: each metric is compared at the last step" in capsys.readouterr().out
     assert main(["report", str(first[0]), str(first[0]), "--against", str(second[1])]) == 2
     assert "have the same seed; the seeds are [0, 0]" in capsys.readouterr().err
 

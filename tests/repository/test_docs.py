@@ -146,7 +146,7 @@ def test_the_prose_of_look_has_the_numbers_of_its_tables():
     number = re.compile(r"\d\.\d{2,}")
     assert len(number.findall(prose)) > 4
     only_prose = {x for x in number.findall(prose) if x not in number.findall(tables)}
-    assert only_prose == {"3.88", "0.04"}  # million parameters, standard error
+    assert only_prose == {"3.88", "0.172"}  # million parameters, most frequent sum in 64 rows
 
 
 def test_numbers_of_the_readme_are_on_its_pages():

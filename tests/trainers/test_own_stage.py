@@ -121,6 +121,18 @@ def test_token_weights_that_a_loss_from_a_file_ignores_are_refused(stage, use, m
         stage("grpo", mine("loss_type", "asks"))
 
 
+def test_token_weights_of_another_shape_are_refused(stage, use):
+    """Weights (T,) would broadcast over completions."""
+
+    class Wrong(GRPOTrainer):
+        def token_weights(self, batch, entropies):
+            return super().token_weights(batch, entropies)[0]
+
+    use(Wrong)
+    with pytest.raises(ValueError, match=r"Wrong\.token_weights has the shape \[\d+\], but it must have the shape \["):
+        stage("grpo").go(1)
+
+
 def test_a_loss_gets_what_it_asks_for_by_name(stage, mine):
     run = stage("grpo", mine("loss_type", "asks"), "--grpo.micro_batch_size=4")
     run.go(1)

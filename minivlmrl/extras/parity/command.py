@@ -9,7 +9,7 @@ from importlib import import_module
 
 import yaml
 
-from minivlmrl.config.import_utils import load_name
+from minivlmrl.config.import_utils import resolve_function
 from minivlmrl.errors import UserError, optional_dependency, user_error_message
 from minivlmrl.extras.parity.calling import FRAMEWORKS, INSTALL
 from minivlmrl.extras.parity.laws import examine
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     with optional_dependency(framework, INSTALL.format(framework)):
         import_module(framework)
     try:
-        my_loss = load_name(options.target)
+        my_loss = resolve_function("loss", options.target, {})
         verdict = examine(my_loss, **only) if options.laws else judge(my_loss, **only)
     except Exception as error:
         if user_error_message(error) is None:  # exception raised by my_loss

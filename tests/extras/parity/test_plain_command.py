@@ -206,3 +206,12 @@ def test_a_loss_may_take_only_the_batch(tmp_path, capsys):
     (tmp_path / "my_loss.py").write_text("def nll(batch):\n    return -batch['per_token_logps'].mean()\n")
     assert command.main([f"{tmp_path}/my_loss.py:nll"]) == 1
     assert "mistake: padding is counted as part of the completion" in capsys.readouterr().out
+
+
+def test_options_of_a_loss_are_bound_as_in_a_recipe(tmp_path, capsys):
+    code = "from minivlmrl.losses.grpo import grpo_loss\ndef scaled(*args, scale=1.0, **others):\n"
+    code += "    loss, metrics = grpo_loss(*args, **others)\n    return loss * scale, metrics\n"
+    (tmp_path / "my_loss.py").write_text(code)
+    assert command.main([f"{tmp_path}/my_loss.py:scaled(scale=1.0)", "--only", "loss_type=grpo"]) == 0
+    assert command.main([f"{tmp_path}/my_loss.py:scaled(scale=2.0)", "--only", "loss_type=grpo"]) == 1
+    assert "mistake: all values are 2 times as large" in capsys.readouterr().out
