@@ -151,7 +151,7 @@ def render(tokenizer, problem, image_lengths) -> list[int]:
 def mrope_positions(ids, grids, image_token) -> Tensor:
     """Return token positions in time, row and column: (3, L) (arXiv 2409.12191, figure 3).
 
-    A text token has three equal positions. Text after an image begins at the largest position + 1.
+    A text token has the same time, row and column. Text after an image begins at the largest position + 1.
     Example: two text tokens, an image with 2 x 3 tokens and one more text token have
         time   0 1 | 2 2 2 2 2 2 | 5
         row    0 1 | 2 2 2 3 3 3 | 5

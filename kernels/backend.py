@@ -40,7 +40,7 @@ INTERPRETED = hasattr(tl, "sum") and not isinstance(tl.sum, triton.JITFunction)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 KERNELS = ("window_attention", "decode_attention", "selective_log_softmax", "linear_log_softmax", "nf4_unpack")
-rejections: dict[tuple[torch.device, str], str | None] = {}  # why a kernel is rejected, None = correct
+rejections: dict[tuple[torch.device, str], str | None] = {}  # error in a kernel's self-test, None = correct
 
 
 def backend_for(tensor: Tensor, kernel: str) -> Literal["torch", "triton"]:
@@ -92,11 +92,11 @@ def _check(device: torch.device, kernel: str) -> str | None:
     # import by name, because self_test imports the kernels, and the kernels import this file
     self_test = import_module("minivlmrl.kernels.self_test")
     try:
-        # in a thread, because gradient mode and the hooks of activation checkpointing are thread-local
+        # in a new thread, because gradient mode and activation checkpointing hooks are thread-local
         with ThreadPoolExecutor(1) as pool:
             error = pool.submit(self_test.largest_error, kernel, str(device)).result()
     except Exception as failure:  # compilers may raise any error
-        cause = str(failure).partition("\n")[0]  # CUDA's messages go on with three lines of advice
+        cause = str(failure).partition("\n")[0]  # first line only, because CUDA adds three lines of advice
         reason = f"failed its self-test ({type(failure).__name__}: {cause})"
     else:
         if error <= self_test.TOLERANCE:  # False for NaN
@@ -129,7 +129,7 @@ def _compiler_obstacle() -> str | None:
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor to a device; copies to a GPU use pinned memory, so that the CPU does not wait."""
+    """Copy a tensor to a device. Copies to a GPU use pinned memory, so that the CPU does not wait."""
     is_upload = torch.device(device).type == "cuda" and not x.is_cuda
     if is_upload:
         try:

@@ -1,4 +1,4 @@
-"""Triton kernels for attention during decoding, in which every unfinished completion (row) has one new token.
+"""Triton kernels for decoding: attention for one new token per unfinished completion (row).
 
 A new token attends to prompt keys, which all completions for a prompt share, and to keys in its own completion.
 
@@ -69,7 +69,7 @@ def _part(
     program, q, k, v, mask, mask_stride, outs, log_sums, lines, group_rows, num_keys, part_keys,
     K: constexpr, HEADS: constexpr, D: constexpr, TILE: constexpr,
 ):  # fmt: skip
-    """Store outputs and log-sum-exps for up to 64 queries and one part of the keys."""
+    """Compute and store attention outputs and log-sum-exps for up to 64 queries and one part of the keys."""
     num_queries = group_rows * HEADS  # queries that share keys
     tiles = tl.cdiv(num_queries, TILE)
     parts = tl.cdiv(num_keys, part_keys)
@@ -171,7 +171,7 @@ def decode_attention(
         prompt_bias: (B, P) score bias: 0 for prompt tokens, then -inf for padding.
         own_k, own_v: (R, K, C, D) completion keys and values, contiguous.
         own_bias: (R, C) score bias: 0 for completion tokens (at least one), then -inf for unused KV cache positions.
-            The stride between rows may be any number.
+            Any stride between rows is allowed.
     """
     R, H, D = q.shape
     B, K, P, _ = k.shape

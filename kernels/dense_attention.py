@@ -34,13 +34,13 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 class Reorder(torch.autograd.Function):
-    """Return x[index]; for a repeated row, backward copies one gradient instead of summing all.
+    """Return x[index] with a fast backward pass, which copies gradients instead of summing them.
 
     Args:
         x: (N, ...)
         index: row indices, possibly repeated.
-        back: (N,) output row whose gradient x[i] gets; other copies of x[i] must have zero gradients. None if `index`
-            has no repeats.
+        back: (N,) index of the output row from which x[i] gets its gradient. Other copies of x[i] must have zero
+            gradients. None if `index` has no repeats.
     """
 
     @staticmethod
@@ -96,7 +96,7 @@ def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return True if flash_attention supports the device, dtype and head dimension.
 
     The meta device stands for an NVIDIA GPU in memory estimates. Apple GPUs are not supported, because PyTorch returns
-    no log-sum-exp there, nor are AMD GPUs, which were not tested.
+    no log-sum-exp there. AMD GPUs are not supported, because they were not tested.
     """
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
     if q.is_meta:
@@ -111,7 +111,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
 
     Args:
         q: (S, H, L, D); k, v: (S, K, T, D). has_flash_attention(q, k, v) must be True.
-        is_causal: whether query i attends only to keys 0..i, only with L = T.
+        is_causal: whether query i attends only to keys 0..i; requires L = T.
     Returns:
         Attention outputs (S, H, L, D), on a CPU at least float32.
         Log-sum-exps of scores (S, H, L), at least float32.
@@ -140,7 +140,7 @@ def flash_attention_backward(
     exp(score - log-sum-exp).
 
     With attention weight w and upstream gradient g, an attention score has the gradient w (g . value - g . output). If
-    one key has nearly all the weight, g . value and g . output nearly cancel, so a 16-bit output is too inexact.
+    one key has nearly all the weight, g . value and g . output nearly cancel, and a 16-bit output is not exact enough.
 
     Args:
         grad: (S, H, L, D) upstream gradient, with contiguous last axis.

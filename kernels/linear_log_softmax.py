@@ -1,7 +1,7 @@
 """Log-probabilities for given tokens, and entropies, without storing all logits.
 
 Derivation. A hidden state h (D,) and the LM head W (V, D) give the logits z = W h. selective_log_softmax.py derives
-log-probability, entropy and the logit gradient dz. The gradients for h and W are
+log-probability, entropy and the logit gradient dz. From dz follow the gradients dh for h and dW for W:
 
     dh = W^T dz        dW = sum over hidden states of dz h^T
 
@@ -9,8 +9,9 @@ Logits (M, V) are computed in blocks. Forward keeps three numbers per token: lar
 entropy. Backward recomputes a block, overwrites it with its gradient, and skips tokens without gradient (zero
 advantage, clipped ratio).
 
-A block fits into the cache of a CPU (a few tokens, whole vocabulary) or GPU (Triton: up to 4,096 tokens, at least 2,048
-vocabulary entries). With Triton, only one block of the head gradient is in float32 at a time.
+Blocks are small, to fit into the cache. A block on a CPU has the logits of 32 to 256 tokens for the whole vocabulary. A
+Triton block has those of up to 4,096 tokens, for part of the vocabulary: at least 2,048 ids. With Triton, only one
+block of the head gradient is in float32 at a time.
 
 Logits are float32 even for bfloat16 hidden states, because bfloat16 rounds 20.05 to 20. Logit gradients are rounded to
 bfloat16, but gradients for hidden states and head are summed in float32.
@@ -177,7 +178,7 @@ def _(hidden, weight, ids, mask, temperature):
 def _linear_log_softmax_backward(
     inputs: list[Tensor], saved: list[Tensor], g: Tensor, e: Tensor | None, temperature: float, trains_head: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return gradients for hidden states and head; the head gradient is empty if the head is frozen."""
+    """Return gradients for hidden states and LM head. The head gradient is empty if the head is frozen."""
     hidden, weight, ids, mask = inputs
     rows = slice(None)
     # Skip tokens without gradient. This is not possible on a GPU, where nonzero() would make the CPU wait, or with a

@@ -18,7 +18,7 @@ from minivlmrl.kernels.backend import at_least_float32
 class RMSNorm(nn.RMSNorm):
     """RMSNorm with a faster backward pass on a CPU than torch.nn.RMSNorm; on a GPU, it uses torch's fused kernel."""
 
-    eps: float  # never None, which torch.nn.RMSNorm allows
+    eps: float  # not None, unlike in torch.nn.RMSNorm
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:

@@ -118,7 +118,7 @@ LN2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def _add_logits(z, top, s, t, k):
-    """Update maxima and sums per block column with another block of logits z (STEPS, COLUMNS)."""
+    """Add a block of logits z (STEPS, COLUMNS) to running maxima and sums per block column."""
     new_top = tl.maximum(top, tl.max(z, 0) * k)
     c = top - new_top
     w = tl.exp2(c)
@@ -163,7 +163,7 @@ def _join(top1, s1, t1, top2, s2, t2):
 def _score_kernel(
     logits, ids, parts, logps, entropies, tops, totals, stride, rows, width, first, k, FIRST: constexpr, LAST: constexpr
 ):
-    """Update a token's log-probability and entropy with another part of the vocabulary."""
+    """Add one part of the vocabulary to a row's sums; after the last part, store log-probability and entropy."""
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
     top, s, t = _describe_row(row_logits, width, k)

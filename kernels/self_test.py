@@ -24,7 +24,7 @@ from minivlmrl.kernels.nf4_unpack import BLOCK, GROUP, nf4_unpack
 from minivlmrl.kernels.selective_log_softmax import selective_log_softmax
 from minivlmrl.kernels.window_attention import Segments, window_attention
 
-# not bfloat16 in Triton's interpreter, which multiplies bfloat16 matrices incorrectly
+# Triton's interpreter multiplies bfloat16 matrices incorrectly
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 # vision tower heads: dimension 80 in Qwen2.5-VL, 64 or 72 in Qwen3-VL
 WINDOW_HEADS = 2 if INTERPRETED else 16

@@ -64,8 +64,8 @@ def completion_attention(
 ) -> Tensor:
     """Compute attention (R, H, C, D) from completions to their whole prompt, and causally to their own tokens.
 
-    Small inputs on a CPU use grouped_attention, others PyTorch's fused kernel. The fused kernel does not support
-    float32 on a GPU; then prompt keys are copied for every completion.
+    Small inputs on a CPU use grouped_attention, others PyTorch's fused kernel. On a GPU, the fused kernel does not
+    support float32, so that prompt keys are copied for every completion.
 
     Args:
         q: (R, H, C, D) completion queries.
@@ -117,7 +117,7 @@ class JoinedAttention(torch.autograd.Function):
         q, k, v, prompt_k, prompt_v, out, lse = ctx.saved_tensors
         by_prompt = ctx.slots.by_prompt
         prompt_state, own_state = ctx.states
-        # in the memory order (R, C, H, D), with which by_prompt needs no copy
+        # memory order (R, C, H, D): by_prompt needs no copy
         grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
         prompt_q_grad, prompt_k_grad, prompt_v_grad = flash_attention_backward(
             by_prompt(grad), by_prompt(q), prompt_k, prompt_v, by_prompt(out), by_prompt(lse)[..., 0], prompt_state

@@ -100,6 +100,6 @@ def write_json(path: Path, content: dict):
 def write_file(path: Path, content: bytes):
     """Write a draft and rename it to `path`, so no reader sees half a file; a link at `path` is replaced."""
     draft = path.with_name(f"{path.name}.partial")
-    draft.unlink(missing_ok=True)  # the draft's path could be a link to another file
+    draft.unlink(missing_ok=True)  # if this path is a link, do not write to its target
     draft.write_bytes(content)
     draft.replace(path)

@@ -194,7 +194,7 @@ def with_options(function: Callable, options: dict[str, Any]) -> Callable:
     parameters = parameters_of(function).values()
     hints = {p.name: p.annotation for p in parameters if p.default is not p.empty and p.kind is not p.POSITIONAL_ONLY}
     for name, value in options.items():
-        if name not in hints:  # a misspelled name, which **columns would accept
+        if name not in hints:  # misspelled option: a function with **columns would ignore it
             names = ", ".join(hints) or "none"
             raise UserError(f"there is no option {name!r}; the options are: {names}{did_you_mean(name, hints)}")
         if typing.get_origin(hints[name]) is Annotated:

@@ -214,7 +214,7 @@ class Reader:
         raise self._wrong_choice(hint, value, name, f"of type {type_text(hint)}")
 
     def _wrong_choice(self, hint: TypeHint, value: Plain, name: str, expected: str) -> UserError:
-        """Return the error for an invalid choice, with advice if it is a choice in a library such as TRL."""
+        """Return an error for an invalid choice. For values known from TRL or other libraries, say what to write."""
         error = str(invalid_value(name, value, expected))
         if isinstance(value, str) and self.root is not None:
             advice = self._foreign_name(self.root, "", value)

@@ -125,7 +125,7 @@ class RowFacts:
     prompt_hash: int  # hash of the prompt and media file sizes
     text_bytes: dict[str, int]  # {"prompt" or answer column: text length in bytes}
     solution: Plain
-    boxes: dict[str, str]  # {answer column: first box in it}
+    boxes: dict[str, str]  # {answer column: first bounding box in the answer's text}
     box_space: str | None
     # (size, options) of each image in prompt and answers; the size of an unreadable image is None
     images: tuple[tuple[Size | None, dict], ...]

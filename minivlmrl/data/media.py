@@ -148,8 +148,9 @@ def place_media(
 ) -> tuple[list[dict], list[Media]]:
     """Assign a row's images and videos to message parts.
 
-    Images in a column fill parts {"type": "image"} without a file, in order. If no message has image parts, images
-    replace <image> tags in text, or precede the first user text. The same rules apply to videos and <video> tags.
+    Message parts {"type": "image"} without a file get the images in the row's columns, in order. If no message has
+    image parts, images replace <image> tags in text, or precede the first user text. The same rules apply to videos and
+    <video> tags.
 
     Args:
         turns: prompt messages, followed by answer messages if they contain images.

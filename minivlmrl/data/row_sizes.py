@@ -28,7 +28,7 @@ class RowSize:
 
     text_tokens: int = 200  # text tokens in the prompt
     image_tokens: int = 1000  # image tokens in the prompt, after merging patches
-    frames: int = 1  # images plus video frame pairs; estimates treat them as equally large
+    frames: int = 1  # number of images and video frame pairs, assumed to be equally large
     answer_tokens: int | None = None  # tokens in the longest answer, None = no answer
     longest: int = 0  # tokens in the longest sequence (prompt and answer)
     where: str = ""  # file and line, for error messages

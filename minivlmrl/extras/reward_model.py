@@ -123,7 +123,7 @@ class RewardModelScores:
         path = config.reward_model.path or Path(config.output_dir) / FOLDER
         check_same_inputs(path, policy, processor)
         if config.reward_model.path is None and has_adapters(policy) and not is_sharded(policy):
-            # a reward model trained in this run has adapters on the policy's base weights
+            # with LoRA, this run saved only the reward model's adapters: load them into a copy of the policy
             from minivlmrl.model.peft import load_adapter
 
             backbone = copy_model(policy)

@@ -7,7 +7,7 @@ B completions are right-padded to T tokens. The loss is computed in four steps:
     RATIOS: ratio r_t = pi(o_t) / pi_old(o_t), per token or per completion.
     TERMS: policy term -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A).
     kl_term: add beta * KL(pi || pi_ref), estimated from the sampled tokens.
-    AVERAGES: average over tokens and completions.
+    AVERAGES: average these terms over tokens and completions.
 
 The losses grpo, dapo and dr_grpo differ only in the average. Averages divide by tokens or completions in the whole
 optimizer step, so that micro-batch gradients can be summed. RLOO, CISPO, SAPO and others are in grpo_variants.py.

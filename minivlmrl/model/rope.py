@@ -18,9 +18,9 @@ def get_rope_index(
 ) -> Tensor:
     """Compute M-RoPE positions in time, height and width for prompt tokens: (3, N) int64.
 
-    A text token has three equal positions. In an image, the time position is constant, and height and width positions
-    count rows and columns of merged tokens. In a video, the time position is proportional to seconds. Text after an
-    image or video continues at the largest position plus 1.
+    A text token has the same position in time, height and width. In an image, the time position is constant, and height
+    and width positions count rows and columns of merged tokens. In a video, the time position is proportional to
+    seconds. Text after an image or video continues at the largest position plus 1.
 
     Example: 2 text tokens, an image with 2 x 3 merged tokens, 1 text token:
         time   0 1 | 2 2 2 2 2 2 | 5

@@ -101,7 +101,7 @@ def row_files(config: RunConfig) -> dict[str, str]:
 
 
 def changes(old: TrainerState, new: TrainerState) -> Iterator[tuple[str, str]]:
-    """Yield (name, description) for options and files that differ between a state and a run."""
+    """Yield (name, description) for options and files that changed since the old run state was saved."""
     for name in sorted(old.recipe.keys() | new.recipe.keys()):
         before = old.recipe.get(name)
         now = new.recipe.get(name)

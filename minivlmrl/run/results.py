@@ -214,7 +214,7 @@ class Results:
             if results:
                 columns = [*dict.fromkeys(chain.from_iterable(results.values()))]
                 titles = [name.removeprefix("eval/") for name in short_names(columns)]
-                # chance applies only to the first two columns, sampled and greedy accuracy
+                # chance level: only for accuracies, which are the first two columns (sampled, greedy)
                 rows = {} if chance is None else {"chance": dict.fromkeys(columns[:2], chance)}
                 table = {f"held-out {len(self.held_out or ())}": titles}
                 for name, row in (rows | results).items():

@@ -33,9 +33,9 @@ class AnswerBatch(MicroBatch):
 
 
 class OfflineTrainer(Trainer):
-    """Base class for training stages on dataset answers; a batch of rows is one optimizer step.
+    """Base class for trainers that learn from answers in the dataset, such as SFT and DPO.
 
-    Subclasses define `loss`, and in `answers` the Row fields to train on.
+    A batch of rows is one optimizer step. Subclasses define `loss`, and in `answers` the Row fields to train on.
     """
 
     batch_type: type[MicroBatch] = AnswerBatch

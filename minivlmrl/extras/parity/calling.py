@@ -1,7 +1,7 @@
-"""Call a loss function in any common form; return value and gradient.
+"""Call a user's loss function, and return its value and gradient.
 
-Forms: f(batch, options), f(batch), f(batch, **options), and the arguments of grpo_loss. JAX and MLX losses get float64
-arrays.
+Supported arguments: f(batch, options), f(batch), f(batch, **options), and those of grpo_loss. JAX and MLX losses get
+float64 arrays.
 """
 
 import inspect
@@ -51,7 +51,10 @@ def with_batch(my_loss: Callable, batch: dict, options: dict) -> Any:
 
 
 def like_grpo_loss(my_loss: Callable, batch: dict, options: dict) -> Any:
-    """Call a loss like grpo_loss; as in training, it gets only options in its signature."""
+    """Call a loss that has the arguments of grpo_loss.
+
+    As in training, pass only the options in its signature.
+    """
     if "advantages" not in batch:
         return with_batch(my_loss, batch, options)
     parameters = inspect.signature(my_loss).parameters
@@ -63,14 +66,15 @@ def like_grpo_loss(my_loss: Callable, batch: dict, options: dict) -> Any:
     values = batch | options
     values["normalizer"] = LossNormalizer(len(batch["mask"]), options["tokens"], options["max_completion_length"])
     first = [values.pop(name) for name in ("per_token_logps", "advantages", "mask")]
-    unwanted = OF_A_CASE | (TERM_OPTIONS.keys() - term_options(options["loss_type"]).keys())  # of other loss types
+    # leave out options of other loss types
+    unwanted = OF_A_CASE | (TERM_OPTIONS.keys() - term_options(options["loss_type"]).keys())
     if inspect.Parameter.VAR_KEYWORD not in kinds:
         unwanted = unwanted | (values.keys() - parameters.keys())
     return my_loss(*first, **{name: x for name, x in values.items() if name not in unwanted})
 
 
 def scalar_of(form: Loss, batch: dict, options: dict) -> Any:
-    """Return the loss without metrics."""
+    """Return the user's scalar loss without metrics."""
     loss = form(batch, options)
     if isinstance(loss, tuple) and loss:
         loss = loss[0]
@@ -100,7 +104,10 @@ def loss_and_gradient(loss: Loss, batch: dict[str, Tensor], options: dict) -> tu
 
 
 def from_jax(loss: Loss) -> Loss:
-    """Wrap a JAX loss, which gets float64 arrays."""
+    """Wrap a JAX loss as a function of PyTorch tensors.
+
+    The JAX loss gets float64 arrays.
+    """
     with optional_dependency("jax", INSTALL.format("jax")):
         import jax
 
@@ -112,7 +119,10 @@ def from_jax(loss: Loss) -> Loss:
 
 
 def from_mlx(loss: Loss) -> Loss:
-    """Wrap an MLX loss, which gets float64 arrays."""
+    """Wrap an MLX loss as a function of PyTorch tensors.
+
+    The MLX loss gets float64 arrays.
+    """
     with optional_dependency("mlx", INSTALL.format("mlx")):
         import mlx.core as mx
 

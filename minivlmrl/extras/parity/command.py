@@ -1,6 +1,6 @@
 """`minivlmrl parity FILE.py:FUNCTION`: check a loss, and name its mistakes.
 
-The exit status is 0 if all numbers agree and the loss obeys all laws, 2 if nothing could be compared, else 1.
+Exit status: 0 if the loss passes, 1 if it differs from TRL or breaks a law, 2 if nothing could be compared.
 """
 
 import argparse

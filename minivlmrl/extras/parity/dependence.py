@@ -23,12 +23,12 @@ def depends(
     tolerance: float = 1e-9,
     only_images: bool = False,
 ) -> list[str]:
-    """Change one token or image at a time, and report log-probs that must not change but do, or must but do not.
+    """Change one token or image at a time, and report log-probs that wrongly change or stay the same.
 
     A token may affect only its own and later log-probs in its document, and must affect the next log-prob. An image may
     affect only later log-probs in its document, and must affect at least one. Probabilities must add up to 1 over the
     vocabulary. `depends` finds leaks between packed documents, rows and the answers in a pair, wrong attention masks,
-    unshifted labels, and unused or exchanged images.
+    unshifted labels, and unused or swapped images.
 
     Use a tiny model: each image, token and vocabulary entry costs a forward pass.
 
@@ -85,7 +85,7 @@ def placeholders(is_picture: Tensor) -> list[tuple[int, int, int]]:
 
 
 class Forward:
-    """Forward pass that records faults: log-probs that change with unrelated tokens or images."""
+    """Run a trainer's forward pass, and record log-probs that wrongly change or stay the same."""
 
     def __init__(self, logps: Callable[..., Tensor], ids: Tensor, document: Tensor, pictures: tuple, tolerance: float):
         self.logps = logps
@@ -93,7 +93,7 @@ class Forward:
         self.document = document
         self.pictures = pictures
         self.tolerance = tolerance
-        self.faults: dict[str, list[str]] = {}  # {fault, such as "a row depends on another row": its token positions}
+        self.faults: dict[str, list[str]] = {}  # {fault, such as "a row depends on another row": token positions}
         # (B, T) mask of tokens with a log-prob: no padding, no first token of a document
         self.is_scored = (document != 0) & (document == pad(document, (1, -1)))
         self.usual = self(ids, *pictures)
@@ -175,7 +175,7 @@ class Forward:
     def judge_probabilities(self, is_picture: Tensor, values: list[int]):
         """Require that the probabilities of all token ids add up to 1, at the last text token in every row."""
         rounding = max(1e-6, len(values) * self.tolerance)
-        # the sum of probabilities leaves out image_token_id, whose probability may be up to 0.5
+        # the sum excludes image_token_id, so allow this token a probability up to 0.5
         smallest = (0.5 if self.pictures else 1.0) - rounding
         could_change = self.is_scored & ~is_picture
         last = could_change & (could_change.cumsum(1) == could_change.sum(1, keepdim=True))
@@ -210,7 +210,7 @@ def assert_split_invariant(gradients, rows: int, tolerance: float = 1e-6, sizes=
     _, whole_gradients = split(1)
     unit = max(x.abs().max() for x in whole_gradients.values())
     assert unit > 0, "all gradients are zero, so nothing was compared; use rows with a nonzero loss"
-    # unequal sizes (2, 1, 1, ... in rows - 1 micro-batches) reveal a mean that ignores micro-batch sizes
+    # rows - 1 micro-batches have unequal sizes (2, 1, 1, ...): this exposes a mean of micro-batch means
     for size in sizes or (2, rows - 1, rows):
         parts, split_gradients = split(size)
         names = sorted(whole_gradients.keys() ^ split_gradients.keys())

@@ -1,4 +1,4 @@
-"""Loss wrapper and test batches for checking properties of a loss (laws)."""
+"""Wrap a user's loss, and generate random batches to test its properties ("laws")."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -16,7 +16,8 @@ MASKS = (
     [[1, 1], [1, 0]],
     [[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0], [1, 0, 1, 0, 1, 0]],
 )
-# Values that suit all losses: CISPO's epsilon_high bounds the ratio itself, and EXO computes log(label_smoothing).
+# Default loss options in tests. CISPO needs epsilon_high above 1, because it bounds the ratio itself. EXO needs
+# label_smoothing above 0, because it computes log(label_smoothing).
 DEFAULTS = {
     "grpo": {
         "loss_type": "grpo",
@@ -35,7 +36,7 @@ DEFAULTS = {
 
 
 class Examined:
-    """User's loss function with its options; a call with a batch returns loss and gradient."""
+    """User's loss function with loss options. Call it with a batch to get loss and gradient."""
 
     def __init__(self, my_loss: Callable, kind: str, options: dict, tolerance: float):
         self.my_loss = my_loss
@@ -53,7 +54,7 @@ class Examined:
         return loss_and_gradient(self.my_loss, batch, options)
 
     def gradient(self, batch: dict[str, Tensor], **options) -> Tensor:
-        """Return only the gradient."""
+        """Return the loss gradient with respect to log-probs."""
         return self(batch, **options)[1]
 
     def differ(self, a: Tensor, b: Tensor) -> bool:
@@ -62,23 +63,27 @@ class Examined:
         return bool(((a - b).nan_to_num(0.0).abs() > allowed).any())
 
     def unequal(self, says: str, where: str, found: Tensor, right: Tensor) -> Iterator[str]:
-        """Yield a sentence if two tensors differ.
+        """Yield an error message if `found` differs from `right`.
 
         Args:
-            where: batch and quantity, such as "one token; the loss is".
+            says: what is wrong.
+            where: batch and compared quantity, such as "one token; the loss is".
         """
         if self.differ(found, right):
             yield f"{says}. Smallest batch: {where} {numbers(found)} instead of {numbers(right)}"
 
     def batches(self) -> Iterator[tuple[dict[str, Tensor], dict]]:
-        """Yield random batches with loss options, from small to large; in GRPO, without and with a KL."""
+        """Yield (random batch, loss options), smallest batch first.
+
+        GRPO losses get each batch twice: without and with a KL.
+        """
         several = [{"beta": 0.0}, {"beta": 0.1}] if self.kind == "grpo" else [{}]
         for mask in MASKS:
             for options in several:
                 yield random_batch(self.kind, mask), options
 
 
-# generator of sentences about a broken law, of which the first counts: that of the smallest batch
+# test of one law: yields an error message per failing batch, smallest batch first; only the first one is printed
 Law = Callable[[Examined], Iterator[str]]
 
 
@@ -86,7 +91,7 @@ def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[st
     """Return a random batch with the tensors listed in `check` (loss.py).
 
     Args:
-        rows: (B, T) mask, 1 for trained tokens; in DPO, mask of chosen answers, mirrored for rejected answers.
+        rows: (B, T) mask, 1 for trained tokens. In DPO, the mask of chosen answers; reversed for rejected answers.
         off_policy: standard deviation of log pi - log pi_old, in nats.
     """
     generator = torch.Generator().manual_seed(0)
@@ -104,16 +109,16 @@ def random_batch(kind: str, rows: Sequence, off_policy: float = 0.05) -> dict[st
     if kind == "grpo":
         batch["old_per_token_logps"] = logps - off_policy * normal(*mask.shape)
         advantages = normal(len(mask))
-        batch["advantages"] = advantages + 0.3 * advantages.sign()  # no advantage near 0: all tokens need a gradient
+        batch["advantages"] = advantages + 0.3 * advantages.sign()  # away from 0, so that all tokens have a gradient
     return batch
 
 
 def described(batch: dict[str, Tensor], options: dict) -> str:
-    """Describe a batch: "mask [[1, 0]], beta 0.1"."""
+    """Format a batch's mask and loss options for error messages, such as "mask [[1, 0]], beta 0.1"."""
     mask = batch["mask"].int().tolist()
     return ", ".join([f"mask {mask}", *(f"{name} {x}" for name, x in options.items())])
 
 
 def numbers(x: Tensor) -> str:
-    """Format a tensor, as in "[[1.0, 0.25]]"."""
-    return str((x + 0.0).round(decimals=6).tolist())  # + 0.0: 0.0 instead of -0.0
+    """Format a tensor for error messages, such as "[[1.0, 0.25]]"."""
+    return str((x + 0.0).round(decimals=6).tolist())  # + 0.0 turns -0.0 into 0.0

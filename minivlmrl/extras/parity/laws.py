@@ -47,7 +47,7 @@ def changed_by(loss: Examined, vary: Callable, says: str) -> Iterator[str]:
 
 
 def masked_tokens_are_inert(loss: Examined) -> Iterator[str]:
-    """Require that masked tokens have no gradient, and no effect on others."""
+    """Require that masked tokens have no gradient, and do not change the loss."""
 
     def lowered(batch: dict) -> Iterator[tuple]:
         for name, x in batch.items():
@@ -59,7 +59,7 @@ def masked_tokens_are_inert(loss: Examined) -> Iterator[str]:
 
 
 def padding_changes_nothing(loss: Examined) -> Iterator[str]:
-    """Require the same loss and gradient with three masked columns more."""
+    """Require the same loss and gradient after adding three columns of padding."""
 
     def padded(batch: dict) -> Iterator[tuple]:
         longer = {name: pad(x, (0, 3), value=-0.9) for name, x in batch.items() if x.dim() > 1}
@@ -70,7 +70,7 @@ def padding_changes_nothing(loss: Examined) -> Iterator[str]:
 
 
 def rows_have_no_order(loss: Examined) -> Iterator[str]:
-    """Require the same loss and gradient if rows are reversed."""
+    """Require the same loss and gradient for rows in reverse order."""
 
     def in_reverse(batch: dict) -> Iterator[tuple]:
         yield {name: x.flip(0) for name, x in batch.items()}, lambda slope: slope.flip(0), "in reverse order"
@@ -79,9 +79,10 @@ def rows_have_no_order(loss: Examined) -> Iterator[str]:
 
 
 def micro_batch_note(loss: Examined) -> Iterator[str]:
-    """Note a gradient that is neither the sum nor the mean of micro-batch gradients.
+    """Report if a batch's gradient is neither the sum nor the mean of its micro-batch gradients.
 
-    The sum is right for losses divided by a whole-step count, such as all tokens, the mean for other losses.
+    The sum is right for losses that divide by a count over the whole optimizer step, such as all tokens. The mean is
+    right for other losses.
     """
     batch = random_batch(loss.kind, MASKS[-1])
     options = {}
@@ -105,7 +106,7 @@ COMMON_LAWS: tuple[Law, ...] = (
     padding_changes_nothing,
     rows_have_no_order,
 )
-# {kind: law groups}; in a group, a law needs those before it
+# {loss kind: groups of laws}; testing of a group stops at the first broken law, because later laws assume it
 LAWS: dict[str, tuple[tuple[Law, ...], ...]] = {
     "grpo": ((*COMMON_LAWS, *ON_POLICY_LAWS), KL_LAWS),
     "dpo": (COMMON_LAWS, DPO_LAWS),
@@ -126,7 +127,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
         kind: grpo, dpo or sft.
         tolerance: maximum rounding error; float32 losses need 1e-5.
         framework: torch, jax or mlx, see `check`.
-        options: options that the loss gets; a DPO loss has the laws of its loss_type.
+        options: loss options, such as beta=0.1. In DPO, loss_type selects the laws.
 
     Raises:
         AssertionError: the loss lacks required properties; the message lists each, with the smallest failing batch.
@@ -142,7 +143,7 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
 def examine(
     my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options
 ) -> Verdict:
-    """Check a loss for the properties that `laws` tests; return a report instead of raising AssertionError."""
+    """Test a loss like `laws`, but return a report instead of raising AssertionError."""
     if kind not in LAWS:
         raise UserError(f"kind is {kind!r}, but it must be one of {', '.join(LAWS)}")
     for name in options:

@@ -24,13 +24,13 @@ from minivlmrl.extras.parity.verdict import Verdict
 from minivlmrl.losses.preference import DPO_LOSSES
 
 NO_NAME = "no name: no known mistake or deliberate variant reproduces the loss in all cases"
-TRIED = 3  # TRL losses, closest first, in which to search causes
+TRIED = 3  # closest TRL losses in which to search for mistakes
 EPSILONS = {"epsilon_low", "epsilon_high"}
 SETTINGS = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")  # options that select a loss in TRL
-# {loss_type: option read by a right loss}
+# {loss_type: option that a correct loss must read}
 READ_BY = {"dapo": "tokens", "cispo": "epsilon_high", "robust": "label_smoothing", "exo_pair": "label_smoothing"}
-RARE = {"cispo", "sapo", "vespo", *DPO_LOSSES} - {"sigmoid", "ipo"}  # losses that few projects have
-# {word in a function's name: TRL loss that it must be}
+RARE = {"cispo", "sapo", "vespo", *DPO_LOSSES} - {"sigmoid", "ipo"}  # loss types that few projects implement
+# {word in the name of the user's function: options of the TRL loss to compare with}
 NAMED = {name: {"loss_type": name} for name in ("dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")}
 NAMED |= {
     "dpo": {"kind": "dpo", "loss_type": "sigmoid"},
@@ -52,8 +52,8 @@ def check(my_loss, tolerance: float = 1e-6, kind: str | None = None, framework: 
         old_per_token_logps: (B, T), in GRPO
         advantages: (B,), in GRPO
 
-    Test batches include log-ratios of 25 nats, and completions without tokens, which count in a mean over completions.
-    `options` is a dict of loss options:
+    Test batches include log-ratios of 25 nats, and completions without tokens. A mean over completions includes these
+    empty completions. `options` is a dict of loss options:
 
         grpo: loss_type, importance_sampling_level, beta, epsilon_low, epsilon_high, use_bias_correction_kl, whole_step
             (False for a micro-batch), and the loss divisors tokens (dapo: count in the whole step) and
@@ -66,7 +66,7 @@ def check(my_loss, tolerance: float = 1e-6, kind: str | None = None, framework: 
             metrics. The gradient with respect to per_token_logps is also compared.
         tolerance: maximum error in value and gradient, relative to max(1, TRL's largest absolute value); 1e-5 for
             float32 losses.
-        kind: grpo, dpo or sft, None = find out.
+        kind: grpo, dpo or sft, None = infer from the tensors that the loss reads.
         framework: "torch", "jax" or "mlx"; JAX and MLX losses get float64 arrays.
         only: options of the test cases to compare, such as loss_type="dapo", or delta=3.0 for TRL's dual clip. Without
             loss_type, a loss that does not read it is compared with the closest loss in TRL.
@@ -92,7 +92,7 @@ def judge(my_loss, tolerance: float = 1e-6, kind: str | None = None, framework: 
 
 
 def named_by(my_loss, kind: str | None) -> dict:
-    """Return what a function's name promises, such as loss_type=dapo for my_dapo_loss."""
+    """Return loss options implied by a function's name, such as loss_type=dapo for my_dapo_loss."""
     name = getattr(my_loss, "__qualname__", type(my_loss).__name__).lower()
     found = []
     for word, promised in NAMED.items():
@@ -102,11 +102,11 @@ def named_by(my_loss, kind: str | None) -> dict:
 
 
 class Judged:
-    """User loss, compared with recorded TRL losses of one kind.
+    """Compare a user's loss with recorded TRL losses of the same kind (grpo, dpo or sft).
 
     Args:
-        only: options to select cases.
-        named: options promised by the function's name, unless the loss reads loss_type.
+        only: options that select test cases.
+        named: options implied by the function's name, ignored if the loss reads loss_type.
     """
 
     def __init__(self, loss: Callable, kind: str, tolerance: float, only: dict, named: dict):
@@ -124,7 +124,7 @@ class Judged:
         reads_kl = {"beta", "ref_per_token_logps"} & self.read
         self.has_no_kl = kind == "grpo" and not reads_kl and not self.only.get("beta")
         self.has_idle_kl = self.has_no_kl and "beta" not in self.only and needs(loss, kind, "beta")
-        if self.has_no_kl:  # recorded cases without a KL have no use_bias_correction_kl
+        if self.has_no_kl:  # without a KL, use_bias_correction_kl has no effect
             self.only = {**self.only, "beta": 0.0}
             self.only.pop("use_bias_correction_kl", None)
         recorded = self.known_cases()
@@ -133,13 +133,13 @@ class Judged:
         self.cases = [case_of(loss, *case, **about) for case in recorded + second]
         settings = SETTINGS if kind == "grpo" else ("loss_type",)
         has_bounds = kind == "grpo" and self.only.get("loss_type") not in ("sapo", "vespo")
-        if has_bounds and not EPSILONS & self.read:  # constants of its own: compare with cases that have them
+        if has_bounds and not EPSILONS & self.read:  # hard-coded bounds: look for the closest recorded ones
             settings = (*settings, "epsilon_high")
         self.close = closest_losses(self.cases, [name for name in settings if name not in self.read])
         self.closest = self.close[0]
 
     def known_cases(self) -> list[tuple]:
-        """List recorded cases, without loss types that the loss reads, but does not know."""
+        """List recorded cases, except those with a loss_type that the user's loss does not support."""
         recorded = [*cases(kind=self.kind, **self.only)]
         if "loss_type" not in self.read or "loss_type" in self.only:
             return recorded
@@ -151,12 +151,15 @@ class Judged:
         return [case for case in recorded if name_of_loss(case[1]) not in unknown]
 
     def second_case(self, number: int, case: tuple) -> tuple:
-        """Change the options that the loss reads; our loss, which equals TRL's, gives the right numbers."""
+        """Return a test case with other values for the options that the user's loss reads.
+
+        Compute its correct loss and gradient with minivlmrl's loss, which equals TRL's.
+        """
         name, options, batch, *_ = case
         wanted = set(self.read)
         if EPSILONS & wanted:
             wanted |= EPSILONS
-        if "ref_per_token_logps" in wanted:  # also if the loss has its own beta
+        if "ref_per_token_logps" in wanted:  # the loss has a KL, perhaps with a hard-coded beta
             wanted.add("beta")
         options = dict(options)
         for option, values in NUMBERS[self.kind].items():
@@ -169,7 +172,7 @@ class Judged:
         return f"{name} changed", options, batch, *loss_and_gradient(our_loss, batch, options)
 
     def verdict(self) -> Verdict:
-        """Judge the loss by its closest TRL loss."""
+        """Compare the user's loss with the closest TRL loss."""
         judged = self.closest.cases
         first = judged[0].options
         varied = [name for name in first if any(case.options.get(name) != first[name] for case in judged)]
@@ -184,7 +187,7 @@ class Judged:
         if self.has_idle_kl:
             names.append("mistake: the KL never acts: beta is read, but changes nothing")
         verdict = Verdict(len(judged), says, differences, names, notes=self.notes)
-        if not verdict.kinds:  # names of mistakes and designs say all there is to say
+        if not verdict.kinds:  # named mistakes and designs need no test of laws
             options = {**self.only, **self.closest.only}
             known = {name: x for name, x in options.items() if name in DEFAULTS[self.kind]}
             report = examine(self.loss, self.kind, self.tolerance, **known)
@@ -201,10 +204,13 @@ class Judged:
         return verdict
 
     def causes(self) -> list[str]:
-        """Find causes for differences from the closest TRL loss, or else the next; return lines to print."""
+        """Find mistakes that explain the differences from TRL; return lines to print.
+
+        Try the closest TRL loss first, then the next closest.
+        """
         names = names_without_search(self.closest.cases) or find_names(self.closest.cases)
         close = self.close[1:]
-        if not close:  # the loss reads all options to select a loss: perhaps only one is wrong
+        if not close:  # the user's loss supports several TRL losses: perhaps one is wrong
             close = [loss for loss in closest_losses(self.cases, [*SETTINGS]) if loss.share]
         for loss in close[: TRIED - 1]:
             if names:
@@ -216,7 +222,11 @@ class Judged:
 
 
 def difference(case: Case, varied: list[str]) -> str:
-    """Describe errors in a test case; `varied` names options that differ between test cases."""
+    """Describe the errors of loss and gradient in a test case.
+
+    Args:
+        varied: options to print, because they differ between test cases.
+    """
     where = case.name
     if varied:
         where += " (" + ", ".join(f"{name}={case.options.get(name)}" for name in varied) + ")"
@@ -225,7 +235,7 @@ def difference(case: Case, varied: list[str]) -> str:
 
 
 def names_without_search(cases: list[Case]) -> list[str]:
-    """Return a line to print if the gradients are right or missing."""
+    """Name causes that need no search: only the loss value differs, or all gradients are 0."""
     if all(case.error({})[:-1].max() <= case.tolerance for case in cases):
         return ["design: the values differ, but the gradients are equal in all cases"]
     if not any(case.gradient.any() for case in cases):
@@ -240,7 +250,7 @@ class CloseLoss:
     only: dict  # options that select this loss
     cases: list[Case]  # test cases with these options
     share: float  # fraction of `cases` in which the user's loss differs
-    gap: float  # mean distance of gradients, whatever their scale, plus penalties
+    gap: float  # mean gradient distance (scale ignored), plus penalties for unlikely losses
 
     def __str__(self) -> str:
         return " ".join(f"{name}={x}" for name, x in self.only.items())
@@ -259,10 +269,10 @@ def closest_losses(cases: list[Case], settings: list[str]) -> list[CloseLoss]:
         close.append(CloseLoss(only, group, share, gradient_gap(group) + rarity(only, group[0])))
 
     def order(loss: CloseLoss) -> tuple:
-        # test cases with beta=0 all have use_bias_correction_kl=True and would favor it: average over both values
+        # recorded cases with beta=0 all have use_bias_correction_kl=True: average over True and False, to favor neither
         corrected = {"use_bias_correction_kl": True}
         both = [other.gap for other in close if other.only | corrected == loss.only | corrected]
-        # a loss that agrees in all cases first; then the nearest gradients; if similar, TRL's defaults
+        # order: full agreement, nearest gradients, TRL's default loss
         is_usual = loss.only.get("loss_type") in ("dapo", "sigmoid")
         is_corrected = bool(loss.only.get("use_bias_correction_kl"))
         return loss.share > 0, round(statistics.mean(both), 2), not is_usual, is_corrected, -len(loss.cases)
@@ -271,7 +281,10 @@ def closest_losses(cases: list[Case], settings: list[str]) -> list[CloseLoss]:
 
 
 def gradient_gap(cases: list) -> float:
-    """Return how much the user's gradients differ from TRL's, whatever their scale."""
+    """Return the mean of 1 - |cosine similarity| between the user's and TRL's gradients.
+
+    A constant factor between the gradients adds nothing. In GRPO, a factor that varies between cases adds up to 0.1.
+    """
     angles = []
     scales = []
     for case in cases:
@@ -281,13 +294,16 @@ def gradient_gap(cases: list) -> float:
         scale = found.norm() / right.norm().clamp(min=1e-12)
         scales.append(float(scale.clamp(min=1e-12).log()))
     gap = statistics.mean(angles)
-    if cases[0].options["kind"] == "grpo":  # a scale that varies from case to case
+    if cases[0].options["kind"] == "grpo":  # penalty for a scale that varies between cases
         gap += 0.1 * min(1.0, statistics.pstdev(scales))
     return gap
 
 
 def rarity(only: dict, case: Case) -> float:
-    """Return a penalty for losses that are rarely meant, or whose option the user's loss does not read."""
+    """Return a penalty for TRL losses that the user's loss is unlikely to be.
+
+    Unlikely: rare losses, and losses with an option that the user's loss does not read.
+    """
     name = only.get("loss_type")
     penalty = 0.0
     if name in RARE:

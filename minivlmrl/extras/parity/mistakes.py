@@ -1,7 +1,8 @@
-"""Known mistakes in losses, and designs: differences from TRL that some projects have on purpose.
+"""Table of known mistakes in losses, and of designs: deliberate differences from TRL.
 
-Each row simulates one in recomputed.py: {quantity: wrong value, or function of s}, where s.x is the right value, c a
-number that the search fits, and s.beta, s.ratio and others are quantities of the loss. Specific rows come first.
+A row says how to change TRL's loss to get the mistake: {quantity: wrong value, or function of s}. In a function, s.x is
+the right value, and s.beta, s.ratio and others are quantities of the loss (recomputed.py). The search fits the number
+c. Specific rows come before general ones.
 """
 
 import math
@@ -25,11 +26,11 @@ class Mistake:
     """Mistake or design, and how to simulate it in TRL's loss."""
 
     says: str
-    change: dict  # {quantity: wrong value, or function}
+    change: dict  # {quantity: wrong value, or function that computes it}
     kinds: str = "grpo"  # loss kinds that may have it
-    used_by: str = ""  # projects that do this on purpose: a design
-    threshold: float = 0.0  # smallest deliberate bound; smaller ones are mistakes
-    number: float = 0.0  # fitted number
+    used_by: str = ""  # projects that do this on purpose, "" = none
+    threshold: float = 0.0  # smallest plausible bound, such as of a clamp; a smaller one is a mistake
+    number: float = 0.0  # value of {c} found by the search, 0 = none
 
     @property
     def kind(self) -> str:
@@ -40,13 +41,18 @@ class Mistake:
         return "{c}" in self.says
 
     def with_number(self, number: float) -> "Mistake":
-        """Put a fitted number into the sentence and the change."""
+        """Return a copy with a fitted number for {c} in the sentence and the change."""
         change = {name: partial(x, c=number) for name, x in self.change.items()}
         return replace(self, says=self.says.replace("{c}", f"{number:.5g}"), change=change, number=number)
 
 
 def rows(quantity: str, wrong: dict[str, Any], kinds: str = "grpo", says: str = "", **about) -> list[Mistake]:
-    """List mistakes in a quantity: {what `says` is continued with: wrong value, function, or {quantity: ...}}."""
+    """List mistakes in one quantity of the loss.
+
+    Args:
+        wrong: {end of the sentence: wrong value, or function that computes it, or {quantity: one of these}}.
+        says: start of the sentence.
+    """
     found = []
     for how, x in wrong.items():
         change = x if isinstance(x, dict) else {quantity: x}
@@ -60,7 +66,7 @@ def shifted(x: Tensor, by: int) -> Tensor:
 
 
 def cispo(bounded: Callable) -> Callable:
-    """Return CISPO's loss per token; `bounded` clips the importance ratio."""
+    """Return a function for CISPO's loss per token, with importance ratios clipped by `bounded`."""
     return lambda s: -bounded(s).detach() * s.advantages * s.per_token_logps
 
 
@@ -70,11 +76,15 @@ def divided_by(count: Callable, s) -> float:
 
 
 def of_answer(wrong: int, s) -> Tensor:
-    """Give both answers of a pair the mask of the chosen (0) or rejected (1) one."""
+    """Use one answer's mask for both answers of a DPO pair.
+
+    Args:
+        wrong: 0 = mask of the chosen answer, 1 = of the rejected answer.
+    """
     return s.x.view(-1, 2, s.num_columns)[:, wrong].repeat_interleave(2, 0)
 
 
-# mistakes that any quantity may have
+# {description: function} for mistakes that are possible in any quantity
 TAKEN_FROM = {
     "next row": lambda s: s.x.roll(-1, 0),
     "previous row": lambda s: s.x.roll(1, 0),
@@ -115,7 +125,7 @@ OF_ANSWERS = {
 }
 ALL = "grpo dpo sft"
 SUMS = "grpo sft"
-NEVER = 1e300  # a bound without effect
+NEVER = 1e300  # clip bound that no ratio reaches
 BOTH = "policy", "reference"
 MISTAKES = [
     # the mask
@@ -164,9 +174,9 @@ MISTAKES = [
             lambda s: row_mean(s.terms, s.mask).sum() / s.completion_mask.any(1).sum(),
         "the sum of a row is divided by the lengths of all rows, because (B,) and (B, 1) are broadcast":
             lambda s: (s.terms.sum(1) / s.mask.sum(1, keepdim=True).clamp(min=1)).mean(),
-        "the mean divides only by tokens of rows with a positive advantage":  # rllm PR 512
+        "the mean divides only by tokens of rows with a positive advantage":  # seen in rllm PR 512
             lambda s: s.terms.sum() / (s.completion_mask * (s.advantages > 0)).sum().clamp(min=1),
-        "luspo's loss is not masked, but averaged over all columns":  # Liger-Kernel and axolotl
+        "luspo's loss is not masked, but averaged over all columns":  # seen in Liger-Kernel and axolotl
             lambda s: (s.unmasked * s.lengths[:, None]).mean(),
     }),
     *rows("advantages", {
@@ -236,7 +246,7 @@ MISTAKES = [
     *rows("epsilon_high", {
         "ratios are clipped with epsilon_low on both sides": attrgetter("epsilon_low"),
     }, used_by="MM-EUREKA, lmm-r1, minimind, simple_GRPO and torchtune"),
-    *rows("epsilon_high", {  # DAPO, clip higher
+    *rows("epsilon_high", {  # two epsilons: DAPO's clip-higher
         "epsilon_low and epsilon_high are swapped":
             {"epsilon_low": attrgetter("epsilon_high"), "epsilon_high": attrgetter("epsilon_low")},
         "epsilon_high is {c}": lambda s, c: c,
@@ -255,8 +265,8 @@ MISTAKES = [
         "sapo has the same temperature for both signs": {"sapo_temperature_neg": attrgetter("sapo_temperature_pos")},
     }),
     # the KL
-    *rows("kl_estimator", {"the KL estimator is k1": "k1"}),  # arXiv 2506.09477: its gradient is 0 on average
-    *rows("kl_estimator", {  # NeMo-RL multiplies k3 by the policy over itself
+    *rows("kl_estimator", {"the KL estimator is k1": "k1"}),  # k1 has a gradient of 0 on average (arXiv 2506.09477)
+    *rows("kl_estimator", {  # NeMo-RL: k3 times pi / pi.detach()
         "the KL estimator is k2": "k2",
         "the KL has the value of k1 and the gradient of k2": "k1+",
         "the KL has the value of k3 and the gradient of k2": "k3+",
@@ -268,7 +278,7 @@ MISTAKES = [
     *rows("KL", {
         "multiplied by beta twice": lambda s: s.beta * s.x,
         "not multiplied by beta": lambda s: s.x / s.beta,
-        "ratio * pi / pi_ref - log(pi / pi_ref) - 1, which is not least at the reference": {  # TRL up to 1.9
+        "ratio * pi / pi_ref - log(pi / pi_ref) - 1, which is not least at the reference": {  # as in TRL up to 1.9
             "use_bias_correction_kl": False,
             "KL": lambda s: s.ratio * s.ref_log_ratio.exp() - s.ref_log_ratio - 1,
         },
@@ -291,7 +301,7 @@ MISTAKES = [
             lambda s: s.per_token_logps.exp() * s.ref_log_ratio,
         "k3 has the wrong sign of its log-ratio": lambda s: s.x - 2 * s.ref_log_ratio,
         "k3 lacks its log-ratio": lambda s: s.x - s.ref_log_ratio,
-        "the KL estimator is k1 with the wrong sign": lambda s: -s.ref_log_ratio,  # rlhf-book
+        "the KL estimator is k1 with the wrong sign": lambda s: -s.ref_log_ratio,  # seen in rlhf-book
     }),
     *rows("reference", {
         "the reference is the old policy": attrgetter("old_per_token_logps"),
@@ -356,7 +366,7 @@ MISTAKES = [
         **{f"are multiplied by {name}": count for name, count in COUNTS.items()},
         **{f"are divided by {name}": partial(divided_by, count) for name, count in COUNTS.items()},
     }, ALL, "all values "),
-    # general
+    # mistakes possible in any quantity
     *rows("advantages", SIGNED | CURVED | CLAMPED, says="an advantage "),
     *rows("advantages", TAKEN_FROM, says="an advantage is taken from the "),
     *rows("mask", TOKEN_TAKEN_FROM, ALL, "a mask value is taken from the "),
@@ -371,7 +381,11 @@ MISTAKES = [
 
 
 def possible(case) -> tuple[list[Mistake], list[Mistake], list[Mistake]]:
-    """List possible mistakes for a loss kind: plain ones, with a number, and only in one of PLACES."""
+    """Return the mistakes that are possible in a test case's kind of loss, as three lists.
+
+    Returns:
+        Plain mistakes, mistakes with a number to fit, mistakes in only one of PLACES.
+    """
     kind = case.options["kind"]
     plain = []
     fitted = []

@@ -1,6 +1,6 @@
-"""Checks ("laws") of a policy loss: advantages, ratios and the KL.
+"""Test properties ("laws") of a policy loss: advantages, ratios and the KL.
 
-Most test one factor of a token's gradient:
+Most laws test one factor of a token's gradient:
 
     d loss / d log-prob = -advantage * weight in the loss average * f(ratio)
 
@@ -21,7 +21,12 @@ LOGP = -2.0  # policy log-prob in test batches of one token
 def tokens(
     ratios: Tensor, advantages: Tensor, logp: float | Tensor = LOGP, ref: float | Tensor = LOGP
 ) -> dict[str, Tensor]:
-    """Return a batch with one-token completions; log-probs are numbers or tensors."""
+    """Return a batch of B one-token completions.
+
+    Args:
+        ratios, advantages: (B,)
+        logp, ref: (B,) or number, log-probs under policy and reference.
+    """
     logps = (ratios * 0 + logp)[:, None]
     return {
         "per_token_logps": logps,
@@ -33,14 +38,20 @@ def tokens(
 
 
 def of_one_token(loss: Examined, beta=0.0, ratio=1.0, advantage=1.0, **logps: float) -> Tensor:
-    """Return loss and gradient for a batch with one token, whose weight is 1 in every loss average."""
+    """Return loss and gradient (2,) for a batch of one token.
+
+    In every loss average, the weight of this token is 1.
+    """
     batch = tokens(torch.tensor([ratio]).double(), torch.tensor([advantage]).double(), **logps)
     value, slope = loss(batch, beta=beta, max_completion_length=1.0)
     return torch.stack([value, slope.squeeze()])
 
 
 def token_weights(loss: Examined, batch: dict[str, Tensor]) -> Tensor:
-    """Return token weights (B, T) in the loss average: the negative gradient if all ratios and advantages are 1."""
+    """Return the weights (B, T) of tokens in the loss average.
+
+    With all ratios and advantages 1, the weight of a token is its negative gradient.
+    """
     on_policy = dict(batch)
     on_policy["old_per_token_logps"] = batch["per_token_logps"]
     on_policy["advantages"] = torch.ones_like(batch["advantages"])
@@ -51,7 +62,7 @@ def token_weights(loss: Examined, batch: dict[str, Tensor]) -> Tensor:
 
 
 def gradients_are_proportional_to_advantages(loss: Examined) -> Iterator[str]:
-    """Require the gradient -advantage * weight at ratio 1, whatever other rows' advantages."""
+    """Require the gradient -advantage * weight at ratio 1, independent of the advantages in other rows."""
     for mask in MASKS:
         batch = random_batch("grpo", mask)
         advantages = torch.tensor([0.5, -1.0, 0.0, 2.0]).double()[: len(mask)]
@@ -79,7 +90,7 @@ def one_token_has_the_gradient_of_its_advantage(loss: Examined) -> Iterator[str]
 
 
 def ratios_keep_direction_and_bound(loss: Examined) -> Iterator[str]:
-    """Require that no ratio turns a token against its advantage, and that likelier tokens are not pushed up more."""
+    """Require that no ratio flips a gradient's sign, and that positive advantages have bounded gradients."""
     ratios = torch.logspace(-3, 1.7, 100, dtype=torch.float64)
     for advantage in (1.0, -1.0):
         batch = tokens(ratios, 0 * ratios + advantage)
@@ -96,7 +107,7 @@ def ratios_keep_direction_and_bound(loss: Examined) -> Iterator[str]:
 
 
 def weights_note(loss: Examined) -> Iterator[str]:
-    """Note how the loss is averaged: in DAPO, for example, each token has the same weight."""
+    """Report token weights, which show how the loss is averaged. In DAPO, all tokens have the same weight."""
     batch = random_batch("grpo", MASKS[3])
     yield f"with the {described(batch, {})}, the tokens have the weights {numbers(token_weights(loss, batch))}"
 
@@ -127,7 +138,7 @@ def the_reference_acts_through_beta(loss: Examined) -> Iterator[str]:
 
 
 def no_kl_note(loss: Examined) -> Iterator[str]:
-    """Note that the KL was not tested."""
+    """Report that the loss has no KL to test."""
     if kl_of_one_token(loss, ref=-2.5).abs().max() <= loss.tolerance:
         yield NO_KL
 
@@ -143,7 +154,7 @@ def the_kl_acts_apart_from_the_advantage(loss: Examined) -> Iterator[str]:
 
 
 def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[str]:
-    """Require that the expected gradient over a vocabulary is that of KL(policy || reference), or k3's."""
+    """Require the expected gradient of KL(policy || reference), or of its estimator k3, over a vocabulary."""
     generator = torch.Generator().manual_seed(3)
     logps, ref = torch.randn(2, 3, generator=generator, dtype=torch.float64).log_softmax(1)
     batch = tokens(torch.ones_like(logps), torch.zeros_like(logps), logps, ref)
@@ -152,7 +163,7 @@ def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[str]:
         return
     slopes = (of_kl / token_weights(loss, batch))[:, 0]
     probs = logps.exp()
-    # gradients with respect to logits
+    # expected gradients with respect to logits
     found = probs * (slopes - probs @ slopes)
     right = probs * (logps - ref - probs @ (logps - ref))
     if not loss.differ(found, 0 * found):

@@ -1,4 +1,4 @@
-"""Check properties ("laws") of DPO and SFT losses."""
+"""Test properties ("laws") of DPO and SFT losses."""
 
 from collections.abc import Iterator
 
@@ -11,11 +11,16 @@ from minivlmrl.losses.preference import DPO_LOSSES
 # losses that depend only on the margin: chosen log-ratio minus rejected log-ratio
 OF_THE_MARGIN = ("sigmoid", "hinge", "exo_pair", "robust", "discopop", "sigmoid_norm")
 A_PAIR = "two answers of one token, with the log-ratios {:g} (chosen) and {:g}"
-USUAL = 0.4, -0.3  # log-ratios in most pairs
+USUAL = 0.4, -0.3  # default log-ratios of the chosen and rejected answer, in nats
 
 
 def pair(chosen: float, rejected: float, tokens: int = 1) -> dict[str, Tensor]:
-    """Return a batch with one answer pair, whose tokens share the summed log-ratios, in nats, equally."""
+    """Return a batch with one answer pair.
+
+    Args:
+        chosen, rejected: log-ratios of the answers, in nats, summed over tokens.
+        tokens: tokens per answer; all have the same log-ratio.
+    """
     log_ratios = torch.tensor([[[chosen], [rejected]]], dtype=torch.float64) / tokens
     ref = torch.full((1, 2, tokens), -1.5, dtype=torch.float64)
     return {"per_token_logps": ref + log_ratios, "ref_per_token_logps": ref, "mask": torch.ones_like(ref)}
@@ -34,7 +39,7 @@ def answers_act_in_their_directions(loss: Examined) -> Iterator[str]:
 
 
 def equal_margins_have_equal_losses(loss: Examined) -> Iterator[str]:
-    """Require the same loss for other batches with the same beta * margin."""
+    """Require the same loss for all batches with the same beta * margin."""
     usual = pair(*USUAL)
     beta = loss.options["beta"]
     three_tokens = pair(*USUAL, 3)
@@ -45,7 +50,7 @@ def equal_margins_have_equal_losses(loss: Examined) -> Iterator[str]:
     for name in ("per_token_logps", "ref_per_token_logps"):
         moved[name] = usual[name] + torch.tensor([[[0.5], [-0.7]]])
     others = [name for name in DPO_LOSSES if name not in ("ipo", "sft")]
-    # (what is wrong, loss types, other batch with the same loss)
+    # (error message, loss types to test, other batch that must have the same loss, beta for it)
     for says, loss_types, batch, beta_of_batch in (
         ("pairs are not averaged", DPO_LOSSES, three_pairs, beta),
         ("the loss depends on more than log-ratios of policy and reference", (*others, "ipo"), moved, beta),
@@ -59,7 +64,10 @@ def equal_margins_have_equal_losses(loss: Examined) -> Iterator[str]:
 
 
 def tokens_are_averaged(loss: Examined) -> Iterator[str]:
-    """Require the gradient -1 / (number of tokens) for each log-prob; dft multiplies it by the token's probability."""
+    """Require the gradient -1 / (number of tokens) for log-probs of unmasked tokens.
+
+    In dft losses, this is multiplied by the token's probability.
+    """
     for mask in MASKS:
         batch = random_batch("sft", mask)
         right = -batch["mask"] / batch["mask"].sum()

@@ -1,4 +1,4 @@
-"""Find out what a loss really reads: tensors and options that change its value or gradient."""
+"""Find what a loss reads: the tensors and options that change its value or gradient."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.examined import DEFAULTS, MASKS, random_batch
 from minivlmrl.extras.parity.recomputed import TERM_OPTIONS
 
-# other values for options that select a loss, or count
+# {option: values to try} for options that select a loss, and for the token count
 SELECTS = {
     "grpo": {
         "loss_type": ("grpo", "dr_grpo", "cispo", "sapo"),
@@ -20,7 +20,7 @@ SELECTS = {
     "dpo": {"loss_type": (["ipo"], ["sppo_hard"])},
     "sft": {"loss_type": ("dft",)},
 }
-# two other values for numbers, most with one value in all recorded cases, then extremes
+# {number option: two values that differ from the recorded ones, then extreme values}
 NUMBERS = {
     "grpo": {
         "beta": (0.23, 0.06),
@@ -36,7 +36,10 @@ NUMBERS = {
 
 
 def probe(kind: str, only: dict) -> tuple[dict, dict]:
-    """Return a batch with ratios on both sides of all clip bounds, and options with a KL."""
+    """Return a test batch and loss options.
+
+    The batch has ratios on both sides of all clip bounds. For GRPO losses, the options include a KL.
+    """
     batch = random_batch(kind, 4 * MASKS[-1], off_policy=1.5)
     options = {"kind": kind, **DEFAULTS[kind], "tokens": int(batch["mask"].sum())}
     if kind == "grpo":
@@ -45,7 +48,7 @@ def probe(kind: str, only: dict) -> tuple[dict, dict]:
 
 
 def outcome(loss: Callable, batch: dict, options: dict) -> tuple | None:
-    """Return loss and gradient as lists, None if the loss fails."""
+    """Return loss and gradient as lists; None if the user's loss raises an exception."""
     try:
         return tuple(x.tolist() for x in loss_and_gradient(loss, batch, options))
     except Exception:  # any error in the user's code
@@ -53,13 +56,13 @@ def outcome(loss: Callable, batch: dict, options: dict) -> tuple | None:
 
 
 def reads_of(loss: Callable, kind: str, only: dict) -> set[str]:
-    """Return names of tensors and options that change loss or gradient.
+    """Return names of tensors and options that change the user's loss or its gradient.
 
     Args:
-        only: options for the wanted loss, such as its loss_type.
+        only: options that select the loss, such as loss_type.
     """
     batch, options = probe(kind, only)
-    loss_and_gradient(loss, batch, options)  # an error of the loss itself is raised
+    loss_and_gradient(loss, batch, options)  # raise exceptions of the user's loss here: outcome() hides them
     usual = outcome(loss, batch, options)
     found = set()
     for name, values in (SELECTS[kind] | NUMBERS[kind]).items():
@@ -74,18 +77,18 @@ def reads_of(loss: Callable, kind: str, only: dict) -> set[str]:
 
 
 def knows(loss: Callable, kind: str, loss_type: str) -> bool:
-    """Return whether a loss that reads loss_type computes this one, and not the same as for an unknown name."""
+    """Return whether a loss supports a loss_type, instead of treating it like an unknown name."""
 
     def outcome_of(name: str) -> tuple | None:
         return outcome(loss, *probe(kind, {"loss_type": [name] if kind == "dpo" else name}))
 
     found = outcome_of(loss_type)
-    is_usual = loss_type in ("grpo", "sigmoid", "nll")  # what a loss may compute for any name
+    is_usual = loss_type in ("grpo", "sigmoid", "nll")  # defaults, allowed for unknown names
     return found is not None and (is_usual or found != outcome_of("unknown"))
 
 
 def needs(loss: Callable, kind: str, name: str) -> bool:
-    """Return whether a loss fails without an option."""
+    """Return whether a loss raises an exception without this option."""
     batch, options = probe(kind, {})
     del options[name]
     return outcome(loss, batch, options) is None
@@ -94,7 +97,7 @@ def needs(loss: Callable, kind: str, name: str) -> bool:
 def kind_of(loss: Callable) -> str:
     """Return the batch kind for a loss: grpo if it reads advantages, sft if it reads no reference, or dpo.
 
-    Raises the first error if no kind fits.
+    If no kind fits, the first exception of the loss is raised.
     """
     first_error = None
     for kind, needed in (("grpo", "advantages"), ("sft", "per_token_logps"), ("dpo", "per_token_logps")):

@@ -13,35 +13,41 @@ from minivlmrl.losses.grpo import AVERAGES, TERMS, LossNormalizer, TermInputs, c
 from minivlmrl.losses.grpo_variants import RATIOS  # noqa: F401  the import adds all loss types to TERMS and AVERAGES
 from minivlmrl.losses.preference import answer_logps, dpo_loss
 
-PLACES = ("the policy's term", "the KL")  # a mistake "only in the KL" leaves the policy's term right
+PLACES = ("the policy's term", "the KL")  # parts of a GRPO loss: a mistake may be in only one of them
 ALL_AVERAGES = AVERAGES | {"nll": AVERAGES["dapo"], "dft": AVERAGES["dapo"]}
 
 
 @dataclass
 class Case:
-    """Batch with the value and gradient of the user's loss and of TRL's; tensors are (R, T), pairs are neighbors."""
+    """Test case: a batch, and value and gradient of the user's loss and of TRL's.
+
+    Tensors have shape (R, T). In DPO, the rows of a pair are adjacent: chosen, rejected.
+    """
 
     name: str
     options: dict
     batch: dict[str, Tensor]
     value: Tensor
     gradient: Tensor
-    right: tuple[Tensor, Tensor] | None = None  # TRL's value and gradient, None = of our loss
+    right: tuple[Tensor, Tensor] | None = None  # TRL's value and gradient, None = compute them with our loss
     tolerance: float = 1e-6
     read: set[str] = field(default_factory=set)  # tensors and options that the user's loss reads
-    simpler: Callable[[], list] = list  # lists simplified cases, such as one with all advantages 1
+    simpler: Callable[[], list] = list  # function that returns simplified cases, such as all advantages 1
     compares_value: bool = True  # False = compare only gradients
 
     @property
     def loss_type(self) -> str:
-        """TRL loss."""
+        """Name of the TRL loss."""
         return name_of_loss(self.options)
 
     def error(self, change: dict | None) -> Tensor:
-        """Return differences between the user's and TRL's gradients and value, relative to max(1, TRL's largest).
+        """Return relative errors of the user's gradients and value, compared with TRL's.
+
+        The unit is max(1, TRL's largest absolute number). Errors are infinite if TRL's loss cannot be computed with the
+        mistake.
 
         Args:
-            change: simulated mistake in TRL's loss; the result is infinite if the loss cannot be computed with it.
+            change: simulated mistake in TRL's loss, {} = none.
         """
         simulated = with_mistake(self, change)
         if change == {} and self.right:
@@ -66,7 +72,7 @@ def distance(found: Tensor, right: Tensor) -> Tensor:
 
 
 def name_of_loss(options: dict) -> str:
-    """Return the TRL loss in options; DPO's option is a list with one name."""
+    """Return the name in options["loss_type"], which is a list with one name for DPO losses."""
     name = options["loss_type"]
     return name if isinstance(name, str) else name[0]
 
@@ -77,7 +83,7 @@ def rows_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def our_loss(batch: dict[str, Tensor], options: dict) -> Tensor:
-    """Compute our loss, equal to TRL, in the form of a user loss."""
+    """Compute minivlmrl's loss, which equals TRL's, from the arguments of a user's loss."""
     rows = rows_of(batch)
     logps = rows["per_token_logps"]
     return KINDS[options["kind"]](logps, Case("", options, rows, logps, logps), {})
@@ -87,8 +93,8 @@ def with_mistake(case: Case, change: dict | None) -> tuple[Tensor, Tensor] | Non
     """Return TRL's loss and gradient with a simulated mistake; None if it cannot be computed."""
     try:
         return None if change is None else recomputed(case, change)
-    except (ValueError, RuntimeError, IndexError, ArithmeticError, AttributeError):  # such as no beta in SFT
-        return None
+    except (ValueError, RuntimeError, IndexError, ArithmeticError, AttributeError):
+        return None  # the mistake is impossible here: SFT, for example, has no beta
 
 
 def recomputed(case: Case, change: dict) -> tuple[Tensor, Tensor]:
@@ -103,9 +109,9 @@ def recomputed(case: Case, change: dict) -> tuple[Tensor, Tensor]:
 
 
 class Quantities(SimpleNamespace):
-    """Loss tensors and options; argument `s` in mistakes.py.
+    """Tensors and options of a loss, with a simulated mistake.
 
-    `s.x` is the right value for the replaced quantity.
+    Functions in mistakes.py get this as `s`. `s.x` is the right value of the quantity that they change.
     """
 
     def __init__(self, logps: Tensor, case: Case, change: dict):
@@ -142,7 +148,7 @@ class Quantities(SimpleNamespace):
 
 
 def policy(logps: Tensor, case: Case, change: dict) -> Tensor:
-    """Compute a GRPO loss: averages of the policy's term and of the KL."""
+    """Compute a GRPO loss: average of the policy's term plus average of the KL."""
     total = torch.zeros((), dtype=logps.dtype)
     for place, term in zip(PLACES, (policy_term, kl_penalty), strict=True):
         is_wrong = change.get("inside", place) == place
@@ -186,7 +192,7 @@ def averaged(terms: Tensor, s: Quantities) -> Tensor:
 def preferences(logps: Tensor, case: Case, change: dict) -> Tensor:
     """Compute a DPO loss."""
     s = Quantities(logps, case, change)
-    index = s.put("index", torch.arange(s.num_rows).view(-1, 2))  # chosen and rejected row per pair
+    index = s.put("index", torch.arange(s.num_rows).view(-1, 2))  # (chosen row, rejected row) per pair
     s.answer_lengths = s.mask[index].sum(-1)
     sums = answer_logps(s.per_token_logps[index], s.mask[index])
     ref_sums = s.put("summed reference", answer_logps(s.ref_per_token_logps[index], s.mask[index]))
@@ -214,7 +220,7 @@ def demonstrations(logps: Tensor, case: Case, change: dict) -> Tensor:
 
 
 def term_options(loss_type: str) -> dict:
-    """Return policy term options with defaults, such as sapo_temperature_pos."""
+    """Return {option: default} for the policy term of a loss type, such as SAPO's sapo_temperature_pos."""
     return TERMS[loss_type].__kwdefaults__ or {}
 
 

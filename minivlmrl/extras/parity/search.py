@@ -1,6 +1,6 @@
 """Search for known mistakes that turn TRL's loss into the user's loss.
 
-Mistakes, likeliest first:
+Mistakes to try, likeliest first:
 
     1. plain mistakes, such as "an advantage has the wrong sign"
     2. mistakes with a number to fit, such as c in "the ratio is at most c"
@@ -21,17 +21,17 @@ from minivlmrl.extras.parity.mistakes import Mistake, possible
 from minivlmrl.extras.parity.recomputed import Case, rows_of
 
 PARTS = 4  # maximum mistakes in a combination
-SEARCHED = 50  # mistakes are tried in about this many cases, and verified in all
-REFINED = 6  # maximum mistakes fitted to all digits in a case
+SEARCHED = 50  # about this many cases are searched; mistakes are verified in all cases
+REFINED = 6  # maximum mistakes per case whose number is fitted to all digits
 SHOWN = 4  # maximum mistakes to print
 NUMBERS = [0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.9, 0.99, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 200.0, 1000.0]
 
 
 def case_of(my_loss: Callable, name: str, options: dict, batch: dict, *right: Tensor, **about) -> Case:
-    """Call the user's loss for a test case.
+    """Call the user's loss for a test case, and return its value and gradient as a Case.
 
     Args:
-        right: value and gradient in TRL.
+        right: TRL's value and gradient.
         about: tolerance and read, see `Case`.
     """
     value, gradient = loss_and_gradient(my_loss, batch, options)
@@ -50,32 +50,35 @@ def case_of(my_loss: Callable, name: str, options: dict, batch: dict, *right: Te
 
 
 def without_value(case: Case) -> Case:
-    """Return the case with only its gradient compared."""
+    """Return a copy of the case in which only gradients are compared."""
     return replace(case, compares_value=False, simpler=lambda: [*map(without_value, case.simpler())])
 
 
 def simpler_variants(batch: dict, options: dict, can_leave_out_kl: bool) -> Iterator[tuple[dict, dict]]:
-    """Yield variants of a test case, simplest first."""
+    """Yield simplified versions (batch, options) of a test case, simplest first.
+
+    Few mistakes change the loss of a simple case, so that mistakes are found one by one.
+    """
     logps = batch["per_token_logps"]
     if options["kind"] == "grpo":
         without_kl = options | {"beta": 0.0} if can_leave_out_kl else options
         advantages = batch["advantages"]
         first_step = batch | {"old_per_token_logps": logps, "ref_per_token_logps": logps}
-        yield first_step | {"advantages": torch.ones_like(advantages)}, without_kl  # reveals averages
-        yield first_step, without_kl  # reveals advantages
-        yield batch, without_kl  # reveals ratios and clipping
-        # reveals the KL
+        yield first_step | {"advantages": torch.ones_like(advantages)}, without_kl  # finds wrong averages
+        yield first_step, without_kl  # finds wrong advantages
+        yield batch, without_kl  # finds wrong ratios and clipping
+        # finds mistakes in the KL
         yield batch | {"old_per_token_logps": logps, "advantages": torch.zeros_like(advantages)}, options
-        yield {name: pad(x, (0, 2)) if x.dim() > 1 else x for name, x in batch.items()}, options  # reveals padding
+        yield {name: pad(x, (0, 2)) if x.dim() > 1 else x for name, x in batch.items()}, options  # finds wrong padding
     if options["kind"] == "dpo":
         pair = {name: x[:1] for name, x in batch.items()}
         first = pair["mask"].argmax(-1, keepdim=True)
         one_token = {name: x.gather(-1, first) for name, x in pair.items()}
         without_ref = one_token | {"ref_per_token_logps": torch.zeros_like(one_token["mask"])}
-        yield without_ref, options | {"beta": 1.0}  # reveals answer order, and the margin
-        yield without_ref, options  # reveals beta
-        yield one_token, options  # reveals the reference
-        yield pair, options  # reveals the sum over answer tokens
+        yield without_ref, options | {"beta": 1.0}  # finds swapped answers and a wrong margin
+        yield without_ref, options  # finds a wrong beta
+        yield one_token, options  # finds wrong reference log-probs
+        yield pair, options  # finds a wrong sum over answer tokens
 
 
 def find_names(cases: list[Case]) -> list[str]:
@@ -136,7 +139,7 @@ class Combination:
         self.agrees = self.agreements({})
 
     def run(self) -> list[list[Mistake]]:
-        """Add mistakes until all recorded cases are explained; [] if this fails."""
+        """Add mistakes until they explain all recorded cases; return [] if this fails."""
         while not self.are_explained(self.change):
             part = self.next_part() if len(self.parts) < PARTS else []
             if not part:
@@ -144,7 +147,7 @@ class Combination:
             self.parts.append(part)
             self.change = self.change_with(part[0])
             self.agrees = self.agreements(self.change)
-        for part in self.parts[:-1]:  # a later mistake may explain the cases of an earlier one
+        for part in self.parts[:-1]:  # drop mistakes that later ones make unnecessary
             others = [other for other in self.parts if other is not part]
             if self.are_explained(reduce(composed, [other[0].change for other in others])):
                 self.parts = others
@@ -153,7 +156,7 @@ class Combination:
         return self.parts
 
     def replaces(self, row: Mistake, part: list[Mistake]) -> bool:
-        """Return whether another mistake of the part, with the other parts, also explains all cases."""
+        """Return whether a mistake can replace the first one in its part: all cases must stay explained."""
         chosen = [row.change if other is part else other[0].change for other in self.parts]
         return row is part[0] or self.are_explained(reduce(composed, chosen))
 
@@ -162,11 +165,11 @@ class Combination:
         return all(self.agreements(change)[self.num_variants :])
 
     def agreements(self, change: dict | None) -> list[bool]:
-        """List which cases a change explains."""
+        """Return one bool per case: whether the change explains it."""
         return [case.is_explained(change) for case in self.cases]
 
     def change_with(self, row: Mistake) -> dict | None:
-        """Return the change by a mistake and those found before."""
+        """Merge the change of a mistake with the changes of mistakes found before."""
         return composed(self.change, row.change)
 
     def next_part(self) -> list[Mistake]:
@@ -179,7 +182,7 @@ class Combination:
             if not any(case is other for other in chosen):
                 chosen.append(case)
         found = self.best_of(self.tried(self.plain, case) for case in chosen)
-        if not found:  # slow
+        if not found:  # slow, so only if no plain mistake is found
             found = self.best_of(self.with_numbers(case) for case in chosen)
         if not found:
             found = self.best_of([self.tried(self.placed, left[-1])])
@@ -188,9 +191,10 @@ class Combination:
     def best_of(self, tables: Iterable[Iterable[Mistake]]) -> list[Mistake]:
         """Return the mistakes that reproduce the user's loss in the most cases.
 
-        tables: lists to try until one explains all cases.
+        Args:
+            tables: lists of mistakes, tried until a mistake explains all cases.
         """
-        best = {}  # {says: mistake}
+        best = {}  # {description: mistake}
         most = sum(self.agrees)
         for table in tables:
             for row in table:
@@ -207,14 +211,14 @@ class Combination:
         return sorted(best.values(), key=simplicity)
 
     def tried(self, mistakes: list[Mistake], case: Case) -> list[Mistake]:
-        """List the mistakes that, with those found before, explain a case."""
+        """List the mistakes that explain a case, together with those found before."""
         return [row for row in mistakes if case.is_explained(self.change_with(row))]
 
     def with_numbers(self, case: Case) -> Iterator[Mistake]:
         """Fit the number in each mistake, such as a clip bound; yield mistakes that explain the case."""
 
         def gap(row: Mistake, number: float) -> float:
-            """Sum the errors, each at most 1; infinite if a change is impossible."""
+            """Return the sum of errors, each limited to 1."""
             error = case.error(self.change_with(row.with_number(number)))
             return float((error * 1e-5 / case.tolerance).clamp(max=1).sum())
 
@@ -231,7 +235,7 @@ class Combination:
 
 
 def simplicity(row: Mistake) -> tuple:
-    """Return a sort key: numbers with few digits, then missing terms."""
+    """Return a sort key for mistakes: numbers with few digits first, then left-out terms."""
     return len(f"{row.number:g}"), "left out" not in row.says
 
 
@@ -265,7 +269,7 @@ def composed(first: dict | None, then: dict | None) -> dict | None:
 
 
 def chained(first: Callable, then: Callable) -> Callable:
-    """Return a change that applies two changes of one quantity."""
+    """Return a function that applies two changes to the same quantity, one after the other."""
 
     def changed(s: Any) -> Tensor:
         s.x = first(s)

@@ -1,4 +1,4 @@
-"""What a check of a loss found, and how it is printed."""
+"""Result of checking a loss, with its printed form."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,16 +10,16 @@ SHOWN = 4  # number of differing cases to print
 class Verdict:
     """Result of a comparison with TRL's losses, or of a check of laws.
 
-    A difference is a "design" if a public project does the same on purpose, and only its value or a deliberate variant
-    of training changes; else a "mistake".
+    A difference from TRL is a "design" if public projects do the same on purpose, or if only the loss value differs,
+    not the gradient. Other differences are "mistakes".
     """
 
     count: int  # compared test cases, or tested laws
     says: str  # first line to print
     differences: Sequence[str] = ()  # one line per differing case
     names: Sequence[str] = ()  # lines about causes of differences from TRL, such as "mistake: beta is 0.1"
-    broken: dict[str, str] = field(default_factory=dict)  # {missing property of correct losses: sentence}
-    notes: list[str] = field(default_factory=list)  # what was not tested, and properties that may be wanted
+    broken: dict[str, str] = field(default_factory=dict)  # {broken law: error message}
+    notes: list[str] = field(default_factory=list)  # what was not tested, and properties that may be deliberate
 
     @property
     def kinds(self) -> list[str]:
@@ -33,7 +33,7 @@ class Verdict:
 
     @property
     def passes(self) -> bool:
-        """Return whether the loss is right, except for designs."""
+        """Return whether the loss has no mistake; designs are allowed."""
         return self.agrees or {*self.kinds} == {"design"}
 
     def __str__(self) -> str:

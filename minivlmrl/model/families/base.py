@@ -74,7 +74,10 @@ class Family:
         return tensors
 
     def stack_tensors(self, weights: dict[str, Weight], model_config: ModelConfig):
-        """In `weights`, merge the parameters stored as one stacked tensor in weight files."""
+        """Stack parameters in `weights`, in place, that weight files store as one tensor.
+
+        Example: the matrices of all experts in a layer.
+        """
 
     def uses_every_parameter(self, model_config: ModelConfig, index: int) -> bool:
         """Check whether layer `index` uses all its parameters for every token, unlike mixture-of-experts layers."""

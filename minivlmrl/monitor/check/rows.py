@@ -176,7 +176,7 @@ def check_answers(config: RunConfig, names: Sequence[str], all_rows: Dataset, pr
 def answer_lengths(all_rows: Dataset, name: str, processor: Processor, limit: int) -> Iterator[int]:
     """Yield token counts for answers that may exceed `limit` tokens.
 
-    Shorter answers need not be tokenized, because n bytes have at most n tokens.
+    A text of n bytes has at most n tokens, so answers with few bytes are skipped without tokenizing them.
     """
     indices = range(min(len(all_rows), TASK_ROWS))
     if isinstance(all_rows, FileDataset):

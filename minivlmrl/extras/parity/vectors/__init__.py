@@ -35,9 +35,10 @@ def read_options() -> dict[str, dict]:
 
 
 def read_cases(**only) -> list[Case]:
-    """Return recorded cases with the given options, such as loss_type="dapo" and beta=0.0.
+    """Return the recorded test cases that have the options in `only`.
 
-    Cases with TRL's dual clip are returned only if `only` contains `delta`.
+    Example: read_cases(loss_type="dapo", beta=0.0). Cases with TRL's dual clip are left out, unless `only` contains
+    `delta`.
     """
     recorded = read_options()
     arrays = {name: {} for name in recorded}
@@ -53,7 +54,7 @@ def read_cases(**only) -> list[Case]:
 
 
 def has(options: dict, only: dict) -> bool:
-    """Return whether a case has the options in `only`."""
+    """Return whether a test case has all options in `only`."""
     if "delta" in options and "delta" not in only:
         return False
     # loss_type="sigmoid" also matches loss_type=["sigmoid"], because DPO cases have a list
