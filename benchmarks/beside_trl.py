@@ -1,15 +1,12 @@
-"""Train the first GRPO steps of a recipe with minivlmrl and with TRL's GRPOTrainer; compare their cost.
+"""Train the first GRPO steps of recipes/look.yaml with minivlmrl and with TRL's GRPOTrainer; compare their cost.
 
-    python benchmarks/beside_trl.py sums minivlmrl vlm/ --rows . --json ours.json
-    python benchmarks/beside_trl.py sums TRL Qwen2.5-Coder-0.5B-Instruct/ --rows . --json trl.json --order ours.json
-    python benchmarks/beside_trl.py look minivlmrl work/sums/sft_0/checkpoint/ --rows work/sums --steps 4 --json a.json
-    python benchmarks/beside_trl.py look TRL work/sums/sft_0/checkpoint/ --rows work/sums --json b.json --order a.json
+    python benchmarks/beside_trl.py minivlmrl work/sums/sft_0/checkpoint/ --rows work/sums --json a.json
+    python benchmarks/beside_trl.py TRL work/sums/sft_0/checkpoint/ --rows work/sums --json b.json --order a.json
 
-recipes/from_text_model.py made vlm/ from the text model, recipes/sums.py wrote the rows of `sums`, and
 benchmarks/look.py wrote `work`. TRL trains with the same rows in the same order and the recipe's method options, in
-float32, and scores completions alone, as on a GPU: LoRA on the text model (sums), or a frozen decoder with a trained
-tower and merger (look). minivlmrl trains only groups with different rewards, unless --all is given. Runs end after
---steps steps, without saving a model. Accuracy is over a step's completions, before the update.
+float32, and scores completions alone, as on a GPU. Both freeze the decoder, and train tower and merger. minivlmrl
+trains only groups with different rewards, unless --all is given. Runs end after --steps steps, without saving a model.
+Accuracy is over a step's completions, before the update.
 """
 
 import argparse
@@ -36,8 +33,6 @@ from minivlmrl.run.datasets import load_datasets  # noqa: E402
 from minivlmrl.run.loop import run_training  # noqa: E402
 from minivlmrl.trainers.grpo import GRPOTrainer  # noqa: E402
 
-# {recipe: completions in a forward and backward pass of TRL}; 128 sums need more than 24 GiB
-RECIPES = {"sums": 16, "look": 192}
 # options with the same name in TRL's GRPOConfig
 SAME = "num_generations", "loss_type", "beta", "max_steps", "learning_rate", "warmup_steps", "adam_beta2"
 
@@ -98,14 +93,11 @@ def trl_reward(reward: Reward, answer_format: str):
     return judge
 
 
-def trl_trainer(
-    model, config: RunConfig, rows: list[Row], callback, batch: int | None = None, peft_config=None, **more
-):
-    """Build TRL's GRPOTrainer with the method of a recipe, in float32 on a CPU.
+def trl_trainer(model, config: RunConfig, rows: list[Row], callback, peft_config=None, **more):
+    """Build TRL's GRPOTrainer with the method of a recipe, in float32 on a CPU, with one batch per step.
 
     Args:
         model: model from transformers, or its folder.
-        batch: completions in a forward and backward pass, None = all of a step.
         more: options of GRPOConfig.
     """
     import datasets
@@ -114,15 +106,13 @@ def trl_trainer(
 
     trl.trainer.utils._use_triton = lambda *args, **kwargs: True  # score completions alone, as on a GPU
     grpo = config.grpo
-    completions = grpo.prompts_per_step * grpo.num_generations
-    batch = batch or completions
     options = {
         **{name: getattr(grpo, name) for name in SAME}, "seed": config.seed, "shuffle_dataset": False,
         "max_completion_length": config.sampling.max_new_tokens, "temperature": config.sampling.temperature,
         "reward_weights": [*config.rewards.values()],
         "lr_scheduler_type": {"constant": "constant_with_warmup"}.get(grpo.lr_scheduler_type, grpo.lr_scheduler_type),
-        "per_device_train_batch_size": batch, "gradient_accumulation_steps": completions // batch,
-        "steps_per_generation": completions // batch, "output_dir": f"{config.output_dir}_trl",
+        "per_device_train_batch_size": grpo.prompts_per_step * grpo.num_generations,
+        "output_dir": f"{config.output_dir}_trl",
         "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "save_strategy": "no", "report_to": "none",
         "logging_steps": 1, "disable_tqdm": True,
     }  # fmt: skip
@@ -190,7 +180,6 @@ class OurSteps(Recorder):
 
 
 def train_trl(options: argparse.Namespace, config: RunConfig):
-    import peft
     import transformers
 
     class TheirSteps(transformers.TrainerCallback):
@@ -202,37 +191,28 @@ def train_trl(options: argparse.Namespace, config: RunConfig):
 
     order = json.loads(options.order.read_text())["rows"]
     rows = load_datasets(config, {"grpo": "prompts"})["grpo"]
-    model, adapter, more = str(options.model), None, {}
-    if options.recipe == "sums":
-        adapter = peft.LoraConfig(
-            r=config.adapter.r, lora_alpha=config.adapter.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
-        )
-        more = {"model_init_kwargs": {"dtype": "float32"}}
-    else:
-        model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.float32)
-        model.model.language_model.requires_grad_(False)
-        model.lm_head.requires_grad_(False)
-    chosen = [rows[index] for index in order]
-    trl_trainer(model, config, chosen, TheirSteps(), RECIPES[options.recipe], adapter, **more).train()
+    model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(str(options.model), dtype=torch.float32)
+    model.model.language_model.requires_grad_(False)
+    model.lm_head.requires_grad_(False)
+    trl_trainer(model, config, [rows[index] for index in order], TheirSteps()).train()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", choices=RECIPES)
     parser.add_argument("trainer", choices=["minivlmrl", "TRL"])
     parser.add_argument("model", type=Path, help="folder of the model")
     parser.add_argument("--rows", type=Path, required=True, help="folder with the recipe's rows")
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--order", type=Path, help="JSON file of our run, for the order of TRL's rows")
     parser.add_argument("--all", action="store_true", help="train groups with equal rewards too, as TRL does")
     options = parser.parse_args()
     torch.set_num_threads(1)
     changes = ["--stages=[grpo]", f"--model.path={options.model}", "--model.compute_dtype=float32", "--eval_steps=0"]
-    changes += ["--data.files={}", f"--data.train_file={options.rows / options.recipe}_train.jsonl"]
+    changes += ["--data.files={}", f"--data.train_file={options.rows / 'look_train.jsonl'}"]
     changes += ["--data.eval_file=null", "--data.eval_rows=0", "--num_threads=1", "--resume=never"]
     changes += ["--state_minutes=0", f"--output_dir={options.json.with_suffix('')}_run"]
-    config = load_config(str(ROOT / f"recipes/{options.recipe}.yaml"), changes)
+    config = load_config(str(ROOT / "recipes/look.yaml"), changes)
     if options.trainer == "TRL":
         return train_trl(options, config)
     if options.all:

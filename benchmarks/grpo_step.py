@@ -180,7 +180,7 @@ def measure(steps: int, timer: PartTimer, lora_model: Path | None, size: int, pr
         theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
         options = {"max_steps": 2 * (WARMUP + steps), "logging_steps": 10**6, "output_dir": folder}
         options["generation_kwargs"] = {"min_new_tokens": new_tokens}
-        trainer = trl_trainer(theirs, ours.trainer.config, rows, Alternate(), None, peft_config, **options)
+        trainer = trl_trainer(theirs, ours.trainer.config, rows, Alternate(), peft_config, **options)
         timer.watch(trainer, "_generate_single_turn", "sampling")
         scoring = "_get_per_token_logps_and_entropies"
         timer.watch(trainer, scoring, lambda: "forward" if torch.is_grad_enabled() else "reference")

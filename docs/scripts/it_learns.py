@@ -1,6 +1,6 @@
 """Draw the curves in docs/it_learns.md, and write its tables from the JSON files in docs/curves.
 
-python -m docs.scripts.make_pages    # after benchmarks/same_curve.py, sums.py, beside_trl.py or two_steps.py
+python -m docs.scripts.make_pages    # after benchmarks/same_curve.py, sums.py or two_steps.py
 """
 
 import json
@@ -62,11 +62,6 @@ def draw_both(results: dict, title: str, subject: str) -> str:
 def draw_same_curve(results: dict) -> str:
     title = "TRL and minivlmrl learn the same curve over steps, and minivlmrl sooner over seconds"
     return draw_both(results, title, "256 held-out pictures")
-
-
-def draw_sums_beside_trl(results: dict) -> str:
-    title = "TRL and minivlmrl train a pretrained model of half a billion parameters on a CPU"
-    return draw_both(results, title, "the 128 completions of a step")
 
 
 def draw_sums(results: dict) -> str:
@@ -153,7 +148,6 @@ TABLES = {  # {first heading cell: rows}
 PICTURES = {
     "images/same_curve.svg": lambda: draw_same_curve(read("same_curve")),
     "images/sums.svg": lambda: draw_sums(read("sums")),
-    "images/sums_beside_trl.svg": lambda: draw_sums_beside_trl(read("sums_beside_trl")),
 }
 
 
