@@ -192,7 +192,7 @@ def _linear_log_softmax_backward(
     grad_weight = torch.zeros_like(weight) if trains_head else weight.new_empty(0)
     blocks = LogitBlocks(h, weight, ids[rows], mask, temperature)
     for columns in blocks.columns:
-        total = grad_weight[columns].to(g.dtype)  # a view, not a copy, if the dtypes are equal
+        total = grad_weight[columns].to(g.dtype)  # if the dtypes are equal, a view of grad_weight
         for part in blocks.rows:
             dz = blocks.differentiate(part, columns, select_rows(saved_rows, part), select_rows(upstream, part))
             accumulate_(grad_h[part], dz, weight[columns])

@@ -16,7 +16,7 @@ from minivlmrl.kernels.backend import at_least_float32
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm with a faster backward pass on a CPU than torch.nn.RMSNorm; on a GPU, it uses torch's fused kernel."""
+    """RMSNorm with a faster backward pass on a CPU than torch.nn.RMSNorm. On a GPU, torch's fused kernel is used."""
 
     eps: float  # not None, unlike in torch.nn.RMSNorm
 

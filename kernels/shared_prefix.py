@@ -43,7 +43,10 @@ class PromptSlots:
         self.full = len(prompt_index) == prompts * self.slots
 
     def by_prompt(self, x: Tensor) -> Tensor:
-        """Join a prompt's completions in one row, padded with 0 to `slots`: (R, K, h, X) -> (B, K, slots*h, X)."""
+        """Concatenate the completions of a prompt in one row: (R, K, h, X) -> (B, K, slots*h, X).
+
+        For prompts with fewer than `slots` completions, the row is padded with 0.
+        """
         if not self.full:
             x = x.new_zeros(self.prompts * self.slots, *x.shape[1:]).index_copy_(0, self.slot, x)
         return x.unflatten(0, (-1, self.slots)).transpose(1, 2).flatten(2, 3)

@@ -40,7 +40,7 @@ def loss_form(my_loss: Callable, framework: str = "torch") -> Loss:
 
 
 def with_batch(my_loss: Callable, batch: dict, options: dict) -> Any:
-    """Call f(batch, options), f(batch, **options), f(*both) or f(batch)."""
+    """Call a loss as f(batch, options), f(batch, **options) or f(batch), depending on its signature."""
     parameters = [*inspect.signature(my_loss).parameters.values()]
     last = parameters[-1]
     if last.kind is last.VAR_KEYWORD and len(parameters) == 2:

@@ -17,7 +17,7 @@ from minivlmrl.extras.parity.loss import judge
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; refuse targets without a function."""
+    """Parse the command line. The target must name a function: FILE.py:FUNCTION."""
     p = argparse.ArgumentParser("minivlmrl parity", description="Check a loss, and name its mistakes.")
     p.add_argument("target", help="FILE.py:FUNCTION")
     p.add_argument(

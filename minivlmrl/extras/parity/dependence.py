@@ -125,9 +125,13 @@ class Forward:
         return lines
 
     def allowed_moves(self, place: Place, says: str, *inputs: Tensor) -> list[Place]:
-        """Run inputs changed at token `place`; return changed log-probs from this token to the end of its document.
+        """Run inputs that were changed at one token, and return the positions of log-probs that may and do change.
 
-        Log-probs that change elsewhere are recorded as faults.
+        Log-probs may change from this token to the end of its document. Changes elsewhere are recorded as faults.
+
+        Args:
+            place: position of the token.
+            says: changed token or image, for messages.
         """
         row, token = place
         number = int(self.document[place])

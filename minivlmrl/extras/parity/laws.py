@@ -120,7 +120,7 @@ NOTES: dict[str, tuple[Law, ...]] = {
 
 
 def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options) -> int:
-    """Check that a loss has the properties of every correct loss (laws); return how many were tested.
+    """Check that a loss has the properties ("laws") of every correct loss; return the number of laws.
 
     Args:
         my_loss: loss function, see `check`.

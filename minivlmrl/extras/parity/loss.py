@@ -133,7 +133,7 @@ class Judged:
         self.cases = [case_of(loss, *case, **about) for case in recorded + second]
         settings = SETTINGS if kind == "grpo" else ("loss_type",)
         has_bounds = kind == "grpo" and self.only.get("loss_type") not in ("sapo", "vespo")
-        if has_bounds and not EPSILONS & self.read:  # hard-coded bounds: look for the closest recorded ones
+        if has_bounds and not EPSILONS & self.read:  # hard-coded epsilons: look for the closest recorded ones
             settings = (*settings, "epsilon_high")
         self.close = closest_losses(self.cases, [name for name in settings if name not in self.read])
         self.closest = self.close[0]

@@ -27,7 +27,7 @@ class Mistake:
 
     says: str
     change: dict  # {quantity: wrong value, or function that computes it}
-    kinds: str = "grpo"  # loss kinds that may have it
+    kinds: str = "grpo"  # loss kinds in which the mistake is possible
     used_by: str = ""  # projects that do this on purpose, "" = none
     threshold: float = 0.0  # smallest plausible bound, such as of a clamp; a smaller one is a mistake
     number: float = 0.0  # value of {c} found by the search, 0 = none
@@ -209,7 +209,7 @@ MISTAKES = [
         "the ratio is the arithmetic instead of the geometric mean of the ratios in its row":
             lambda s: (row_mean(s.x.exp(), s.mask) + (s.mask.sum(1, keepdim=True) == 0)).log() + 0 * s.x,
     }),
-    # bounds
+    # clipping
     *rows("terms", {
         "dual clip: with a negative advantage, a ratio counts at most {c}":
             lambda s, c: s.x.where(s.advantages >= 0, s.x.minimum(-c * s.advantages)),

@@ -28,7 +28,7 @@ NUMBERS = {
         "epsilon_high": (0.6, 0.5, 0.0, 9.0),
         "max_completion_length": (14, 8),
         "delta": (1.7, 4.0),
-        **{name: (0.7 * x, 1.4 * x) for name, x in TERM_OPTIONS.items() if x},  # SAPO and VESPO
+        **{name: (0.7 * x, 1.4 * x) for name, x in TERM_OPTIONS.items() if x},  # options of SAPO and VESPO
     },
     "dpo": {"beta": (0.17, 0.62), "label_smoothing": (0.15, 0.05)},
     "sft": {},
