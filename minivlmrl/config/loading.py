@@ -257,7 +257,9 @@ def _apply(override: str, values: dict, hints: dict[str, TypeHint]) -> dict:
     if override.startswith("--") and not separator:
         raise UserError(f"{override} has no value; write {override}=VALUE")
     if not override.startswith("--"):
-        meant = f"; write --{override}" if separator else ""
+        meant = f"; write --{override}" if "=" in override else ""
+        if override.endswith((".yaml", ".yml")):
+            meant = ". The recipe is the first argument, before all overrides"
         raise UserError(f"{override!r}: an override must have the form --section.name=value{meant}")
     # for an option of type str, 007 stays a string
     is_text = type_text(hint).removesuffix(" or null") in ("str", "file.py:name")

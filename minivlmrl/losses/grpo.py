@@ -157,7 +157,7 @@ def clipped(inputs: TermInputs, *, delta: float | None = None) -> tuple[Tensor, 
     """Compute PPO's clipped term (eq. 7): -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A).
 
     Args:
-        delta: upper bound on the unclipped ratio, greater than 1 + epsilon_high (INTELLECT-2, arXiv 2505.07291).
+        delta: upper bound on the unclipped ratio, usually above 1 + epsilon_high (INTELLECT-2, arXiv 2505.07291).
     """
     ratio = inputs.ratio
     advantages = inputs.advantages

@@ -139,6 +139,8 @@ def dpo_loss(
     """
     loss_types = [loss_type] if isinstance(loss_type, str) else loss_type
     check_dpo_options(loss_types, loss_weights, label_smoothing, f_divergence_type)
+    if not beta > 0:
+        raise ValueError(f"beta is {beta}, but it must be greater than 0")
     if ref_logps is None:
         if ref_per_token_logps is None:
             raise ValueError("pass ref_per_token_logps or ref_logps")

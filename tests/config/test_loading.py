@@ -319,6 +319,7 @@ REFUSED = [  # (recipe, overrides, error message)
         "FOLDER/recipe.yaml: data.train is 'a.jsonl', but it must be an object with names and",
     ),
     ({}, ["--data.train_file=a.jsonl", "b.jsonl"], "'b.jsonl': an override must have the form --section.name=value"),
+    ({}, ["--seed=1", "mine.yaml"], "'mine.yaml': an override must have the form --section.name=value. The recipe is"),
     ({}, ["--rewards={accuracy: 0, format: 0.0}"], "command line: rewards are {'accuracy': 0.0, 'format': 0.0}; at"),
     ("seed: [1\n", [], NO_YAML + " (line 1, 'seed: [1': close the bracket"),
     ("data:\n  system_prompt: 'Yes\n", [], NO_YAML + ' (line 2, "system_prompt: \'Yes": close the quote)'),

@@ -1,5 +1,6 @@
 """Test digits and limits of preference losses; tests/parity compares them with TRL."""
 
+import math
 from math import exp, log
 from types import SimpleNamespace
 
@@ -124,6 +125,7 @@ def test_kto_kl():
     ({"loss_type": []}, "name at least one loss"),
     ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "give one weight for each"),
     ({"loss_type": "exo_pair"}, "takes the logarithm of label_smoothing; set it above 0"),
+    ({"beta": 0.0}, "beta is 0.0, but it must be greater than 0"), ({"beta": math.nan}, "beta is nan"),
     ({"label_smoothing": 0.5}, r"label_smoothing is 0.5, but it must be in \[0, 0.5\)"),
     ({"ref_per_token_logps": None}, "pass ref_per_token_logps or ref_logps"),
     ({"f_divergence_type": "kl"}, "'kl', but it must be one of reverse_kl, forward_kl, js_divergence, alpha"),
