@@ -478,7 +478,10 @@ def measure(name: str) -> dict:
 def main():
     options = common.study_options(__doc__, arms=CLAIMS).parse_args()
     torch.set_num_threads(1)
-    common.study(options.json, [{"name": name} for name in options.only], measure)
+    results = common.study(options.json, [{"name": name} for name in options.only], measure)
+    for run in results["runs"]:
+        if run["name"] in options.only:
+            print(f"{run['name']}: {run['verdict']}")
 
 
 if __name__ == "__main__":

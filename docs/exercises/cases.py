@@ -491,7 +491,7 @@ def _(log_probabilities):
     """
     rewards.view(-1, num_generations) has a group in each row. The mean and std of a tensor do almost all; std divides
     by n - 1. The 1e-4 keeps advantages small in a group with tiny differences, and prevents 0 / 0 in a group of equal
-    rewards.
+    rewards. Subtract one of them from all before you take the mean, and it is exactly 0.
     """,
     {
         "you divide by n in the variance; this standard deviation divides by n - 1":
@@ -508,6 +508,8 @@ def _(log_probabilities):
         "your standard deviation is that of all groups": ("groups.std(1, keepdim=True)", "groups.std()"),
         "the completions of a group are neighbors; view(-1, num_generations)":
             ("rewards.view(-1, num_generations)", "rewards.view(num_generations, -1).T"),
+        "equal rewards do not give exactly 0, because their mean is rounded; subtract one of them from all first":
+            ("    groups = groups - groups.amax(1, keepdim=True)\n", ""),
         "you subtract the largest reward instead of the mean": ("groups.mean(1, keepdim=True)", "0"),
         "your advantages have the wrong sign; subtract the mean from the reward":
             ("centered / (", "-centered / ("),
@@ -518,13 +520,17 @@ def _(log_probabilities):
 def _(group_advantages):
     """
     Turn rewards (n,) into advantages (n,). The num_generations rewards of a group are neighbors. Subtract the mean of
-    the group, and divide by its standard deviation (with n - 1) plus 1e-4.
+    the group, and divide by its standard deviation (with n - 1) plus 1e-4. Equal rewards give exactly 0, even if their
+    mean is rounded.
     """
     for rewards in ([1.0, 1.0, 0.0, 0.0], [1.5, 0.5, 0.5, 0.0, 0.0], [0.5, 0.50005, 0.5, 0.50005], [1.0, 1.0, 1.0]):
         group = torch.tensor(rewards, dtype=torch.float64)
         yield f"rewards {rewards}", {"advantages": group_advantages(group, len(group))}
     groups = torch.tensor([1.0, 0.0, 0.0, 5.0, 6.0, 7.0], dtype=torch.float64)
     yield f"rewards {groups.tolist()} of two groups", {"advantages": group_advantages(groups, 3)}
+    equal = group_advantages(torch.full((8,), 0.1), 8)
+    are_zero = isinstance(equal, torch.Tensor) and not equal.any()
+    yield "eight rewards of 0.1 in float32", {"that all advantages are 0": are_zero}
 
 
 LOGPS = torch.tensor([[-1.0, -0.5, -2.0], [-0.3, -0.9, 4.0]], dtype=torch.float64, requires_grad=True)
@@ -560,6 +566,10 @@ MASK = torch.tensor([[True, True, True], [True, True, False]])
             ("-torch.min(ratio *", "-torch.min(clipped *"),
         "your loss has the wrong sign; it must be the negative of the objective": ("-torch.min", "torch.min"),
         "the sum includes tokens after the end of a completion; multiply by the mask": (" * mask", ""),
+        "the ratio at padding can overflow, and inf * 0 is nan; multiply its logarithm by the mask":
+            ("(per_token_logps - old_per_token_logps) * mask", "(per_token_logps - old_per_token_logps)"),
+        "the KL at padding can overflow, and inf * 0 is nan; multiply its log-ratio by the mask":
+            ("(ref_per_token_logps - per_token_logps) * mask", "(ref_per_token_logps - per_token_logps)"),
         "you divide by the number of columns; divide by the number of tokens of each completion":
             ("mask.sum(1).clamp(min=1)", "mask.shape[1]"),
         "you average over all tokens, as DAPO does; average over each completion, and then over the completions":
@@ -586,6 +596,7 @@ def _(grpo_loss):
     old = LOGPS.detach() + torch.tensor([[0.1, -0.3, 0.4], [0.4, -0.3, 3.0]])
     ref = LOGPS.detach() + torch.tensor([[-0.2, 0.5, 0.1], [0.3, -0.4, -1.0]])
     advantages = torch.tensor([0.8, -0.5], dtype=torch.float64)
+    far = ref.masked_fill(~MASK, 1000)
     calls = {
         "the policy has sampled": (None, torch.ones_like(MASK), {}),
         "an older policy has sampled": (old, torch.ones_like(MASK), {}),
@@ -593,6 +604,8 @@ def _(grpo_loss):
         "the second completion has no tokens": (old, MASK & torch.tensor([[True], [False]]), {}),
         "epsilon_low is 0.1 and epsilon_high 0.35": (old, MASK, {"epsilon_low": 0.1, "epsilon_high": 0.35}),
         "beta is 0.3": (old, MASK, {"beta": 0.3, "ref_per_token_logps": ref}),
+        "the sampler has -1000 at padding": (old.masked_fill(~MASK, -1000), MASK, {}),
+        "the reference has 1000 at padding": (old, MASK, {"beta": 0.3, "ref_per_token_logps": far}),
     }
     for description, (old_per_token_logps, mask, options) in calls.items():
         loss = grpo_loss(LOGPS, advantages, mask, old_per_token_logps=old_per_token_logps, **options)

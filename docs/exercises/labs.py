@@ -10,12 +10,14 @@ python -m docs.exercises.labs 4 FOLDER --base=FOLDER     # adapters that learned
 import argparse
 import contextlib
 import io
+import math
 import random
 import runpy
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from numbers import Real
 from pathlib import Path
 
 import torch
@@ -47,6 +49,7 @@ def attacks(solution: str, draw: random.Random) -> dict[str, str]:
         "half of the solution": form("I see it", solution.split()[draw.randrange(2)]),
         "the solution and its opposite": form("I see it", f"{solution} or {wrong}"),
         "the solution without tags": solution,
+        "text after </answer>": form("I see it", solution) + " I am sure.",
         "an answer that denies the solution": form("I see it", f"not {solution}"),
         "nothing": form("", ""),
         "a wrong answer, very long": form("I see it. " * draw.randint(50, 200), wrong),
@@ -55,9 +58,23 @@ def attacks(solution: str, draw: random.Random) -> dict[str, str]:
     }
 
 
+def read_reward(path: str) -> Callable[[str, str], float]:
+    """Read `reward` from a file, and refuse what it returns unless it is a finite number."""
+    names = runpy.run_path(path)
+    minimal.require("reward" in names, f"{path} has no function reward(text, solution)")
+
+    def checked(text: str, solution: str) -> float:
+        value = names["reward"](text, solution)
+        is_finite = isinstance(value, Real) and math.isfinite(value)
+        minimal.require(is_finite, f"{path}: reward returned {value!r}, which is no finite number, for {text[:120]!r}")
+        return value
+
+    return checked
+
+
 def check_reward(path: str, seed: int, options: Namespace) -> Iterator[str]:
     """Compare rewards, reward(text, solution) -> float, of right answers in several spellings with those of attacks."""
-    reward = runpy.run_path(path)["reward"]
+    reward = read_reward(path)
     draw = random.Random(seed)
     found = {}  # {kind of answer: its first example}
     for solution in draw.sample(minimal.LABELS, 6):
@@ -79,14 +96,24 @@ def check_reward(path: str, seed: int, options: Namespace) -> Iterator[str]:
 
 
 def check_curve(path: str, seed: int, options: Namespace) -> Iterator[str]:
-    """Write rewards of a training with a bug of the museum, or check the number of the bug."""
-    number = random.Random(seed).choice(VISIBLE)
-    if options.answer is None:
-        Path(path).write_text(curve(changed(EXHIBITS[number - 1]), seed), "utf-8")
-        yield f"{path} is written; find its bug among {VISIBLE} of docs/museum.md, and add --answer=NUMBER"
-        yield f"without a bug, python minimal.py --max_steps={STEPS} --seed={seed} prints the curve to compare"
-    elif options.answer != number:
+    """Check the number of the bug."""
+    if options.answer != bug(seed):
         yield f"it is another bug than number {options.answer}"
+
+
+def bug(seed: int) -> int:
+    """Draw an exhibit of the museum."""
+    return random.Random(seed).choice(VISIBLE)
+
+
+def write_curve(path: str, seed: int) -> str:
+    """Write rewards of a training with a bug of the museum; return what to do next."""
+    with open(path, "w", encoding="utf-8") as file:  # a wrong path ends before the training
+        file.write(curve(changed(EXHIBITS[bug(seed) - 1]), seed))
+    return (
+        f"{path} is written. Next: compare it with what python minimal.py --max_steps={STEPS} --seed={seed} prints, "
+        f"find its bug among {VISIBLE} of docs/museum.md, and add --answer=NUMBER to this command"
+    )
 
 
 def curve(names: dict, seed: int) -> str:
@@ -143,7 +170,7 @@ def check_adapters(path: str, seed: int, options: Namespace) -> Iterator[str]:
     base = minimal.load(options.base).state_dict()
     for name, weight in minimal.load(path).state_dict().items():
         change = weight - base[name]
-        if change.any() and (change.dim() < 2 or torch.linalg.matrix_rank(change, rtol=1e-3) > RANK):
+        if change.any() and (change.dim() < 2 or torch.linalg.matrix_rank(change.flatten(1), rtol=1e-3) > RANK):
             yield f"{name} changed by more than a product of two matrices of rank {RANK}"
 
 
@@ -162,7 +189,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.number == 4 and not options.base:
         parser.error("lab 4 needs --base=FOLDER, the model before training")
-    faults = list(LABS[options.number](options.path, options.seed, options))
+    try:
+        if options.number == 2 and options.answer is None:
+            print(write_curve(options.path, options.seed))
+            return 0
+        faults = list(LABS[options.number](options.path, options.seed, options))
+    except (minimal.InputError, OSError) as error:
+        faults = [str(error)]
     print("\n".join(f"not yet: {fault}" for fault in faults) or "pass")
     return int(bool(faults))
 

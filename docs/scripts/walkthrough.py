@@ -88,7 +88,7 @@ The advantage is (reward - mean) / (standard deviation + 0.0001), over the group
 
 # Loss: grpo_loss ratio loss
 In the first step, policy, sampler and reference have the same weights, so all ratios are 1, and the KL is 0. The loss
-of a token is its advantage with the other sign. Their mean over the group is about 0, but [the gradient is
+of a token is minus its advantage. The mean over the group is about 0, but [the gradient is
 not](metrics.md#why-is-my-loss-0).
 
 # Update: train

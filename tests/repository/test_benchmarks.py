@@ -172,6 +172,15 @@ def test_the_page_says_of_methods_what_was_recorded(monkeypatch):
         assert any(f"{abs(value):.{decimals}f}" == number for value in values), number
 
 
+def test_verdicts_of_old_and_new_runs_are_printed(tmp_path, monkeypatch, capsys):
+    claims = importlib.import_module("benchmarks.claims")
+    (tmp_path / "out.json").write_text(json.dumps({"runs": [{"name": "kl", "verdict": "holds here"}]}))
+    monkeypatch.setitem(claims.TESTS, "length", lambda: ({}, False))
+    monkeypatch.setattr("sys.argv", ["claims.py", "--json", str(tmp_path / "out.json"), "--only", "kl", "length"])
+    claims.main()
+    assert capsys.readouterr().out == "kl: holds here\nlength: does not hold here\n"
+
+
 def test_an_exact_claim_is_as_recorded():
     runs = json.loads((ROOT / "docs" / "curves" / "claims.json").read_text())["runs"]
     [recorded] = [run for run in runs if run["name"] == "length"]
