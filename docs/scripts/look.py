@@ -25,11 +25,11 @@ def accuracy_rows(results: dict) -> list[str]:
     """Return the table rows: one per run."""
     rows = []
     for run in results["runs"]:
-        greedy = " -> ".join(f"{value:.3f}" for value in run["greedy"])
-        cells = [run["run"], str(run["seed"]), greedy, *(f"{share(run['right'][kind]):.3f}" for kind in KINDS)]
+        greedy = [f"{run['greedy'][at]:.3f}" for at in (0, -1)]
+        cells = [run["run"], str(run["seed"]), *greedy, *(f"{share(run['right'][kind]):.3f}" for kind in KINDS)]
         rows.append(f"| {' | '.join([*cells, str(run['cpu_seconds'])])} |")
     if "most_frequent" in results["runs"][0]:
-        rows.append(f"| the most frequent sum | | | {results['runs'][0]['most_frequent']['sum']:.3f} | | | | |")
+        rows.append(f"| the most frequent sum | | | | {results['runs'][0]['most_frequent']['sum']:.3f} | | | | |")
     return rows
 
 

@@ -146,7 +146,8 @@ def test_the_prose_of_look_has_the_numbers_of_its_tables():
     number = re.compile(r"\d\.\d{2,}")
     assert len(number.findall(prose)) > 4
     only_prose = {x for x in number.findall(prose) if x not in number.findall(tables)}
-    assert only_prose == {"3.88", "0.172"}  # million parameters, most frequent sum in 64 rows
+    # million parameters, most frequent sum in 64 rows, evaluations in the middle of runs
+    assert only_prose == {"3.88", "0.172", "0.677", "0.865"}
 
 
 def test_numbers_of_the_readme_are_on_its_pages():
