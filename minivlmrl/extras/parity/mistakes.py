@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from operator import attrgetter
 from typing import Any
 
@@ -68,6 +69,11 @@ def shifted(x: Tensor, by: int) -> Tensor:
 def cispo(bounded: Callable) -> Callable:
     """Return a function for CISPO's loss per token, with importance ratios clipped by `bounded`."""
     return lambda s: -bounded(s).detach() * s.advantages * s.per_token_logps
+
+
+def normalized(correction: int, epsilon: float, s) -> Tensor:
+    """Normalize advantages; `correction` 0 stands for the biased standard deviation."""
+    return (s.x - s.x.mean()) / (s.x.std(correction=correction) + epsilon)
 
 
 def divided_by(count: Callable, s) -> float:
@@ -179,11 +185,10 @@ MISTAKES = [
         "luspo's loss is not masked, but averaged over all columns":  # seen in Liger-Kernel and axolotl
             lambda s: (s.unmasked * s.lengths[:, None]).mean(),
     }),
-    *rows("advantages", {
-        "with an epsilon of 1e-8": lambda s: (s.x - s.x.mean()) / (s.x.std() + 1e-8),
-        "by the biased standard deviation, with an epsilon of 0.0001":
-            lambda s: (s.x - s.x.mean()) / (s.x.std(correction=0) + 1e-4),
-    }, says="advantages are normalized again within each micro-batch, "),
+    *(
+        Mistake("advantages are normalized again within each micro-batch", {"advantages": partial(normalized, *how)})
+        for how in product((0, 1), (1e-4, 1e-8))
+    ),
     # ratios
     *rows("importance_sampling_level", {  # GSPO eq. 7
         "each token has its own ratio": "token",

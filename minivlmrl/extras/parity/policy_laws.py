@@ -159,9 +159,10 @@ def the_kl_is_that_of_policy_and_reference(loss: Examined) -> Iterator[str]:
     logps, ref = torch.randn(2, 3, generator=generator, dtype=torch.float64).log_softmax(1)
     batch = tokens(torch.ones_like(logps), torch.zeros_like(logps), logps, ref)
     of_kl = loss.gradient(batch, beta=1.0) - loss.gradient(batch, beta=0.0)
-    if not of_kl.any():
+    weights = token_weights(loss, batch)
+    if not (of_kl.any() and weights.all()):
         return
-    slopes = (of_kl / token_weights(loss, batch))[:, 0]
+    slopes = (of_kl / weights)[:, 0]
     probs = logps.exp()
     # expected gradients with respect to logits
     found = probs * (slopes - probs @ slopes)

@@ -12,7 +12,7 @@ from torch.nn.functional import pad, softplus
 
 from minivlmrl.extras.parity.calling import like_grpo_loss
 from minivlmrl.extras.parity.command import main
-from minivlmrl.extras.parity.laws import LAWS
+from minivlmrl.extras.parity.laws import LAWS, examine
 from minivlmrl.extras.parity.loss import cases, check, judge
 from minivlmrl.extras.parity.vectors import read_cases
 from minivlmrl.losses import preference, sft
@@ -276,8 +276,6 @@ UNSEEN = [
      "not divided by its temperature; averaged as in dapo"),
     (changed(loss=lambda q: ((q.terms * q.mask).sum(1) / q.mask.sum(1, keepdim=True).clamp(min=1)).mean()), NO_KL,
      "divided by the lengths of all rows"),
-    (changed(advantages=lambda q: (q.advantages - q.advantages.mean()) / (q.advantages.std(correction=0) + 1e-4)),
-     NO_KL, "by the biased standard deviation, with an epsilon of 0.0001"),
     (changed(log_ratio=lambda q: q.logps.bfloat16().double() - q.old.bfloat16().double()), NO_KL,
      "log-probabilities are in bfloat16"),
     (changed(beta=lambda q: 1.0), KL, "not multiplied by beta"),
@@ -359,6 +357,18 @@ def test_a_mistake_or_a_design_is_named(loss, only, phrase):
     expected = [text for text in re.split("; (?!and )", phrase) if text]
     assert verdict.differences and len(verdict.kinds) == len(expected), str(verdict)
     assert all(any(re.search(text, line) for line in found) for text in expected), str(verdict)
+
+
+def normalized(correction, epsilon):
+    """Normalize advantages within a batch: for all-equal ones, gradients and token weights are 0."""
+    return lambda q: (q.advantages - q.advantages.mean()) / (q.advantages.std(correction=correction) + epsilon)
+
+
+@pytest.mark.parametrize(("correction", "epsilon"), [(0, 1e-4), (0, 1e-8), (1, 1e-4), (1, 1e-8)])
+def test_advantages_that_are_normalized_again_are_named(correction, epsilon):
+    loss = changed(advantages=normalized(correction, epsilon))
+    assert judge(loss, **KL).names == ["mistake: advantages are normalized again within each micro-batch"]
+    assert "the_kl_is_that_of_policy_and_reference" not in examine(loss).broken
 
 
 @pytest.mark.parametrize("option", ["--tolerance=1e-6", "--laws"])
