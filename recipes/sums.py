@@ -5,9 +5,9 @@
 sums_new.jsonl has two kinds of problems without training rows. No problem occurs twice.
 """
 
+import argparse
 import json
 import random
-import sys
 from pathlib import Path
 
 # {kind: (problem template, number ranges, function for the solution)}
@@ -39,4 +39,6 @@ def main(folder: Path):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    main(parser.parse_args().folder)

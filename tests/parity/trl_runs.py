@@ -8,9 +8,9 @@ not trained on. TRL's GRPO gets the completions of our sampler. DESIGNS are the 
 else on purpose. TRL is changed to agree with us, and the table also shows runs in which TRL keeps one design, or all.
 """
 
+import argparse
 import json
 import os
-import sys
 import tempfile
 from contextlib import redirect_stdout
 from itertools import chain
@@ -289,4 +289,6 @@ def main(file: str | None = None):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", help="JSON file of the results")
+    main(parser.parse_args().file)
