@@ -2,7 +2,7 @@
 
 The checks need no reference implementation. Error messages show the smallest batch on which the loss fails.
 
-    laws.py: all losses (NaN, masked tokens, padding, row order, micro-batches)
+    laws.py: all losses (NaN, inputs changed in place, masked tokens, padding, row order, micro-batches)
     policy_laws.py: policy losses (advantages, importance ratios, KL)
     preference_laws.py: DPO losses (gradient signs, beta, averages) and SFT losses (average)
 """
@@ -17,6 +17,7 @@ from minivlmrl.extras.parity.calling import loss_form
 from minivlmrl.extras.parity.examined import DEFAULTS, MASKS, Examined, Law, described, numbers, random_batch
 from minivlmrl.extras.parity.policy_laws import KL_LAWS, ON_POLICY_LAWS, no_kl_note, weights_note
 from minivlmrl.extras.parity.preference_laws import DPO_LAWS, tokens_are_averaged
+from minivlmrl.extras.parity.reads import kind_of, refuse_random
 from minivlmrl.extras.parity.verdict import Verdict
 
 
@@ -29,6 +30,16 @@ def numbers_are_finite(loss: Examined) -> Iterator[str]:
                 f"the loss or its gradient is not a number. Smallest batch: {described(batch, options)}; the loss is "
                 f"{numbers(value)}, and its gradient is {numbers(slope)}"
             )
+
+
+def inputs_stay_unchanged(loss: Examined) -> Iterator[str]:
+    """Require that the loss changes no tensor of its batch in place."""
+    batch = random_batch(loss.kind, MASKS[-1])
+    copies = {name: x.clone() for name, x in batch.items()}
+    loss.my_loss(copies, {**loss.options, "tokens": 9})
+    for name, x in batch.items():
+        if not copies[name].equal(x):
+            yield f"the loss changes {name} in place"
 
 
 def changed_by(loss: Examined, vary: Callable, says: str) -> Iterator[str]:
@@ -102,6 +113,7 @@ def micro_batch_note(loss: Examined) -> Iterator[str]:
 
 COMMON_LAWS: tuple[Law, ...] = (
     numbers_are_finite,
+    inputs_stay_unchanged,
     masked_tokens_are_inert,
     padding_changes_nothing,
     rows_have_no_order,
@@ -119,12 +131,14 @@ NOTES: dict[str, tuple[Law, ...]] = {
 }
 
 
-def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options) -> int:
+def laws(
+    my_loss: Callable, kind: str | None = None, tolerance: float = 1e-6, framework: str = "torch", **options
+) -> int:
     """Check that a loss has the properties ("laws") of every correct loss; return the number of laws.
 
     Args:
         my_loss: loss function, see `check`.
-        kind: grpo, dpo or sft.
+        kind: grpo, dpo or sft, None = infer as in `check`.
         tolerance: maximum rounding error; float32 losses need 1e-5.
         framework: torch, jax or mlx, see `check`.
         options: loss options, such as beta=0.1. In DPO, loss_type selects the laws.
@@ -141,16 +155,19 @@ def laws(my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framewo
 
 
 def examine(
-    my_loss: Callable, kind: str = "grpo", tolerance: float = 1e-6, framework: str = "torch", **options
+    my_loss: Callable, kind: str | None = None, tolerance: float = 1e-6, framework: str = "torch", **options
 ) -> Verdict:
     """Test a loss like `laws`, but return a report instead of raising AssertionError."""
+    loss = loss_form(my_loss, framework)
+    kind = kind or kind_of(loss)
     if kind not in LAWS:
         raise UserError(f"kind is {kind!r}, but it must be one of {', '.join(LAWS)}")
     for name in options:
         if name not in DEFAULTS[kind]:
             known = ", ".join(DEFAULTS[kind])
             raise UserError(f"{name!r} is not an option of the kind {kind}; the options are {known}")
-    loss = Examined(loss_form(my_loss, framework), kind, options, tolerance)
+    refuse_random(loss, kind)
+    loss = Examined(loss, kind, options, tolerance)
     tested = 0
     broken = {}
     for group in LAWS[kind]:

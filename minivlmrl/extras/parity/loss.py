@@ -16,7 +16,7 @@ from minivlmrl.extras.parity.calling import loss_and_gradient, loss_form
 from minivlmrl.extras.parity.examined import DEFAULTS
 from minivlmrl.extras.parity.laws import examine
 from minivlmrl.extras.parity.policy_laws import NO_KL
-from minivlmrl.extras.parity.reads import NUMBERS, kind_of, knows, needs, reads_of
+from minivlmrl.extras.parity.reads import NUMBERS, kind_of, knows, needs, reads_of, refuse_random
 from minivlmrl.extras.parity.recomputed import Case, name_of_loss, our_loss, term_options
 from minivlmrl.extras.parity.search import case_of, find_names
 from minivlmrl.extras.parity.vectors import read_cases, read_options
@@ -118,9 +118,11 @@ class Judged:
         wanted = {}
         if "loss_type" in self.only:
             wanted["loss_type"] = next(cases(kind=kind, **self.only))[1]["loss_type"]
+        refuse_random(loss, kind)
         self.read = reads_of(loss, kind, wanted)
         if "loss_type" in self.read:
             self.only = only
+        self.is_named = "loss_type" in self.only and "loss_type" not in only
         reads_kl = {"beta", "ref_per_token_logps"} & self.read
         self.has_no_kl = kind == "grpo" and not reads_kl and not self.only.get("beta")
         self.has_idle_kl = self.has_no_kl and "beta" not in self.only and needs(loss, kind, "beta")
@@ -184,6 +186,8 @@ class Judged:
         names = []
         if differences:
             names = self.causes() or [NO_NAME]
+        if self.is_named and any("averaged as in" in line for line in names):
+            names.append(f"mistake: by its name, the loss is averaged as in {self.only['loss_type']}")
         if self.has_idle_kl:
             names.append("mistake: the KL never acts: beta is read, but changes nothing")
         verdict = Verdict(len(judged), says, differences, names, notes=self.notes)
@@ -200,7 +204,7 @@ class Judged:
             unread -= {"delta", "beta"}
         if unread and "loss_type" not in self.read:
             listed = ", ".join(sorted(unread))
-            verdict.notes.append(f"not read: {listed}; the loss was tested only with its own values of them")
+            verdict.notes.append(f"without effect: {listed}; the loss was tested only with its own values of them")
         return verdict
 
     def causes(self) -> list[str]:

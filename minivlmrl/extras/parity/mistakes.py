@@ -231,10 +231,6 @@ MISTAKES = [
         "REINFORCE: a token's term is -A log pi, without a ratio": lambda s: -s.advantages * s.per_token_logps,
     }, used_by="rlhf-book: the loss reinforce"),
     *rows("terms", {
-        "sapo's gate is not divided by its temperature":
-            lambda s: s.x * torch.where(s.advantages > 0, s.sapo_temperature_pos, s.sapo_temperature_neg),
-        "cispo's weight multiplies the ratio instead of the log-probability":
-            lambda s: -s.ratio.clamp(max=s.epsilon_high).detach() * s.advantages * s.ratio,
         "cispo's ratio is not detached":
             lambda s: -s.ratio.clamp(max=s.epsilon_high) * s.advantages * s.per_token_logps,
         "cispo's ratio has no bound": cispo(attrgetter("ratio")),
@@ -243,8 +239,6 @@ MISTAKES = [
             {"advantages": lambda s: -s.x, "terms": lambda s: -s.x},
         "only the clipped term is used, without the minimum": lambda s: -s.clipped_ratio * s.advantages,
         "the policy term is multiplied by the ratio a second time": lambda s: s.x * s.ratio,
-        "dual clip also for positive advantages: a ratio counts at least {c}":
-            lambda s, c: s.x.minimum(-c * s.advantages),
         "the maximum of the clipped and the unclipped objective is used for negative advantages":
             lambda s: -s.ratio.clamp(max=1 + s.epsilon_high) * s.advantages,
     }),
@@ -261,13 +255,6 @@ MISTAKES = [
             "epsilon_high": lambda s: math.expm1(s.epsilon_high),
         },
         "the upper bound of the clip is epsilon_high instead of 1 + epsilon_high": lambda s: s.x - 1,
-        "ratios are clipped to at least 1 / (1 + epsilon_high)":
-            {"epsilon_low": lambda s: 1 - 1 / (1 + s.epsilon_high)},
-        "sapo's two temperatures are swapped": {
-            "sapo_temperature_pos": attrgetter("sapo_temperature_neg"),
-            "sapo_temperature_neg": attrgetter("sapo_temperature_pos"),
-        },
-        "sapo has the same temperature for both signs": {"sapo_temperature_neg": attrgetter("sapo_temperature_pos")},
     }),
     # the KL
     *rows("kl_estimator", {"the KL estimator is k1": "k1"}),  # k1 has a gradient of 0 on average (arXiv 2506.09477)
@@ -291,7 +278,6 @@ MISTAKES = [
             "use_bias_correction_kl": False, "KL": lambda s: s.x * s.ratio.detach()
         },
         "weighted with pi / pi_ref": {"use_bias_correction_kl": False, "KL": lambda s: s.x * s.ref_log_ratio.exp()},
-        "weighted with the clipped ratio": {"use_bias_correction_kl": False, "KL": lambda s: s.x * s.clipped_ratio},
     }, says="the KL is "),
     *rows("KL estimate", CLAMPED, says="the KL ", threshold=1.0,
           used_by="verl, EasyR1, OpenRLHF, SkyRL, ms-swift, unsloth and slime, with a bound of 10"),
@@ -302,8 +288,6 @@ MISTAKES = [
     *rows("KL estimate", {
         "the KL is that of torch's kl_div, pi_ref * log(pi_ref / pi)":
             lambda s: -s.ref_per_token_logps.exp() * s.ref_log_ratio,
-        "the KL is pi * log(pi / pi_ref) of the sampled tokens, which are weighted with pi already":
-            lambda s: s.per_token_logps.exp() * s.ref_log_ratio,
         "k3 has the wrong sign of its log-ratio": lambda s: s.x - 2 * s.ref_log_ratio,
         "k3 lacks its log-ratio": lambda s: s.x - s.ref_log_ratio,
         "the KL estimator is k1 with the wrong sign": lambda s: -s.ref_log_ratio,  # seen in rlhf-book
@@ -345,7 +329,6 @@ MISTAKES = [
     *rows("loss_type", {name: [name] for name in DPO_LOSSES}, "dpo", "the loss is "),
     *rows("pair loss", {
         "the log is missing, so the loss is -sigmoid": lambda s: -s.margins.sigmoid().mean(),
-        "the loss is exp(-beta * margin)": lambda s: (-s.margins).exp().mean(),
     }, "dpo"),
     *rows("log-ratio", {  # arXiv 2402.10571
         "{c} is subtracted from beta times the margin": lambda s, c: s.x - c / s.beta * CHOSEN,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from minivlmrl.errors import UserError
 from minivlmrl.extras.parity.calling import loss_and_gradient
 from minivlmrl.extras.parity.examined import DEFAULTS, MASKS, random_batch
 from minivlmrl.extras.parity.recomputed import TERM_OPTIONS
@@ -47,10 +48,10 @@ def probe(kind: str, only: dict) -> tuple[dict, dict]:
     return batch, options | only
 
 
-def outcome(loss: Callable, batch: dict, options: dict) -> tuple | None:
-    """Return loss and gradient as lists; None if the user's loss raises an exception."""
+def outcome(loss: Callable, batch: dict, options: dict) -> str | None:
+    """Return loss and gradient as text, in which NaN equals NaN; None if the user's loss raises an exception."""
     try:
-        return tuple(x.tolist() for x in loss_and_gradient(loss, batch, options))
+        return str([x.tolist() for x in loss_and_gradient(loss, batch, options)])
     except Exception:  # any error in the user's code
         return None
 
@@ -79,7 +80,7 @@ def reads_of(loss: Callable, kind: str, only: dict) -> set[str]:
 def knows(loss: Callable, kind: str, loss_type: str) -> bool:
     """Return whether a loss supports a loss_type, instead of treating it like an unknown name."""
 
-    def outcome_of(name: str) -> tuple | None:
+    def outcome_of(name: str) -> str | None:
         return outcome(loss, *probe(kind, {"loss_type": [name] if kind == "dpo" else name}))
 
     found = outcome_of(loss_type)
@@ -92,6 +93,13 @@ def needs(loss: Callable, kind: str, name: str) -> bool:
     batch, options = probe(kind, {})
     del options[name]
     return outcome(loss, batch, options) is None
+
+
+def refuse_random(loss: Callable, kind: str):
+    """Raise an exception if two calls with the same batch differ."""
+    given = probe(kind, {})
+    if outcome(loss, *given) != outcome(loss, *given):
+        raise UserError("my_loss is random: two calls with the same batch differ; seed it, or leave out its dropout")
 
 
 def kind_of(loss: Callable) -> str:

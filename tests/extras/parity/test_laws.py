@@ -4,10 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import dropout, logsigmoid
 
 from minivlmrl.extras.parity import command
 from minivlmrl.extras.parity.laws import LAWS, examine, laws
+from minivlmrl.extras.parity.loss import judge
 from minivlmrl.losses import grpo_variants, preference  # noqa: F401  grpo_variants adds losses to grpo.py
 from minivlmrl.losses.grpo import AVERAGES, grpo_loss
 from tests.extras.parity import test_loss as losses
@@ -40,6 +41,7 @@ def maximum(q):
 # For each law, a loss that breaks only this law
 WRONG = {
     "numbers_are_finite": (changed(loss=lambda q: q.loss + q.logps.sum() * 0 / (len(q.mask) - 4)), {}),
+    "inputs_stay_unchanged": (changed(loss=lambda q: q.loss + 0 * q.old.add_(0.1).sum()), {}),
     "masked_tokens_are_inert": (
         changed(loss=lambda q: q.loss + ((1 - q.mask) * (q.logps - q.logps.detach())).sum()),
         {},
@@ -104,20 +106,20 @@ def test_laws_say_what_has_no_name(name):
 @pytest.mark.parametrize("corrected", (False, True))
 @pytest.mark.parametrize("loss_type", AVERAGES)
 def test_our_policy_losses_obey_all_laws(loss_type, corrected):
-    assert laws(grpo_loss, loss_type=loss_type, use_bias_correction_kl=corrected) == 10
+    assert laws(grpo_loss, loss_type=loss_type, use_bias_correction_kl=corrected) == 11
 
 
 @pytest.mark.parametrize("level", ("sequence", "sequence_token"))
 def test_our_gspo_obeys_all_laws(level):
     loss = lambda b, o: my_loss(b, o | {"importance_sampling_level": level})  # noqa: E731
-    assert laws(loss, importance_sampling_level="sequence") == 10
+    assert laws(loss, importance_sampling_level="sequence") == 11
 
 
 @pytest.mark.parametrize(("kind", "loss_type"), [
     *(("dpo", name) for name in preference.DPO_LOSSES), ("sft", "nll"), ("sft", "dft")
 ])  # fmt: skip
 def test_our_preference_and_sft_losses_obey_all_laws(kind, loss_type):
-    assert laws(my_loss, kind=kind, loss_type=loss_type) == (6 if kind == "dpo" else 5)
+    assert laws(my_loss, kind=kind, loss_type=loss_type) == (7 if kind == "dpo" else 6)
 
 
 BY_ROW = "with the mask [[1, 1], [1, 0]], the tokens have the weights [[0.25, 0.25], [0.5, 0.0]]"
@@ -158,10 +160,22 @@ def test_the_command_prints_the_smallest_batch(tmp_path, monkeypatch, capsys):
         "    return -batch['per_token_logps'].mean()\n"
     )
     assert command.main(["--laws", "mine.py:right", "--only", "kind=sft"]) == 0
-    assert "the loss obeys all 5 laws" in capsys.readouterr().out
+    assert "the loss obeys all 6 laws" in capsys.readouterr().out
     assert command.main(["--laws", "mine.py:wrong", "--only", "kind=sft"]) == 1
     broken = "broken law: masked tokens change the loss, or are trained. Smallest batch: mask [[1, 0]]"
     assert broken in capsys.readouterr().out
+
+
+def test_laws_find_out_the_kind():
+    report = examine(dpo)
+    assert report.passes and report.count == 7
+
+
+@pytest.mark.parametrize("loss", [changed(term=lambda q: dropout(q.term)), partial(dpo, ref=lambda x: dropout(x))])
+@pytest.mark.parametrize("check", [examine, judge])
+def test_a_random_loss_is_refused(check, loss):
+    with pytest.raises(ValueError, match="my_loss is random: two calls with the same batch differ"):
+        check(loss)
 
 
 def test_laws_refuse_what_they_do_not_know():

@@ -116,7 +116,6 @@ NO_KL = GRPO | {"beta": 0.0}
 SWAPPED = "policy and reference are swapped in the KL"
 DPO = {"kind": "dpo", "loss_type": "sigmoid"}
 GSPO = NO_KL | {"importance_sampling_level": "sequence"}
-SAPO = NO_KL | {"loss_type": "sapo"}
 
 
 def test_a_loss_of_ones_own_is_checked_against_recorded_numbers(monkeypatch):
@@ -220,12 +219,6 @@ def aot_in_order(batch, options):
     return ((1 - smoothing) * softplus(-z) + smoothing * softplus(z)).mean()
 
 
-def sapo(q, positive=1.0, negative=1.05, scale=4.0):
-    """Compute SAPO with two temperatures; 4 / temperature is the gate's usual scale."""
-    tau = torch.tensor(positive).double().where(q.advantages > 0, torch.tensor(negative).double())
-    return -(tau * (q.ratio - 1)).sigmoid() * scale / (tau if scale == 4 else 1) * q.advantages
-
-
 def one_bound_maximum(batch, options):
     """Compute the GRPO of reasoning-from-scratch, which reads one epsilon, so that the two cannot be swapped."""
     advantages, epsilon = batch["advantages"][:, None], options["epsilon_low"]
@@ -260,7 +253,6 @@ UNSEEN = [
     (changed(term=lambda q: -q.ratio.clamp(max=q.high) * q.advantages * q.logps),
      WHOLE | {"loss_type": "cispo", "beta": 0.0}, "cispo's ratio is not detached"),
     (changed(kl=lambda q: k3(((q.ref - q.logps) * q.mask).sum(1, keepdim=True))), KL, "from the sum of a row's"),
-    (changed(weight=lambda q: q.ratio.clamp(1 - q.low, 1 + q.high)), GRPO, "weighted with the clipped ratio"),
     (dpo_of(lambda z, beta: beta * z), DPO, "beta is applied twice"),
     (dpo_of(lambda z, _: z.mean()), DPO, "averaged over the pairs"),
     (changed(term=lambda q: -q.advantages * q.logps, kl=lambda q: k3(q.logps - q.ref)), KL | {"loss_type": "dapo"},
@@ -271,9 +263,6 @@ UNSEEN = [
     (lambda batch, options: my_loss(batch, options | {"beta": 1 / options["beta"]}),
      {"kind": "dpo", "loss_type": "ipo"}, "one over beta"),
     (one_bound_maximum, NO_KL, "for negative advantages; design: ratios are clipped with epsilon_low on both sides"),
-    (changed(term=lambda q: sapo(q, 1.05, 1.0)), SAPO, "temperatures are swapped; averaged as in dapo"),
-    (changed(term=lambda q: sapo(q, scale=4.000000000001)), SAPO,
-     "not divided by its temperature; averaged as in dapo"),
     (changed(loss=lambda q: ((q.terms * q.mask).sum(1) / q.mask.sum(1, keepdim=True).clamp(min=1)).mean()), NO_KL,
      "divided by the lengths of all rows"),
     (changed(log_ratio=lambda q: q.logps.bfloat16().double() - q.old.bfloat16().double()), NO_KL,
@@ -281,8 +270,6 @@ UNSEEN = [
     (changed(beta=lambda q: 1.0), KL, "not multiplied by beta"),
     (changed(kl=lambda q: (q.logps - q.ref).detach() + (d := (q.logps - q.ref) ** 2 / 2) - d.detach()), KL,
      "design: the KL has the value of k1 and the gradient of k2"),
-    (changed(term=lambda q: -q.ratio.clamp(max=q.high).detach() * q.advantages * q.ratio),
-     NO_KL | {"loss_type": "cispo"}, "multiplies the ratio instead of the log-probability"),
     (
         lambda b, o: softplus(
             ((o["beta"] * b["per_token_logps"] - b["ref_per_token_logps"]) * b["mask"]).sum(-1).diff(dim=1)).mean(),
@@ -325,17 +312,13 @@ UNSEEN = [
      {"kind": "sft", "loss_type": "nll"}, "no gradient of the first tokens"),
     (lambda b, o: sft.sft_loss(b["per_token_logps"], pad(b["mask"], (0, 1))[:, 1:], loss_type=o["loss_type"]),
      {"kind": "sft"}, "mistake: a mask value is taken from the next token in its row and 0 for the last$"),
-    (changed(low=lambda q: 1 - 1 / (1 + q.options["epsilon_high"])), NO_KL, "ratios are clipped to at least 1 /"),
-    (changed(term=lambda q: torch.min(q.term, -3 * q.advantages)), NO_KL, "dual clip also for positive advantages"),
     (changed(term=lambda q: -q.ratio.detach() * q.advantages * q.logps), NO_KL, "cispo's ratio has no bound"),
     (changed(advantages=lambda q: q.advantages / q.mask.sum(1, keepdim=True).clamp(min=1)), NO_KL,
      "a row is divided by its token count"),
     (changed(kl=lambda q: q.ref.exp() * (q.ref - q.logps)), KL, "torch's kl_div"),
-    (changed(kl=lambda q: q.logps.exp() * (q.logps - q.ref)), KL, "weighted with pi already"),
     (changed(kl=lambda q: (q.ref - q.logps).exp() + q.ref - q.logps - 1), KL, "wrong sign of its log-ratio"),
     (changed(kl=lambda q: (q.ref - q.logps).expm1()), KL, "k3 lacks its log-ratio"),
     (lambda b, o: -(o["beta"] * margins(b)).sigmoid().mean(), DPO, "the log is missing"),
-    (lambda b, o: (-o["beta"] * margins(b)).exp().mean(), DPO, "the loss is exp"),
     (lambda b, o: softplus(-o["beta"] * dpo_sums(b)[:, 0]).mean(), DPO, "left out for the rejected answer"),
     (lambda b, o: softplus(-o["beta"] * dpo_sums(b).sum(1)).mean(), DPO, "wrong sign for the rejected answer"),
     (dpo_of(lambda z, _: z - 0.5), DPO, "0.5 is subtracted from beta times the margin"),
@@ -425,11 +408,14 @@ def test_the_numbers_on_the_page_are_those_of_the_code():
     page = " ".join((ROOT / "docs" / "numerical_parity.md").read_text().split())
     grpo, dpo = (len(read_cases(kind=kind)) for kind in ("grpo", "dpo"))  # without those with a dual clip
     assert (
-        f"TRL gave {grpo} GRPO cases, {dpo} DPO losses and six SFT losses" in page and len(read_cases(kind="sft")) == 6
+        f"TRL gave {grpo} GRPO cases, {len(read_cases(delta=3.0))} more with a dual clip (`--only delta=3.0`), "
+        f"{dpo} DPO losses and six SFT losses"
+        in page
+        and len(read_cases(kind="sft")) == 6
     )
     of_policy, of_dpo, of_sft = (len(set().union(*LAWS[kind])) for kind in ("grpo", "dpo", "sft"))
-    assert f"`--laws` checks {of_policy} laws" in page and f"`--only kind=dpo` there are {of_dpo} laws" in page
-    assert f"with `--only kind=sft` {of_sft}." in page
+    assert f"`--laws` checks {of_policy} laws" in page
+    assert f"A DPO loss has {of_dpo} laws, and an SFT loss {of_sft}." in page
     museum = " ".join((ROOT / "docs" / "museum.md").read_text().split())
     assert f"a margin of -4 gets {int(1 / torch.tensor(-4.0).sigmoid())} times the gradient" in museum
 

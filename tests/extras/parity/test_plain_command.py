@@ -111,9 +111,9 @@ RIGHT = {
     "DAPO": (dapo, "loss_type=dapo"),
     "DAPO without a KL": (partial(dapo, kl=None), "note: no KL: beta changes nothing"),
     "own bounds": (lambda b, o: dapo(b, o | {"epsilon_low": 0.2, "epsilon_high": 0.2}, kl=None),
-                   "not read: epsilon_high, epsilon_low; the loss was tested only with its own"),
+                   "without effect: epsilon_high, epsilon_low; the loss was tested only with its own"),
     "SAPO": (sapo, "loss_type=sapo"),
-    "own temperatures": (partial(sapo, taus=(1.0, 1.05)), "not read: sapo_temperature_neg, sapo_temperature_pos"),
+    "own temperatures": (partial(sapo, taus=(1.0, 1.05)), "without effect: sapo_temperature_neg, sapo_temperature_pos"),
     "arguments of a recipe": (of_recipe, "note: no KL: beta changes nothing"),
     "keywords": (keywords, "loss_type=dapo"),
     "GSPO without a KL": (gspo, "importance_sampling_level=sequence"),
@@ -132,6 +132,15 @@ def test_a_right_loss_passes(name):
     loss, says = RIGHT[name]
     verdict = judge(loss)
     assert verdict.agrees and says in str(verdict), str(verdict)
+
+
+def my_dr_grpo(batch, options):
+    return gspo_by_token(batch, options)
+
+
+def test_a_name_that_contradicts_the_average_is_a_mistake():
+    verdict = judge(my_dr_grpo)
+    assert not verdict.passes and verdict.names[-1] == "mistake: by its name, the loss is averaged as in dr_grpo"
 
 
 def test_the_kind_of_a_named_loss_may_be_given():
