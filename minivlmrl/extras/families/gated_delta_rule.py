@@ -76,8 +76,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, s
     G = g.cumsum(-1)  # (b, H, chunks, C): log decay since the chunk start
     later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
     # (b, H, chunks, C, C): decay from an earlier to a later token in the chunk
-    log_decay = G[..., None] - G[..., None, :]
-    decay = log_decay.masked_fill(later, -math.inf).exp()
+    decay = (G[..., None] - G[..., None, :]).masked_fill(later, -math.inf).exp()
     since = G.exp()[..., None]  # (b, H, chunks, C, 1): decay since the chunk start
     until = (G[..., -1:] - G).exp()[..., None]  # (b, H, chunks, C, 1): decay from a token to the chunk end
     X, Y = solve_chunks(k, v, beta, decay, since)
