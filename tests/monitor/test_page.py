@@ -37,12 +37,12 @@ def trained(run, quick, varied_rollouts, tmp_path, tmp_path_factory, monkeypatch
 
 
 def browse(path, place, folder):
-    """Open a page in a browser, run its script, and return the HTML without the embedded data."""
+    """Open a page in a browser, run its script, and return the HTML without embedded data and places to break names."""
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine: apt install chromium")
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder / 'browser'}", "--dump-dom", f"file://{path}#{place}"]
     html = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    return html.partition('<script id="data"')[0]
+    return html.partition('<script id="data"')[0].replace("<wbr>", "")
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_the_page_shows_completions_and_rewards_of_a_step(trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
+def test_recipe_warnings_and_results_come_first(trained, tmp_path):
     """The page opens at a step whose advantages are not all 0."""
     lines = metrics(trained, "completions.jsonl")
     for i, line in enumerate(lines):
@@ -99,8 +99,8 @@ def test_recipe_warnings_and_results_come_first(trained, home, tmp_path):
     html = browse(trained / "report.html", "", tmp_path)
     assert html.index("grpo step 3: all &lt;groups&gt; earn the same") < html.index("Curves")
     assert re.search(r"grpo: 3 steps in \d+ s; at most [\d.]+ GiB", html)
-    assert f"<summary>{home / 'recipe.yaml'}; evaluated on 4 rows</summary>" in html
-    assert f"  config: {home / 'model.json'}\n" in html and "  max_steps: 3\n" in html
+    assert "<summary>recipe.yaml; evaluated on 4 rows</summary>" in html
+    assert "  config: model.json\n" in html and "  max_steps: 3\n" in html
     assert '<output id="step">grpo 2</output>' in html and "nothing to learn" not in html
     assert re.findall(r'data-reward="([^"]*)"', html) == list("76543210")  # the best completion comes first
 

@@ -84,7 +84,7 @@ FAULTS = [
     Fault(change=lambda i, row: {"problem": f"What does {row['solution'].replace(' ', '_').upper()}.png show?"},
         check=("8 of 8 questions contain their solution", "Remove the solution from the prompt")),
     Fault(["--stages=[sft, grpo]", "--sampling.stop_token_ids=[1]"],
-        check=("completion ends with the token id", "Add this id to sampling.stop_token_ids")),
+        check=("completion ends with the token id", "Add it to sampling.stop_token_ids")),
     Fault(["--rewards={accuracy: 1, format: -1}"],
         check=("Correct answers do not score higher", "Check the weights of the rewards")),
     Fault(["--data.eval_file=eval.jsonl"], shown_again,
@@ -98,7 +98,7 @@ FAULTS = [
     Fault(["--rewards={one.py:noisy: 1}"],
         check=("Reward one.py:noisy gave different values for the same completions", "Remove the random numbers")),
     Fault(["--stages=[sft, grpo]", "--rewards={accuracy: 1}"], shuffled,
-        check=("2 of 8 answers in the column completion contradict", "Compare the solution")),
+        check=("2 of 8 answers in the column completion contradict", "Compare solution, answer and image")),
 ]  # fmt: skip
 
 OWN_REWARDS = """
