@@ -54,8 +54,8 @@ def test_a_reward_that_counts_words_or_reads_the_first_tags_is_refused(tmp_path,
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [
-    (["1", "nan.py"], "not yet: nan.py: reward returned nan, which is no finite number, for '<think>"),
-    (["1", "none.py"], "not yet: none.py: reward returned None, which is no finite number, for '<think>"),
+    (["1", "nan.py"], "not yet: nan.py: reward returned nan, which is not a finite number, for '<think>"),
+    (["1", "none.py"], "not yet: none.py: reward returned None, which is not a finite number, for '<think>"),
     (["1", "misspelled.py"], "not yet: misspelled.py has no function reward(text, solution)"),
     (["1", "absent.py"], "not yet: [Errno 2] No such file or directory: '"),
     (["2", "absent/curve.txt"], "not yet: [Errno 2] No such file or directory: 'absent/curve.txt'"),
