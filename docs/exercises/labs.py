@@ -66,7 +66,8 @@ def read_reward(path: str) -> Callable[[str, str], float]:
     def checked(text: str, solution: str) -> float:
         value = names["reward"](text, solution)
         is_finite = isinstance(value, Real) and math.isfinite(value)
-        minimal.require(is_finite, f"{path}: reward returned {value!r}, which is not a finite number, for {text[:120]!r}")
+        message = f"{path}: reward returned {value!r}, which is not a finite number, for {text[:120]!r}"
+        minimal.require(is_finite, message)
         return value
 
     return checked
